@@ -1,0 +1,83 @@
+"""One packed row: what a loader worker hands to the model.
+
+A row is ``seq_len`` tokens of whole samples, padded at the end; the padded tail is one more segment, so that
+``cu_seqlens[-1] == seq_len`` always. Everything that depends on the data (segments, positions, window order, where
+features go) is computed here, on the CPU, so that a training step never waits for the GPU to learn a number.
+
+Shape legend: S seq_len, P patches of the row, Q distinct pixel planes, N merged features (P / merge_unit).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class VisionBatch:
+    """All images and video frames of a row, in the order in which the vision tower reads them.
+
+    Patches are already in window order (merge units grouped by window, see :func:`megatron_vl.models.rope.window_order`),
+    so the tower never permutes; ``feature_index`` undoes the order when features are placed.
+    """
+
+    planes: Tensor
+    """uint8 [Q, channels * patch * patch]: one time slice of a patch, not normalised. An image's patch is one plane
+    used twice, a video's patch is two planes."""
+    plane_index: Tensor
+    """int32 [P, temporal_patch_size]: the planes of each patch."""
+    position_hw: Tensor
+    """int32 [P, 2]: row and column of each patch within its frame, for 2D RoPE."""
+    cu_seqlens: Tensor
+    """int32 [frames + 1]: full-attention segments (one per frame of each image or video)."""
+    cu_window_seqlens: Tensor
+    """int32 [windows + 1]: window segments; equal to ``cu_seqlens`` for a family without windows."""
+    max_seqlen: int
+    max_window_seqlen: int
+    feature_index: Tensor
+    """int64 [N]: token position in the row of each merged feature, in tower order. Empty for the dummy image of a
+    text-only row, whose features are multiplied by zero."""
+
+
+@dataclass
+class Row:
+    """One micro-batch: a packed row of ``seq_len`` tokens."""
+
+    tokens: Tensor
+    """int64 [S]"""
+    labels: Tensor
+    """int64 [S]: the next token of the same sample; 0 where ``loss_mask`` is 0."""
+    loss_mask: Tensor
+    """float32 [S]: 1 where the label is text of an assistant turn (its ``<|im_end|>`` included)."""
+    position_ids: Tensor
+    """int64 [3, S]: M-RoPE time, height, width; each sample starts again at 0."""
+    cu_seqlens: Tensor
+    """int32 [samples + 1 (+ 1 for the padded tail)]"""
+    max_seqlen: int
+    vision: VisionBatch
+    num_samples: int = 0
+    num_images: int = 0
+    """Images and videos of the row."""
+    num_patches: int = 0
+    """Real patches (0 for a text-only row, although the dummy has some)."""
+    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Samples that could not be used since the last row, by reason."""
+
+    @property
+    def seq_len(self) -> int:
+        return self.tokens.numel()
+
+
+def pin(row: Row) -> Row:
+    """The same row in pinned memory, when CUDA is there."""
+    if not torch.cuda.is_available():
+        return row
+
+    def pinned(obj):
+        changes = {f.name: getattr(obj, f.name).pin_memory() for f in dataclasses.fields(obj) if isinstance(getattr(obj, f.name), Tensor)}
+        return dataclasses.replace(obj, **changes)
+
+    return dataclasses.replace(pinned(row), vision=pinned(row.vision))

@@ -1,0 +1,1 @@
+"""Vision tower, language model and the two joined."""

@@ -1,0 +1,193 @@
+"""What a model family tells the rest of the toolkit.
+
+A family reads a Hugging Face ``config.json`` and answers with a :class:`ModelSpec`: plain numbers and flags, no
+torch. Everything else (model building, the tensor table, conversion, FLOP counts) is derived from the spec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A Hugging Face config that cannot be used; the message names the field and what would be valid."""
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """The vision tower. Lengths are in elements, ``window_size`` in pixels."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    ffn_hidden_size: int
+    """FFN width as in the HF checkpoint."""
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    in_channels: int
+    out_hidden_size: int
+    """Width of the merged features, equal to the language model's hidden size."""
+    norm: str
+    """``RMSNorm`` or ``LayerNorm`` (with bias)."""
+    norm_eps: float
+    activation: str
+    """``silu`` or ``quick_gelu``."""
+    gated_mlp: bool
+    """True for SwiGLU (gate and up projections), False for a plain two-layer MLP."""
+    window_size: int = 0
+    """Side of an attention window in pixels; 0 means full attention in all layers."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Zero-based layers with full attention; the others attend within windows. Ignored when ``window_size`` is 0."""
+    tokens_per_second: float = 0.0
+    """Temporal M-RoPE positions per second of video (Qwen2.5-VL); 0 means one position per frame group."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def padded_ffn_hidden_size(self) -> int:
+        """FFN width in Megatron checkpoints and on the device: the next multiple of 128.
+
+        Zero rows and columns are exact and stay zero under training (their gradients are zero); an aligned width is
+        2.9x faster on H100/H200 (3420 -> 3456) and divides by every TP up to 8.
+        """
+        return -(-self.ffn_hidden_size // 128) * 128
+
+    @property
+    def patch_dim(self) -> int:
+        """Elements of one flattened patch, ordered (channel, time, row, column) as in HF."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merge_unit(self) -> int:
+        """Patches merged into one language-model token."""
+        return self.spatial_merge_size**2
+
+    def is_full_attention(self, layer: int) -> bool:
+        """Whether the zero-based ``layer`` attends over whole frames rather than windows."""
+        return self.window_size == 0 or layer in self.full_attention_layers
+
+
+@dataclass(frozen=True)
+class LanguageSpec:
+    """The language model."""
+
+    hidden_size: int
+    num_layers: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    """Rotary frequencies given to time, height and width; they add up to ``head_dim / 2``."""
+    tied_embeddings: bool
+    qkv_bias: bool = True
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model: its family, its two halves, its special tokens and the HF config it was read from."""
+
+    family: str
+    vision: VisionSpec
+    language: LanguageSpec
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    initializer_range: float = 0.02
+    hf_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def replace_layers(self, *, vision: int | None = None, language: int | None = None) -> ModelSpec:
+        """A copy with other layer counts, for benchmarks and tests."""
+        spec = self
+        if vision is not None:
+            spec = dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, num_layers=vision))
+        if language is not None:
+            spec = dataclasses.replace(spec, language=dataclasses.replace(spec.language, num_layers=language))
+        return spec
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The text fields of an HF config, wherever they are.
+
+    Released Qwen2-VL and Qwen2.5-VL checkpoints keep them flat at the top; transformers 5.x nests them.
+    """
+    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
+
+
+def require(config: dict[str, Any], name: str, where: str) -> Any:
+    """``config[name]``, or a :class:`ConfigError` that says which field is missing where."""
+    if config.get(name) is None:
+        raise ConfigError(f"config.json: field {name!r} is missing in {where}")
+    return config[name]
+
+
+def read_language(config: dict[str, Any]) -> LanguageSpec:
+    """Language model fields of Qwen2-VL and Qwen2.5-VL, flat or nested, old or new rope names.
+
+    Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` of transformers.
+    """
+    text = text_config(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("mrope", "default"):
+        raise ConfigError(f"config.json: rope type {kind!r} is not supported; valid: 'mrope', 'default'")
+    if text.get("use_sliding_window"):
+        raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
+    if text.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"config.json: hidden_act {text['hidden_act']!r} is not supported; valid: 'silu'")
+    if "mrope_section" not in rope:
+        raise ConfigError("config.json: mrope_section is missing in rope_scaling / rope_parameters")
+    hidden, heads = require(text, "hidden_size", "the text fields"), require(text, "num_attention_heads", "the text fields")
+    head_dim = text.get("head_dim") or hidden // heads
+    section = tuple(int(n) for n in rope["mrope_section"])
+    if len(section) != 3 or sum(section) != head_dim // 2:
+        raise ConfigError(f"config.json: mrope_section {section} must be three numbers that add up to head_dim/2 = {head_dim // 2}")
+    tied = config.get("tie_word_embeddings")
+    if tied is None:
+        tied = text.get("tie_word_embeddings", False)
+    return LanguageSpec(
+        hidden_size=hidden,
+        num_layers=require(text, "num_hidden_layers", "the text fields"),
+        ffn_hidden_size=require(text, "intermediate_size", "the text fields"),
+        num_heads=heads,
+        num_kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        vocab_size=require(text, "vocab_size", "the text fields"),
+        norm_eps=text.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1000000.0))),
+        mrope_section=section,  # type: ignore[arg-type]
+        tied_embeddings=bool(tied),
+    )
+
+
+def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: LanguageSpec) -> ModelSpec:
+    """Joins the halves with the special tokens and checks that the features fit the language model."""
+    if vision.out_hidden_size != language.hidden_size:
+        raise ConfigError(
+            f"config.json: the vision tower gives features of width {vision.out_hidden_size}, "
+            f"the language model wants {language.hidden_size}"
+        )
+    if vision.hidden_size % vision.num_heads:
+        raise ConfigError(f"config.json: vision width {vision.hidden_size} does not divide by {vision.num_heads} heads")
+    if vision.head_dim % 4:
+        raise ConfigError(f"config.json: vision head dimension {vision.head_dim} must divide by 4 for 2D RoPE")
+    return ModelSpec(
+        family=family,
+        vision=vision,
+        language=language,
+        image_token_id=config.get("image_token_id", 151655),
+        video_token_id=config.get("video_token_id", 151656),
+        vision_start_token_id=config.get("vision_start_token_id", 151652),
+        vision_end_token_id=config.get("vision_end_token_id", 151653),
+        initializer_range=text_config(config).get("initializer_range", 0.02),
+        hf_config=config,
+    )

@@ -1,0 +1,132 @@
+"""The one canonical table of a model's tensors: names, shapes, how tensor parallelism cuts them, where they live.
+
+Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers, whatever modules
+hold them at run time. Checkpoints, converters and the trainer all read this table; nothing else knows a shape.
+
+Conventions of the full (TP 1) tensors:
+
+* ``linear_qkv`` holds, per key/value head, its query heads, its key head, its value head: ``[g * (q/g + 2) * d, h]``.
+* a gated ``linear_fc1`` holds gate then up: ``[2 * f, h]``; ``f`` of the vision tower is padded to a multiple of 128.
+* the patch embedding is a matrix ``[hidden, channels * time * row * column]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .families import ModelSpec
+
+Split = Literal["replicated", "column", "row", "gated"]
+"""How TP cuts a tensor: not at all; dim 0; dim 1; dim 0 of each of two stacked halves (gate, up)."""
+
+EMBEDDING = "language_model.embedding.word_embeddings.weight"
+OUTPUT = "language_model.output_layer.weight"
+
+
+class LayoutError(ValueError):
+    """A model and a parallel layout that do not fit; the message says which number and what would be valid."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: its full shape, its TP cut and its place in the pipeline."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: Split
+    place: str
+    """``vision``, ``embedding``, ``head`` or ``layer``."""
+    layer: int = -1
+    """Zero-based decoder layer when ``place`` is ``layer``."""
+
+    def shard_shape(self, tp: int) -> tuple[int, ...]:
+        """The shape of one of ``tp`` shards."""
+        if self.split == "replicated":
+            return self.shape
+        axis = 1 if self.split == "row" else 0
+        return tuple(n // tp if i == axis else n for i, n in enumerate(self.shape))
+
+
+def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
+    """All tensors of the model by canonical name, in model order. A tied output layer has no entry of its own."""
+    infos = [*_vision(spec), *_language(spec)]
+    return {info.name: info for info in infos}
+
+
+def _vision(spec: ModelSpec) -> list[TensorInfo]:
+    v = spec.vision
+    h, f, unit = v.hidden_size, v.padded_ffn_hidden_size, v.merge_unit * v.hidden_size
+    norm_bias = v.norm == "LayerNorm"
+    out: list[TensorInfo] = []
+
+    def add(name: str, shape: tuple[int, ...], split: Split = "replicated") -> None:
+        out.append(TensorInfo(f"vision_model.{name}", shape, split, "vision"))
+
+    def norm(prefix: str, joint: str = ".") -> None:
+        add(f"{prefix}{joint}weight", (h,))
+        if norm_bias:
+            add(f"{prefix}{joint}bias", (h,))
+
+    add("patch_embed.proj.weight", (h, v.patch_dim))
+    fc1: tuple[int, Split] = (2 * f, "gated") if v.gated_mlp else (f, "column")
+    for i in range(v.num_layers):
+        layer = f"decoder.layers.{i}."
+        norm(f"{layer}self_attention.linear_qkv.layer_norm", "_")
+        add(f"{layer}self_attention.linear_qkv.weight", (3 * h, h), "column")
+        add(f"{layer}self_attention.linear_qkv.bias", (3 * h,), "column")
+        add(f"{layer}self_attention.linear_proj.weight", (h, h), "row")
+        add(f"{layer}self_attention.linear_proj.bias", (h,))
+        norm(f"{layer}mlp.linear_fc1.layer_norm", "_")
+        add(f"{layer}mlp.linear_fc1.weight", (fc1[0], h), fc1[1])
+        add(f"{layer}mlp.linear_fc1.bias", (fc1[0],), fc1[1])
+        add(f"{layer}mlp.linear_fc2.weight", (h, f), "row")
+        add(f"{layer}mlp.linear_fc2.bias", (h,))
+    norm("merger.norm")
+    add("merger.linear_fc1.weight", (unit, unit), "column")
+    add("merger.linear_fc1.bias", (unit,), "column")
+    add("merger.linear_fc2.weight", (v.out_hidden_size, unit), "row")
+    add("merger.linear_fc2.bias", (v.out_hidden_size,))
+    return out
+
+
+def _language(spec: ModelSpec) -> list[TensorInfo]:
+    m = spec.language
+    h, f = m.hidden_size, m.ffn_hidden_size
+    qkv = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+    out = [TensorInfo(EMBEDDING, (m.vocab_size, h), "column", "embedding")]
+    for i in range(m.num_layers):
+
+        def add(name: str, shape: tuple[int, ...], split: Split = "replicated", i: int = i) -> None:
+            out.append(TensorInfo(f"language_model.decoder.layers.{i}.{name}", shape, split, "layer", i))
+
+        add("self_attention.linear_qkv.layer_norm_weight", (h,))
+        add("self_attention.linear_qkv.weight", (qkv, h), "column")
+        if m.qkv_bias:
+            add("self_attention.linear_qkv.bias", (qkv,), "column")
+        add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
+        add("mlp.linear_fc1.layer_norm_weight", (h,))
+        add("mlp.linear_fc1.weight", (2 * f, h), "gated")
+        add("mlp.linear_fc2.weight", (h, f), "row")
+    out.append(TensorInfo("language_model.decoder.final_layernorm.weight", (h,), "replicated", "head"))
+    if not m.tied_embeddings:
+        out.append(TensorInfo(OUTPUT, (m.vocab_size, h), "column", "head"))
+    return out
+
+
+def check_tp(spec: ModelSpec, tp: int) -> None:
+    """Raises :class:`LayoutError` unless every cut of the model divides by ``tp``."""
+    m, v = spec.language, spec.vision
+    kv_fits = m.num_kv_heads % tp == 0 or tp % m.num_kv_heads == 0
+    checks = [
+        (m.num_heads % tp == 0, f"{m.num_heads} attention heads of the language model"),
+        (kv_fits, f"{m.num_kv_heads} key/value heads of the language model"),
+        (v.num_heads % tp == 0, f"{v.num_heads} attention heads of the vision tower"),
+        (m.ffn_hidden_size % tp == 0, f"the language model's FFN width {m.ffn_hidden_size}"),
+        (m.vocab_size % tp == 0, f"the vocabulary of {m.vocab_size} tokens"),
+        (v.merge_unit * v.hidden_size % tp == 0, f"the merger's width {v.merge_unit * v.hidden_size}"),
+    ]
+    for fits, what in checks:
+        if not fits:
+            valid = [n for n in (1, 2, 4, 8, 16) if m.num_heads % n == 0 and v.num_heads % n == 0]
+            raise LayoutError(f"tp={tp} does not divide {what}; the heads allow tp in {valid}")

@@ -1,0 +1,84 @@
+"""Which decoder layers live on which pipeline stage.
+
+A layout is written as the number of decoder layers of each stage, in model order. With interleaving (VPP) entry
+``v * pp + p`` is virtual chunk ``v`` of pipeline rank ``p``. The vision tower and the embedding are on the first
+entry, the final norm and the output layer on the last; both may have fewer decoder layers, or none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.models.tensors import LayoutError, TensorInfo, check_tp
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor x pipeline x virtual-pipeline layout of one model."""
+
+    tp: int
+    pp: int
+    vpp: int
+    layers: tuple[int, ...]
+    """Decoder layers of each of the ``pp * vpp`` entries, in model order."""
+
+    def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
+        """Global zero-based number of the first decoder layer of this chunk."""
+        return sum(self.layers[: vp_stage * self.pp + pp_rank])
+
+    def chunk_layers(self, pp_rank: int, vp_stage: int = 0) -> range:
+        """Global decoder layers of one chunk."""
+        first = self.first_layer(pp_rank, vp_stage)
+        return range(first, first + self.layers[vp_stage * self.pp + pp_rank])
+
+    def stage_of(self, info: TensorInfo) -> int:
+        """The pipeline rank that holds a tensor."""
+        if info.place in ("vision", "embedding"):
+            return 0
+        if info.place == "head":
+            return self.pp - 1
+        end = 0
+        for entry, count in enumerate(self.layers):
+            end += count
+            if info.layer < end:
+                return entry % self.pp
+        raise LayoutError(f"layer {info.layer} is outside the layout {self.layers}")
+
+    def core_string(self) -> str:
+        """The layout in Megatron-core's notation (``E`` embedding, ``t`` decoder layer, ``L`` loss)."""
+        entries = ["t" * n for n in self.layers]
+        entries[0] = "E" + entries[0]
+        entries[-1] = entries[-1] + "L"
+        return "|".join(entries)
+
+    def as_dict(self) -> dict[str, object]:
+        return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "layers": list(self.layers)}
+
+
+def make_layout(spec: ModelSpec, tp: int = 1, pp: int = 1, vpp: int = 1, layers: list[int] | tuple[int, ...] | None = None) -> Layout:
+    """A validated layout.
+
+    Args:
+        layers: decoder layers of each of the ``pp * vpp`` entries; None spreads them evenly, the first entries
+            getting one fewer where they do not divide (they also hold the vision tower and the embedding).
+
+    Raises:
+        LayoutError: a number is impossible for this model; the message says which and what would be valid.
+    """
+    for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp)):
+        if value < 1:
+            raise LayoutError(f"{name}={value} must be at least 1")
+    if vpp > 1 and pp == 1:
+        raise LayoutError(f"vpp={vpp} needs pp of at least 2")
+    check_tp(spec, tp)
+    total, entries = spec.language.num_layers, pp * vpp
+    if layers is None:
+        if total < entries:
+            raise LayoutError(f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; write layers by hand to leave some empty")
+        layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
+    if len(layers) != entries:
+        raise LayoutError(f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}")
+    if min(layers) < 0 or sum(layers) != total:
+        raise LayoutError(f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers")
+    return Layout(tp, pp, vpp, tuple(layers))

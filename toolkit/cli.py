@@ -1,0 +1,46 @@
+"""The ``megatron-vl`` command: one subcommand a module in :mod:`toolkit.commands`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    "weights": "convert, split, merge, export, verify",
+    "data": "data convert",
+    "demo": "demo",
+}
+"""Module of :mod:`toolkit.commands` -> the subcommands that it registers."""
+
+
+class CommandError(Exception):
+    """A failure the user can mend: printed without a traceback, exit code 1."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand; each sets ``run``, a function of the parsed arguments that returns the exit code."""
+    from megatron_vl import __version__
+
+    parser = argparse.ArgumentParser(prog="megatron-vl", description="Convert, train and check Qwen-VL models with Megatron-core.")
+    parser.add_argument("--version", action="version", version=f"megatron-vl {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in COMMANDS:
+        importlib.import_module(f"toolkit.commands.{module}").register(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (CommandError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+        print(f"megatron-vl {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One module a group of subcommands; each has ``register(subparsers)``."""
