@@ -1,0 +1,532 @@
+"""Model weights on disk: safetensors files and a manifest, in any tensor x pipeline layout.
+
+A folder of weights holds ``manifest.json`` and either the unsplit tensors (``weights-00001-of-00003.safetensors``) or
+one file for each model-parallel rank (``tp00_pp01.safetensors``, all virtual chunks of that rank). Tensors carry the
+canonical names of :mod:`megatron_vl.models.tensors` with global layer numbers. A replicated tensor is in the file of
+every tensor-parallel rank of its stage, so a rank reads its own file only; a tied output layer is not stored (the last
+stage reads the embedding from the first stage's file).
+
+Whatever lies on disk, :meth:`WeightReader.get` gives any slice for any tensor-parallel size and reads only those bytes.
+How one cut maps to another is written as :class:`Block` lists, rectangles of a matrix: converters use the same ones.
+Nothing here imports Megatron-core, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.models.tensors import TensorInfo, check_tp, tensor_table
+from megatron_vl.parallel.layout import Layout, make_layout
+
+FORMAT = "megatron-vl-weights"
+VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "latest.json"
+CHUNK_BYTES = 8 << 20
+"""Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a conversion."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' code -> torch's type, of the types that weights may have."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read or written; the message names the file or tensor and says what to do."""
+
+
+# --- Rectangles -----------------------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """Rows ``row:row_end`` and columns ``col:col_end`` of a matrix."""
+
+    row: int
+    row_end: int
+    col: int
+    col_end: int
+
+
+class Block(NamedTuple):
+    """A rectangle of ``rows`` x ``cols`` that a whole matrix and one of its parts have in common."""
+
+    part: str | int
+    rows: int
+    cols: int
+    row: int = 0
+    """First row in the whole; ``col`` likewise, ``part_row`` and ``part_col`` in the part."""
+    col: int = 0
+    part_row: int = 0
+    part_col: int = 0
+
+    def inverted(self, whole: str | int) -> Block:
+        """The same rectangle seen from the part: ``whole`` becomes the part."""
+        return Block(whole, self.rows, self.cols, self.part_row, self.part_col, self.row, self.col)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The shape as a matrix: dim 0 by all others; a vector is one column."""
+    columns = 1
+    for n in shape[1:]:
+        columns *= n
+    return shape[0], columns
+
+
+def full_window(shape: Sequence[int]) -> Window:
+    rows, cols = matrix_shape(shape)
+    return Window(0, rows, 0, cols)
+
+
+def gather(blocks: Sequence[Block], window: Window, read: Callable[[str | int, Window], Tensor], dtype: torch.dtype) -> Tensor:
+    """A window of a matrix made of ``blocks``; what no block covers is zero.
+
+    Args:
+        read: gives a window of a part, as a matrix.
+
+    Returns:
+        ``[rows, cols]`` of ``dtype``; without a copy when one block covers the window and has that type.
+    """
+    out: Tensor | None = None
+    for block in blocks:
+        top, bottom = max(window.row, block.row), min(window.row_end, block.row + block.rows)
+        left, right = max(window.col, block.col), min(window.col_end, block.col + block.cols)
+        if top >= bottom or left >= right:
+            continue
+        down, across = block.part_row - block.row, block.part_col - block.col
+        data = read(block.part, Window(top + down, bottom + down, left + across, right + across))
+        if (top, bottom, left, right) == window and data.dtype == dtype:
+            return data
+        if out is None:
+            out = torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
+        out[top - window.row : bottom - window.row, left - window.col : right - window.col] = data
+    return out if out is not None else torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
+
+
+def row_windows(shape: Sequence[int], itemsize: int) -> Iterator[Window]:
+    """Windows of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
+    rows, cols = matrix_shape(shape)
+    step = max(1, CHUNK_BYTES // max(1, cols * itemsize))
+    for row in range(0, rows, step):
+        yield Window(row, min(rows, row + step), 0, cols)
+
+
+def shard_blocks(info: TensorInfo, tp: int) -> list[Block]:
+    """How the full matrix is made of its ``tp`` shards (:attr:`Block.part` is the rank).
+
+    A replicated tensor is taken from rank 0.
+    """
+    rows, cols = matrix_shape(info.shape)
+    if info.split == "replicated":
+        return [Block(0, rows, cols)]
+    if info.split == "row":
+        width = cols // tp
+        return [Block(t, rows, width, col=t * width) for t in range(tp)]
+    if info.split == "column":
+        height = rows // tp
+        return [Block(t, height, cols, row=t * height) for t in range(tp)]
+    half, height = rows // 2, rows // 2 // tp
+    return [Block(t, height, cols, row=i * half + t * height, part_row=i * height) for i in (0, 1) for t in range(tp)]
+
+
+def shard(tensor: Tensor, info: TensorInfo, tp_rank: int, tp: int) -> Tensor:
+    """The part of a full tensor that ``tp_rank`` holds; a view where the cut allows it."""
+    if info.split == "replicated" or tp == 1:
+        return tensor
+    if info.split == "gated":
+        return torch.cat([half.chunk(tp)[tp_rank] for half in tensor.chunk(2)])
+    return tensor.chunk(tp, dim=1 if info.split == "row" else 0)[tp_rank]
+
+
+def unshard(shards: Sequence[Tensor], info: TensorInfo) -> Tensor:
+    """The full tensor of all shards in rank order: the inverse of :func:`shard`."""
+    if info.split == "replicated" or len(shards) == 1:
+        return shards[0]
+    if info.split == "gated":
+        halves = [part.chunk(2) for part in shards]
+        return torch.cat([half[i] for i in (0, 1) for half in halves])
+    return torch.cat(list(shards), dim=1 if info.split == "row" else 0)
+
+
+# --- safetensors files ----------------------------------------------------------------------------------------------
+
+
+class TensorReader:
+    """A safetensors file, read window by window through a memory map."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise WeightsError(f"{path} is missing") from None
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is not a whole safetensors file ({error}); fetch or write it again") from error
+        self._slices = {name: self._file.get_slice(name) for name in self._file.keys()}
+
+    def names(self) -> list[str]:
+        return list(self._slices)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slices[name].get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        code = self._slices[name].get_dtype()
+        if code not in DTYPES:
+            raise WeightsError(f"{self.path}: tensor {name!r} has type {code}; weights may be {', '.join(DTYPES)}, not quantised")
+        return DTYPES[code]
+
+    def window(self, name: str, window: Window) -> Tensor:
+        """``[rows, cols]`` of a tensor taken as a matrix. A view of the mapped file: do not write to it."""
+        data = self._slices[name][window.row : window.row_end]
+        return data.flatten(1)[:, window.col : window.col_end] if data.dim() > 1 else data.unsqueeze(1)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor. A view of the mapped file: do not write to it."""
+        return self._file.get_tensor(name)
+
+
+def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Length and JSON header of a safetensors file, padded to 8 bytes; wide types come first so that all are aligned."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        rows, cols = matrix_shape(shape)
+        end = offset + rows * cols * dtype.itemsize
+        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> bytes:
+    """Length and JSON header of a safetensors file, as stored. Raises :class:`WeightsError` when it is not one."""
+    with open(path, "rb") as file:
+        length = file.read(8)
+        size = int.from_bytes(length, "little")
+        text = file.read(size) if len(length) == 8 and size <= 100_000_000 else b""
+    if not text or len(text) != size:
+        raise WeightsError(f"{path} is not a whole safetensors file; fetch or write it again")
+    return length + text
+
+
+class TensorWriter:
+    """A safetensors file written tensor by tensor, in any order and from several threads, then put in place at once.
+
+    The header is known first, so each tensor has its place; nothing is kept in memory. The data goes to
+    ``NAME.partial`` until :meth:`commit`.
+    """
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self.path = path
+        self._partial = path.with_name(path.name + ".partial")
+        entries = json.loads(header[8:])
+        self._metadata = entries.pop("__metadata__", None)
+        self._places = {name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()}
+        self.size = max([len(header), *(end for _, end in self._places.values())])
+        self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write(header, 0)
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        while len(view):
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def write(self, name: str, chunks: Iterable[Tensor]) -> str:
+        """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes."""
+        digest = hashlib.sha256()
+        offset, end = self._places[name]
+        for chunk in chunks:
+            data = memoryview(chunk.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
+            digest.update(data)
+            self._write(data, offset)
+            offset += len(data)
+        if offset != end:
+            raise WeightsError(f"{self.path}: tensor {name!r} got {offset - end:+d} bytes against its header")
+        return digest.hexdigest()
+
+    def commit(self, sync: bool = False) -> None:
+        """Puts the file in place; with ``sync`` its bytes are on the disk first."""
+        if sync:
+            os.fsync(self._fd)
+        os.close(self._fd)
+        os.replace(self._partial, self.path)
+
+    def abort(self) -> None:
+        """Removes what was written."""
+        os.close(self._fd)
+        self._partial.unlink(missing_ok=True)
+
+
+# --- Writing a folder -----------------------------------------------------------------------------------------------
+
+
+def rank_file_name(tp_rank: int, pp_rank: int) -> str:
+    return f"tp{tp_rank:02d}_pp{pp_rank:02d}.safetensors"
+
+
+def file_entry(
+    file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], tp: int = 0, pp: int = 0
+) -> dict[str, Any]:
+    """What the manifest needs to know of one rank's file; ``tensors`` is name -> (type, stored shape, SHA-256)."""
+    table = {
+        name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
+        for name, (dtype, shape, digest) in tensors.items()
+    }
+    return {"file": file, "tp": tp, "pp": pp, "tensors": table}
+
+
+def write_rank_file(folder: str | Path, tp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Writes the tensors of one model-parallel rank, atomically and synced to disk.
+
+    Args:
+        tensors: canonical name -> this rank's slice, of all virtual chunks; on any device, copied in small pieces.
+
+    Returns:
+        The rank's entry (plain JSON types) for :func:`write_manifest`.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in CODES:
+            raise WeightsError(f"tensor {name!r} has type {tensor.dtype}; weights may be {', '.join(map(dtype_name, CODES))}")
+    path = Path(folder) / rank_file_name(tp_rank, pp_rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"})
+    writer = TensorWriter(path, header)
+    written = {}
+    try:
+        for name, tensor in tensors.items():
+            matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
+            chunks = (matrix[w.row : w.row_end] for w in row_windows(tensor.shape, tensor.element_size()))
+            written[name] = (tensor.dtype, tensor.shape, writer.write(name, chunks))
+    except BaseException:
+        writer.abort()
+        raise
+    writer.commit(sync=True)
+    return file_entry(path.name, written, tp_rank, pp_rank)
+
+
+def write_manifest(
+    folder: str | Path, spec: ModelSpec, layout: Layout | None, rank_entries: Sequence[dict], origin: dict | None = None
+) -> None:
+    """Writes ``manifest.json``, last of all files, after checking that the entries are the whole model.
+
+    Args:
+        layout: None for unsplit weights.
+        rank_entries: what :func:`write_rank_file` returned on each model-parallel rank, in any order.
+        origin: anything worth keeping about where the weights came from.
+
+    Raises:
+        WeightsError: a tensor or file is missing, too many, of another shape or of two types; the message names it.
+    """
+    if not spec.hf_config or read_spec(spec.hf_config) != spec:
+        raise WeightsError("the model differs from its hf_config; weights are written with the config that describes them")
+    tensors = _check_entries(spec, layout, rank_entries)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "full" if layout is None else "shards",
+        "family": spec.family,
+        "layout": layout and layout.as_dict(),
+        "origin": origin or {},
+        "hf_config": spec.hf_config,
+        "tensors": tensors,
+        "files": {
+            entry["file"]: {
+                "tp": entry["tp"],
+                "pp": entry["pp"],
+                "tensors": {name: tensor["sha256"] for name, tensor in entry["tensors"].items()},
+            }
+            for entry in sorted(rank_entries, key=lambda entry: entry["file"])
+        },
+    }
+    path = Path(folder) / MANIFEST
+    partial = path.with_name(MANIFEST + ".partial")
+    with open(partial, "w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]) -> dict[str, dict[str, Any]]:
+    """The manifest's tensor table, once every tensor is found where it belongs, with its shape and one type."""
+    stored: dict[tuple[int, int, str], dict] = {}
+    for entry in entries:
+        for name, tensor in entry["tensors"].items():
+            stored[entry["tp"], entry["pp"], name] = tensor
+    tp = layout.tp if layout else 1
+    table = {}
+    for name, info in tensor_table(spec).items():
+        stage = layout.stage_of(info) if layout else 0
+        found = [stored.pop((t, stage, name), None) for t in range(tp)]
+        shape = list(info.shard_shape(tp))
+        for t, tensor in enumerate(found):
+            if tensor is None:
+                raise WeightsError(f"tensor {name!r} is missing in tensor rank {t}, pipeline rank {stage}")
+            if tensor["shape"] != shape:
+                raise WeightsError(f"tensor {name!r} has shape {tensor['shape']} in tensor rank {t}; it should be {shape}")
+        if len({tensor["dtype"] for tensor in found}) > 1:
+            raise WeightsError(f"tensor {name!r} has different types on its tensor ranks")
+        if info.split == "replicated" and len({tensor["sha256"] for tensor in found}) > 1:
+            warnings.warn(f"replicated tensor {name!r} differs between tensor ranks; rank 0's counts", stacklevel=3)
+        table[name] = {"dtype": found[0]["dtype"], "shape": list(info.shape), "split": info.split}
+    if stored:
+        t, stage, name = next(iter(stored))
+        raise WeightsError(f"tensor {name!r} does not belong on tensor rank {t}, pipeline rank {stage}")
+    return table
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- Reading a folder -----------------------------------------------------------------------------------------------
+
+
+def find_weights(path: str | Path) -> Path:
+    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its latest step).
+
+    Raises:
+        FileNotFoundError: nothing there is a folder of weights; the message says what was looked for.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    if (path / "weights" / MANIFEST).is_file():
+        return path / "weights"
+    if (path / LATEST).is_file():
+        step = json.loads((path / LATEST).read_text()).get("step")
+        weights = path / f"step_{int(step):08d}" / "weights"
+        if (weights / MANIFEST).is_file():
+            return weights
+        raise FileNotFoundError(f"{path / LATEST} names step {step}, but {weights / MANIFEST} is missing")
+    raise FileNotFoundError(f"{path} holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {LATEST}")
+
+
+class WeightReader:
+    """Reads weights of any layout as if of any other.
+
+    Attributes:
+        path: the folder of weights (a run or step folder is resolved to it).
+        manifest: the manifest as read.
+        spec: the model.
+        layout: None for unsplit weights.
+        table: canonical name -> :class:`TensorInfo`.
+
+    Raises:
+        FileNotFoundError: no weights there.
+        WeightsError: the manifest or a file does not fit; the message names it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = find_weights(path)
+        self.manifest = self._read_manifest()
+        try:
+            self.spec = read_spec(self.manifest["hf_config"])
+        except ConfigError as error:
+            raise WeightsError(f"{self.path / MANIFEST}: {error}") from error
+        layout = self.manifest["layout"]
+        self.layout: Layout | None = None
+        if layout:
+            self.layout = make_layout(self.spec, **{key: layout.get(key) for key in ("tp", "pp", "vpp", "layers")})
+        self.table = tensor_table(self.spec)
+        self._files: dict[str, TensorReader] = {}
+        self._lock = threading.Lock()
+        self._where = self._place_files()
+
+    def _read_manifest(self) -> dict[str, Any]:
+        path = self.path / MANIFEST
+        try:
+            manifest = json.loads(path.read_text())
+        except ValueError as error:
+            raise WeightsError(f"{path} is not JSON ({error}); write the weights again") from error
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise WeightsError(f"{path} is not a manifest of {FORMAT!r}")
+        if manifest.get("version") != VERSION:
+            raise WeightsError(f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}")
+        for field in ("layout", "hf_config", "tensors", "files"):
+            if field not in manifest:
+                raise WeightsError(f"{path}: field {field!r} is missing")
+        return manifest
+
+    def _place_files(self) -> dict[tuple[int, str], str]:
+        """(tensor rank, tensor) -> file, once the manifest is known to describe this model."""
+        path = self.path / MANIFEST
+        expected = {name: {"shape": list(info.shape), "split": info.split} for name, info in self.table.items()}
+        stated = {name: {"shape": t["shape"], "split": t["split"]} for name, t in self.manifest["tensors"].items()}
+        for name in sorted(expected.keys() | stated.keys()):
+            if expected.get(name) != stated.get(name):
+                raise WeightsError(f"{path}: tensor {name!r} is {stated.get(name)}, its config says {expected.get(name)}")
+            if self.manifest["tensors"][name]["dtype"] not in NAMES:
+                raise WeightsError(f"{path}: tensor {name!r} has type {self.manifest['tensors'][name]['dtype']!r}")
+        where = {}
+        for file, entry in self.manifest["files"].items():
+            # A manifest may come from anybody: its names stay inside its folder.
+            if not re.fullmatch(r"[\w.-]+\.safetensors", file):
+                raise WeightsError(f"{path}: {file!r} is not a file name of weights")
+            if not (self.path / file).is_file():
+                raise WeightsError(f"{self.path / file} is missing, though {MANIFEST} names it")
+            where.update({(entry["tp"], name): file for name in entry["tensors"]})
+        for name, info in self.table.items():
+            for t in range(self.layout.tp if self.layout else 1):
+                if (t, name) not in where:
+                    raise WeightsError(f"{path}: no file holds tensor {name!r} ({info.split}) of tensor rank {t}")
+        return where
+
+    def names(self) -> list[str]:
+        """Canonical names, in model order."""
+        return list(self.table)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor is stored."""
+        return NAMES[self.manifest["tensors"][name]["dtype"]]
+
+    def _open(self, tp_rank: int, name: str) -> TensorReader:
+        """The file with one rank's slice of a tensor, opened and checked once."""
+        file = self._where[tp_rank, name]
+        with self._lock:
+            if file not in self._files:
+                reader = TensorReader(self.path / file)
+                held = set(reader.names())
+                for tensor in self.manifest["files"][file]["tensors"]:
+                    shape = self.table[tensor].shard_shape(self.layout.tp if self.layout else 1)
+                    if tensor not in held or reader.shape(tensor) != shape or reader.dtype(tensor) != self.dtype(tensor):
+                        raise WeightsError(f"{reader.path}: tensor {tensor!r} is missing or differs from {MANIFEST}")
+                self._files[file] = reader
+            return self._files[file]
+
+    def window(self, name: str, window: Window) -> Tensor:
+        """A window of the full tensor taken as a matrix; may be a view of a mapped file."""
+        blocks = shard_blocks(self.table[name], self.layout.tp if self.layout else 1)
+        return gather(blocks, window, lambda t, w: self._open(int(t), name).window(name, w), self.dtype(name))
+
+    def shard_window(self, name: str, window: Window, tp_rank: int, tp: int) -> Tensor:
+        """A window of one of ``tp`` slices taken as a matrix; may be a view of a mapped file."""
+        if self.layout and self.layout.tp == tp:
+            return self._open(tp_rank, name).window(name, window)
+        part = tp_rank if self.table[name].split != "replicated" else 0
+        blocks = [block.inverted(name) for block in shard_blocks(self.table[name], tp) if block.part == part]
+        return gather(blocks, window, lambda _, w: self.window(name, w), self.dtype(name))
+
+    def get(self, name: str, tp_rank: int = 0, tp: int = 1) -> Tensor:
+        """The slice of a tensor that ``tp_rank`` of ``tp`` holds, whatever layout is on disk.
+
+        Only the bytes needed are read. The result may be a view of a mapped file: copy it before writing to it.
+        """
+        check_tp(self.spec, tp)
+        shape = self.table[name].shard_shape(tp)
+        return self.shard_window(name, full_window(shape), tp_rank, tp).reshape(shape)
