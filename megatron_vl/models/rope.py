@@ -1,0 +1,163 @@
+"""Positions: M-RoPE of the language model, 2D positions and attention segments of the vision tower.
+
+Pure torch on the CPU, computed by the loader: a training step never derives a position or a segment on the device.
+References: ``get_rope_index`` of ``Qwen2VLModel`` / ``Qwen2_5_VLModel``, and ``get_vision_position_ids``,
+``get_vision_window_index``, ``get_vision_cu_seqlens`` of ``transformers.vision_utils`` (5.17).
+
+A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches are in
+merge-unit order throughout (frame, unit row, unit column, row in unit, column in unit), as HF's processors emit them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .families import ModelSpec, VisionSpec
+
+
+class PositionError(ValueError):
+    """Tokens and grids that do not belong together; the message names the medium and both counts."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The patches of one image or video: ``t`` frame groups of ``h`` rows by ``w`` columns."""
+
+    t: int
+    h: int
+    w: int
+    kind: Literal["image", "video"] = "image"
+    second_per_grid: float = 1.0
+    """Seconds of video that one frame group covers; ignored for images."""
+
+    @property
+    def patches(self) -> int:
+        return self.t * self.h * self.w
+
+    def tokens(self, merge: int) -> int:
+        """Placeholders of this medium in the text, for a spatial merge size of ``merge``."""
+        return self.patches // merge**2
+
+
+def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -> list[int]:
+    """Where the placeholders of each medium start in ``token_ids`` (int64 [S]), media in the order of the text.
+
+    Runs are told apart by the counts of the grids, so two media may touch.
+
+    Raises:
+        PositionError: the placeholders do not match the grids in kind, order or number.
+    """
+    merge = spec.vision.spatial_merge_size
+    is_media = (token_ids == spec.image_token_id) | (token_ids == spec.video_token_id)
+    where = is_media.nonzero().flatten()
+    wanted = [grid.tokens(merge) for grid in grids]
+    if len(where) != sum(wanted):
+        raise PositionError(f"the text holds {len(where)} image and video placeholders, its media need {sum(wanted)}")
+    starts, seen = [], 0
+    for number, (grid, count) in enumerate(zip(grids, wanted, strict=True)):
+        run = where[seen : seen + count]
+        token = spec.image_token_id if grid.kind == "image" else spec.video_token_id
+        if count == 0 or int(run[-1] - run[0]) != count - 1 or not bool((token_ids[run] == token).all()):
+            what = f"medium {number + 1} ({grid.kind}) needs {count} {grid.kind} placeholders in one run"
+            raise PositionError(f"{what}; the text has others there")
+        starts.append(int(run[0]))
+        seen += count
+    return starts
+
+
+def mrope_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -> Tensor:
+    """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
+
+    Text counts up in all three rows. A medium at position ``p`` spans ``p + (frame, row, column)`` in merge units, and
+    the text after it goes on at ``p + max(rows, columns)`` (not after the frames: that is what HF does). Frames of a
+    video are ``tokens_per_second * int(second_per_grid)`` apart in Qwen2.5-VL and 1 apart in Qwen2-VL.
+
+    Args:
+        token_ids: int64 [S], placeholders already expanded.
+        grids: the media of the sample in the order of the text.
+        spec: the model.
+
+    Raises:
+        PositionError: the placeholders do not match the grids.
+    """
+    merge = spec.vision.spatial_merge_size
+    parts: list[Tensor] = []
+    here = position = 0
+    for grid, start in zip(grids, placeholder_positions(token_ids, grids, spec), strict=True):
+        parts.append((torch.arange(start - here) + position).expand(3, -1))
+        position += start - here
+        parts.append(_medium_positions(grid, spec.vision) + position)
+        position += max(grid.h, grid.w) // merge
+        here = start + grid.tokens(merge)
+    parts.append((torch.arange(len(token_ids) - here) + position).expand(3, -1))
+    return torch.cat(parts, dim=1)
+
+
+def _medium_positions(grid: Grid, vision: VisionSpec) -> Tensor:
+    """int64 [3, tokens]: frame, row and column of each merge unit, from 0."""
+    interval = 1.0
+    if grid.kind == "video" and vision.tokens_per_second:
+        # int() is HF's: 0.9 seconds a group put all frames at one time position.
+        interval = vision.tokens_per_second * int(grid.second_per_grid)
+    merge = vision.spatial_merge_size
+    axes = ((torch.arange(grid.t) * interval).long(), torch.arange(grid.h // merge), torch.arange(grid.w // merge))
+    return torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1)
+
+
+def patch_positions(grid: Grid, merge: int) -> Tensor:
+    """int64 [patches, 2]: row and column of each patch within its frame, in merge-unit order."""
+    rows, columns = torch.meshgrid(torch.arange(grid.h), torch.arange(grid.w), indexing="ij")
+    blocks = (grid.h // merge, merge, grid.w // merge, merge)
+    frame = torch.stack([a.reshape(blocks).transpose(1, 2).flatten() for a in (rows, columns)], dim=1)
+    return frame.repeat(grid.t, 1)
+
+
+@dataclass
+class WindowOrder:
+    """How the vision tower reads the merge units of a list of media."""
+
+    units: Tensor
+    """int64 [N]: the merge unit (in HF order over all media) at each place of the tower's order."""
+    cu_seqlens: Tensor
+    """int32 [frames + 1]: patches of whole frames."""
+    cu_window_seqlens: Tensor
+    """int32 [windows + 1]: patches of windows; equal to ``cu_seqlens`` for a family without windows."""
+
+    def patches(self, merge_unit: int) -> Tensor:
+        """int64 [N * merge_unit]: the same permutation for patches."""
+        return (self.units[:, None] * merge_unit + torch.arange(merge_unit)).flatten()
+
+
+def window_order(grids: Sequence[Grid], vision: VisionSpec) -> WindowOrder:
+    """Window order of all media of a row: frames stay together, windows row by row within a frame, no empty windows."""
+    unit = vision.merge_unit
+    frames = torch.tensor([grid.h * grid.w for grid in grids for _ in range(grid.t)], dtype=torch.int32)
+    cu_seqlens = _cumulative(frames)
+    if not vision.window_size:
+        return WindowOrder(torch.arange(int(frames.sum()) // unit), cu_seqlens, cu_seqlens)
+    side = vision.window_size // vision.spatial_merge_size // vision.patch_size
+    keys, first = [], 0
+    for grid in grids:
+        window, per_frame = _window_of_unit(grid.h // vision.spatial_merge_size, grid.w // vision.spatial_merge_size, side)
+        keys.append((torch.arange(grid.t)[:, None] * per_frame + window + first).flatten())
+        first += grid.t * per_frame
+    key = torch.cat(keys)
+    units = torch.argsort(key, stable=True)
+    sizes = torch.unique_consecutive(key[units], return_counts=True)[1]
+    return WindowOrder(units, cu_seqlens, _cumulative(sizes * unit))
+
+
+def _window_of_unit(rows: int, columns: int, side: int) -> tuple[Tensor, int]:
+    """The window of each merge unit of a frame (int64 [rows * columns]) and the number of windows."""
+    across = -(-columns // side)
+    window = (torch.arange(rows) // side)[:, None] * across + torch.arange(columns) // side
+    return window.flatten(), across * -(-rows // side)
+
+
+def _cumulative(sizes: Tensor) -> Tensor:
+    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()

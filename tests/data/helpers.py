@@ -1,0 +1,59 @@
+"""What the data tests share: specs of both families and media of any grid."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_vl.data.assemble import MediaItem, Sample
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.models.rope import Grid
+
+VOCAB = 151_700
+
+
+def hf_config(family: str) -> dict:
+    """A small HF config of a family, with the real special tokens, patch size and windows."""
+    text = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        "rope_theta": 10000.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    }
+    common = {"depth": 2, "num_heads": 2, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_chans": 3}
+    if family == "qwen2_5_vl":
+        vision = {**common, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 20, "window_size": 112}
+        vision |= {"fullatt_block_indexes": [1], "tokens_per_second": 2}
+    else:
+        vision = {**common, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4}
+    tokens = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+    return {"model_type": family, **text, **tokens, "tie_word_embeddings": False, "vision_config": vision}
+
+
+def spec_of(family: str) -> ModelSpec:
+    return read_spec(hf_config(family))
+
+
+def sample_of(spec: ModelSpec, parts: list[int | Grid], seed: int = 0) -> Sample:
+    """A sample of text runs (a number of tokens) and media (a grid), with random text, mask and pixels."""
+    draw = torch.Generator().manual_seed(seed)
+    vision = spec.vision
+    ids: list[torch.Tensor] = []
+    media = []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(torch.randint(0, 1000, (part,), generator=draw))
+            continue
+        token = spec.image_token_id if part.kind == "image" else spec.video_token_id
+        start, end = torch.tensor([spec.vision_start_token_id]), torch.tensor([spec.vision_end_token_id])
+        ids += [start, torch.full((part.tokens(vision.spatial_merge_size),), token), end]
+        frames = 1 if part.kind == "image" else part.t * vision.temporal_patch_size
+        shape = (frames, part.h * part.w, vision.in_channels * vision.patch_size**2)
+        media.append(MediaItem(part, torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)))
+    tokens = torch.cat(ids)
+    return Sample(tokens, torch.rand(len(tokens), generator=draw) < 0.5, media)

@@ -1,0 +1,143 @@
+"""Positions and packed rows against transformers' own functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+
+from megatron_vl.data.assemble import PackError, pack_row
+from megatron_vl.models.rope import Grid, PositionError, mrope_positions, patch_positions, window_order
+
+from .helpers import hf_config, sample_of, spec_of
+
+FAMILIES = ["qwen2_vl", "qwen2_5_vl"]
+CASES = {
+    "text": [17],
+    "image": [5, Grid(1, 8, 12), 9],
+    "image first and last": [Grid(1, 4, 4), Grid(1, 2, 6)],
+    "two images": [3, Grid(1, 4, 10), 4, Grid(1, 18, 6), 2],
+    "video": [3, Grid(3, 8, 4, "video", 1.0), 6],
+    "slow video": [3, Grid(4, 4, 4, "video", 2.9), 6],
+    "fast video": [3, Grid(4, 4, 6, "video", 0.5), 6],
+    "mixed": [2, Grid(2, 4, 6, "video", 1.5), 3, Grid(1, 6, 4), 1, Grid(2, 4, 4, "video", 3.0), Grid(1, 20, 22), 7],
+}
+
+
+def hf_positions(family: str, tokens: torch.Tensor, grids: list[Grid], spec) -> torch.Tensor:
+    """get_rope_index needs no weights, only the config."""
+    cls = Qwen2VLModel if family == "qwen2_vl" else Qwen2_5_VLModel
+    with torch.device("meta"):
+        model = cls(AutoConfig.for_model(**hf_config(family)))
+    kinds = (tokens == spec.image_token_id).int() + 2 * (tokens == spec.video_token_id).int()
+    by_kind = {k: torch.tensor([[g.t, g.h, g.w] for g in grids if g.kind == k]) for k in ("image", "video")}
+    extra = {"second_per_grid_ts": torch.tensor([g.second_per_grid for g in grids if g.kind == "video"])}
+    return model.get_rope_index(
+        tokens[None],
+        mm_token_type_ids=kinds[None],
+        image_grid_thw=by_kind["image"] if len(by_kind["image"]) else None,
+        video_grid_thw=by_kind["video"] if len(by_kind["video"]) else None,
+        **(extra if family == "qwen2_5_vl" and len(by_kind["video"]) else {}),
+    )[0][:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES)
+def test_mrope_positions_equal_get_rope_index(family, case):
+    spec = spec_of(family)
+    sample = sample_of(spec, CASES[case])
+    grids = [item.grid for item in sample.media]
+    ours = mrope_positions(sample.token_ids, grids, spec)
+    assert ours.dtype == torch.int64 and ours.shape == (3, len(sample))
+    assert torch.equal(ours, hf_positions(family, sample.token_ids, grids, spec))
+
+
+GRIDS = [Grid(1, 8, 8), Grid(1, 2, 2), Grid(3, 10, 14, "video"), Grid(1, 16, 24), Grid(1, 18, 34), Grid(2, 6, 40, "video")]
+
+
+def test_vision_order_equals_hf():
+    vision = spec_of("qwen2_5_vl").vision
+    thw = torch.tensor([[g.t, g.h, g.w] for g in GRIDS])
+    units, windows = get_vision_window_index(thw, 2, vision.window_size, vision.patch_size)
+    order = window_order(GRIDS, vision)
+    assert torch.equal(order.units, units)
+    assert torch.equal(order.cu_window_seqlens, windows)
+    assert torch.equal(order.cu_seqlens, get_vision_cu_seqlens(thw))
+    assert torch.equal(torch.cat([patch_positions(g, 2) for g in GRIDS]), get_vision_position_ids(thw, 2))
+
+
+def test_a_family_without_windows_keeps_the_order():
+    order = window_order(GRIDS, spec_of("qwen2_vl").vision)
+    assert torch.equal(order.units, torch.arange(sum(g.tokens(2) for g in GRIDS)))
+    assert torch.equal(order.cu_window_seqlens, order.cu_seqlens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_row_holds_each_sample_as_it_would_be_alone(family):
+    spec = spec_of(family)
+    samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
+    used = sum(map(len, samples))
+    row = pack_row(samples, spec, used + 13)
+    assert row.cu_seqlens.tolist() == [0, *torch.tensor([len(s) for s in samples]).cumsum(0).tolist(), used + 13]
+    assert row.max_seqlen == int(row.cu_seqlens.diff().max())
+    assert row.tokens[used:].tolist() == [151643] * 13 and row.loss_mask[used:].sum() == 0
+    for sample, start in zip(samples, row.cu_seqlens.tolist(), strict=False):
+        span = slice(start, start + len(sample))
+        grids = [item.grid for item in sample.media]
+        assert torch.equal(row.tokens[span], sample.token_ids)
+        assert torch.equal(row.position_ids[:, span], mrope_positions(sample.token_ids, grids, spec))
+        wanted = torch.cat([sample.loss_mask[1:].float(), torch.zeros(1)])
+        assert torch.equal(row.loss_mask[span], wanted)
+        next_token = torch.cat([sample.token_ids[1:], torch.zeros(1, dtype=torch.int64)])
+        assert torch.equal(row.labels[span], torch.where(wanted.bool(), next_token, 0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pixels_and_features_go_to_their_own_placeholders(family):
+    """Undo the tower's order: the patches of each medium come back in HF's order, at that medium's placeholders."""
+    spec = spec_of(family)
+    samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
+    row = pack_row(samples, spec, sum(map(len, samples)))
+    vision, unit = row.vision, spec.vision.merge_unit
+    assert row.num_patches == len(vision.plane_index) and row.num_images == sum(len(s.media) for s in samples)
+    by_place = torch.argsort(vision.feature_index)
+    placeholders = ((row.tokens == spec.image_token_id) | (row.tokens == spec.video_token_id)).nonzero().flatten()
+    assert torch.equal(vision.feature_index[by_place], placeholders)
+    patches = (by_place[:, None] * unit + torch.arange(unit)).flatten()
+    pixels = vision.planes[vision.plane_index.long()][patches]
+    first = 0
+    for item in (m for s in samples for m in s.media):
+        grid = item.grid
+        got = pixels[first : first + grid.patches].view(grid.t, grid.h * grid.w, 2, -1)
+        frames = item.planes if grid.kind == "video" else item.planes.repeat(2, 1, 1)
+        assert torch.equal(got, frames.view(grid.t, 2, grid.h * grid.w, -1).transpose(1, 2))
+        assert torch.equal(vision.position_hw[patches][first : first + grid.patches].long(), patch_positions(grid, 2))
+        first += grid.patches
+
+
+def test_text_only_row_has_one_dummy_unit():
+    spec = spec_of("qwen2_5_vl")
+    row = pack_row([sample_of(spec, [10])], spec, 16)
+    assert row.num_patches == 0 and row.num_images == 0
+    assert row.vision.plane_index.shape == (4, 2) and row.vision.feature_index.numel() == 0
+    assert row.vision.cu_seqlens.tolist() == row.vision.cu_window_seqlens.tolist() == [0, 4]
+    assert row.vision.planes.sum() == 0
+
+
+def test_what_does_not_fit_is_refused():
+    spec = spec_of("qwen2_vl")
+    with pytest.raises(PackError, match="row of 8 tokens"):
+        pack_row([sample_of(spec, [9])], spec, 8)
+    with pytest.raises(PackError):
+        pack_row([], spec, 8)
+    sample = sample_of(spec, [3, Grid(1, 4, 4), 3])
+    sample.media[0].grid = Grid(1, 4, 8)
+    with pytest.raises(PositionError, match="4 image and video placeholders, its media need 8"):
+        pack_row([sample], spec, 64)
+    swapped = sample_of(spec, [3, Grid(1, 4, 4), 3])
+    swapped.media[0].grid = Grid(1, 4, 4, "video")
+    with pytest.raises(PositionError, match="video"):
+        pack_row([swapped], spec, 64)
