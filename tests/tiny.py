@@ -1,0 +1,27 @@
+"""Small checkpoints for the tests, written once a session for each set of options."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from toolkit.tiny import FAMILIES, TinySizes, write_tiny_checkpoint
+
+__all__ = ["FAMILIES", "TinySizes", "tiny_checkpoint", "write_tiny_checkpoint"]
+
+
+@cache
+def _root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="megatron_vl_tiny_"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@cache
+def tiny_checkpoint(family: str = "qwen2_5_vl", **options: Any) -> Path:
+    """The folder of a tiny checkpoint (options as in :func:`write_tiny_checkpoint`); shared, so read it only."""
+    return write_tiny_checkpoint(_root() / f"{family}_{tiny_checkpoint.cache_info().currsize}", family, **options)

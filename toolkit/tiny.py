@@ -1,0 +1,335 @@
+"""Small Hugging Face checkpoints with the real architecture: for the demo, the tests and dry runs.
+
+A folder written here has what a released checkpoint has: a config with its old flat fields, sharded safetensors with the
+released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat template, image processor and generation
+settings. Only the sizes are small, and the structural oddities are kept: grouped queries, window and full vision layers, a
+vision FFN width that no tensor parallelism divides, M-RoPE sections of different lengths, more embedding rows than tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Families of which a tiny checkpoint can be written."""
+
+SPECIAL_TOKENS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
+    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
+).split()
+"""Added tokens of Qwen2-VL, in the order of their ids (151643 and on in the released vocabulary)."""
+
+# Qwen2's pre-tokenizer, as in transformers' Qwen2Tokenizer: single digits, words with their leading space.
+SPLIT_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+DEFAULT_TEXTS = (
+    "A cat sits on a table next to a cup of coffee and looks at the camera.",
+    "What is in this picture? Describe the image in one sentence. How many people are there?",
+    "The first image shows a rocket on its launch pad, the second one shows an astronaut in a space suit.",
+    "user assistant system You are a helpful assistant. The video shows a road. 0 1 2 3 4 5 6 7 8 9",
+)
+"""Text on which the tokenizer is trained when none is given."""
+
+
+@dataclass(frozen=True)
+class TinySizes:
+    """Sizes of a tiny model; the defaults keep every structural oddity of the released ones."""
+
+    hidden_size: int = 64
+    layers: int = 4
+    ffn_hidden_size: int = 176
+    heads: int = 4
+    kv_heads: int = 2
+    mrope_section: tuple[int, int, int] = (2, 3, 3)
+    """Adds up to half of the head dimension ``hidden_size / heads``."""
+    vision_hidden_size: int = 80
+    """Head dimension 20 with four heads: a multiple of 4 and no power of two, as the released 80."""
+    vision_layers: int = 4
+    vision_heads: int = 4
+    vision_ffn_hidden_size: int = 107
+    """Qwen2.5-VL only; odd, so that no tensor parallelism divides it (released: 3420). Qwen2-VL has 4 x the width."""
+    full_attention_layers: tuple[int, ...] = (1, 3)
+    """Qwen2.5-VL only: vision layers that do not attend in windows."""
+    text_vocab_size: int = 400
+    """Largest number of byte-pair tokens; special tokens come on top, then the embedding is rounded up to a multiple of 128."""
+    min_pixels: int = 3136
+    max_pixels: int = 12845056
+
+
+def write_tiny_checkpoint(
+    folder: str | Path,
+    family: str = "qwen2_5_vl",
+    *,
+    tied: bool = False,
+    released_style: bool = True,
+    memory_names: bool = False,
+    seed: int = 0,
+    texts: Iterable[str] = DEFAULT_TEXTS,
+    dtype: torch.dtype = torch.bfloat16,
+    shards: int = 2,
+    sizes: TinySizes | None = None,
+    **overrides: Any,
+) -> Path:
+    """Writes a small checkpoint of ``family`` with random weights and returns its folder.
+
+    Args:
+        tied: input and output embeddings are one tensor (as in the 2B and 3B models); there is no ``lm_head.weight`` then.
+        released_style: flat config, preprocessor and tokenizer files as in the released folders; False: what
+            ``save_pretrained`` of the installed transformers writes (5.x nests the config, but keeps the released names).
+        memory_names: tensors named ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52 holds them in
+            memory and as some tools save them; False: ``visual.*`` and ``model.*``.
+        texts: what the tokenizer is trained on.
+        shards: number of safetensors files.
+        sizes, overrides: a :class:`TinySizes`, or fields of one by name.
+
+    Raises:
+        ValueError: the family is unknown. FileExistsError: the folder holds a checkpoint already.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"no tiny checkpoint of family {family!r}; valid: {', '.join(FAMILIES)}")
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        raise FileExistsError(f"{folder} holds a checkpoint already; give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = sizes or TinySizes(**overrides)
+    vocabulary, merges = train_bpe(tuple(texts), sizes.text_vocab_size)
+    config = tiny_config(family, sizes, text_tokens=len(vocabulary), tied=tied, dtype=dtype)
+    model = random_model(config, seed, dtype)
+    if released_style:
+        _write_processor(folder, family, sizes, vocabulary, merges)
+        _write_json(folder / "config.json", config)
+        _write_json(folder / "generation_config.json", _generation(config))
+    else:
+        _save_pretrained(folder, model, family, sizes, vocabulary, merges)
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+    tensors = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    _write_shards(folder, tensors if memory_names else {_released_name(name): t for name, t in tensors.items()}, shards)
+    return folder
+
+
+def tiny_config(family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """A ``config.json`` in the flat style of the released Qwen2-VL and Qwen2.5-VL checkpoints."""
+    ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
+    used = text_tokens + len(SPECIAL_TOKENS)
+    tower: dict[str, Any] = {
+        "depth": sizes.vision_layers,
+        "num_heads": sizes.vision_heads,
+        "in_chans": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    }
+    if family == "qwen2_vl":
+        tower |= {"embed_dim": sizes.vision_hidden_size, "mlp_ratio": 4, "hidden_size": sizes.hidden_size}
+    else:
+        tower |= {
+            "hidden_act": "silu",
+            "hidden_size": sizes.vision_hidden_size,
+            "intermediate_size": sizes.vision_ffn_hidden_size,
+            "out_hidden_size": sizes.hidden_size,
+            "window_size": 112,
+            "fullatt_block_indexes": list(sizes.full_attention_layers),
+            "tokens_per_second": 2,
+        }
+    return {
+        "architectures": ["Qwen2VLForConditionalGeneration" if family == "qwen2_vl" else "Qwen2_5_VLForConditionalGeneration"],
+        "attention_dropout": 0.0,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_token_id": ids["<|vision_pad|>"],
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": sizes.ffn_hidden_size,
+        "max_position_embeddings": 32768,
+        "max_window_layers": sizes.layers,
+        "model_type": family,
+        "num_attention_heads": sizes.heads,
+        "num_hidden_layers": sizes.layers,
+        "num_key_value_heads": sizes.kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "transformers_version": "4.41.2",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vision_config": tower,
+        "rope_scaling": {"type": "mrope", "mrope_section": list(sizes.mrope_section)},
+        "vocab_size": (used // 128 + 1) * 128,
+    }
+
+
+def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
+    """The transformers model of a flat config, every parameter random: biases and norms too, so that none is lost unseen."""
+    import transformers
+
+    model_class = getattr(transformers, config["architectures"][0])
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "transformers_version")}
+    model = model_class(model_class.config_class(**fields))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                # Norm weights lie around one, biases around zero.
+                parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.1 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(0.1 * noise if config["tie_word_embeddings"] else noise)
+            else:
+                # Unit gain, so that signals of a small model neither vanish nor explode; a patch embedding has five dimensions.
+                parameter.copy_(noise / parameter[0].numel() ** 0.5)
+    return model.to(dtype)
+
+
+@cache
+def train_bpe(texts: tuple[str, ...], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """A byte-level BPE with Qwen2's normalizer and pre-tokenizer: (token -> id, merges in order)."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), to_bytes])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
+
+
+def chat_template() -> str:
+    """The chat template of the released Qwen2-VL and Qwen2.5-VL checkpoints."""
+    return files("toolkit").joinpath("resources/qwen2_vl.chat_template.jinja").read_text()
+
+
+def _save_pretrained(
+    folder: Path, model: Any, family: str, sizes: TinySizes, vocabulary: dict[str, int], merges: list[tuple[str, str]]
+) -> None:
+    """The folder as the installed transformers writes it: nested config, its own tensor names, ``processor_config.json``."""
+    from transformers import AutoProcessor
+
+    with tempfile.TemporaryDirectory() as released:
+        _write_processor(Path(released), family, sizes, vocabulary, merges)
+        AutoProcessor.from_pretrained(released).save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def _write_processor(
+    folder: Path, family: str, sizes: TinySizes, vocabulary: dict[str, int], merges: list[tuple[str, str]]
+) -> None:
+    _write_tokenizer(folder, vocabulary, merges)
+    _write_json(folder / "preprocessor_config.json", _preprocessor(family, sizes))
+
+
+def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
+    """``tokenizer.json``, ``vocab.json``, ``merges.txt``, ``tokenizer_config.json`` and ``chat_template.json``, as released."""
+    from tokenizers import AddedToken
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges)
+    # One by one and in order, so that each gets the id that the config says.
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    for i, token in enumerate(SPECIAL_TOKENS):
+        if (found := tokenizer.convert_tokens_to_ids(token)) != len(vocabulary) + i:
+            raise AssertionError(f"special token {token} has id {found}, not {len(vocabulary) + i}")
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "vocab.json", vocabulary)
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
+    ids = {str(len(vocabulary) + i): token for i, token in enumerate(SPECIAL_TOKENS)}
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "add_bos_token": False,
+            "add_prefix_space": False,
+            "added_tokens_decoder": {i: {"content": token} | flags for i, token in ids.items()},
+            "additional_special_tokens": SPECIAL_TOKENS[1:],
+            "bos_token": None,
+            "chat_template": chat_template(),
+            "clean_up_tokenization_spaces": False,
+            "eos_token": "<|im_end|>",
+            "errors": "replace",
+            "model_max_length": 32768,
+            "pad_token": "<|endoftext|>",
+            "split_special_tokens": False,
+            "tokenizer_class": "Qwen2Tokenizer",
+            "unk_token": None,
+        },
+    )
+    _write_json(folder / "chat_template.json", {"chat_template": chat_template()})
+
+
+def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "min_pixels": sizes.min_pixels,
+        "max_pixels": sizes.max_pixels,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor" if family == "qwen2_vl" else "Qwen2_5_VLProcessor",
+    }
+
+
+def _generation(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "bos_token_id": config["bos_token_id"],
+        "pad_token_id": config["bos_token_id"],
+        "do_sample": True,
+        "eos_token_id": [config["eos_token_id"], config["bos_token_id"]],
+        "repetition_penalty": 1.05,
+        "temperature": 0.1,
+        "top_k": 1,
+        "top_p": 0.001,
+        "transformers_version": "4.41.2",
+    }
+
+
+def _released_name(name: str) -> str:
+    """The released name of a tensor that transformers >= 4.52 holds as ``model.visual.*`` or ``model.language_model.*``."""
+    return name.removeprefix("model.") if name.startswith("model.visual.") else name.replace("model.language_model.", "model.", 1)
+
+
+def _write_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
+    """Safetensors files of about equal bytes in model order, with their index."""
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
+    seen = 0
+    for name, tensor in tensors.items():
+        parts[min(shards - 1, seen * shards // total)][name] = tensor.contiguous()
+        seen += tensor.numel() * tensor.element_size()
+    if shards == 1:
+        save_file(parts[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for i, part in enumerate(parts):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
