@@ -1,0 +1,77 @@
+"""What differs between CUDA and CPU, and nothing else.
+
+:func:`get_platform` answers once per process. On CPU it also makes Megatron-core's CUDA calls answerable (see
+:mod:`megatron_vl.platform.cpu`), so it must be called before a Megatron-core module is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The facts a program asks of its platform."""
+
+    name: str
+    """``cuda`` or ``cpu``."""
+    backend: str
+    """torch.distributed backend: ``nccl`` or ``gloo``."""
+    transformer_engine: bool
+    """Whether modules come from Transformer Engine."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")
+
+    def synchronize(self) -> None:
+        if self.name == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_memory_gib(self) -> float:
+        """Peak memory of the process so far: allocated on the GPU, or resident on the CPU."""
+        if self.name == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**30
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+_platform: Platform | None = None
+
+
+def get_platform(name: str = "auto") -> Platform:
+    """The platform of this process; the first call decides.
+
+    Args:
+        name: ``auto`` (CUDA when a GPU is there), ``cuda`` or ``cpu``.
+
+    Raises:
+        RuntimeError: CUDA was asked for and is not there, Transformer Engine does not import on CUDA, or an earlier
+            call decided otherwise.
+    """
+    global _platform
+    if _platform is None:
+        _platform = _make(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    elif name not in ("auto", _platform.name):
+        raise RuntimeError(f"platform {name} was asked for, but this process already runs on {_platform.name}")
+    return _platform
+
+
+def _make(name: str) -> Platform:
+    if name == "cpu":
+        from . import cpu
+
+        cpu.install()
+        return Platform("cpu", "gloo", False)
+    if name != "cuda":
+        raise RuntimeError(f"platform {name!r} is unknown; valid: auto, cuda, cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError("platform cuda was asked for, but torch sees no GPU; use platform: cpu")
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(f"Transformer Engine does not import ({error}); install it with: pip install -e .[gpu]") from error
+    return Platform("cuda", "nccl", True)

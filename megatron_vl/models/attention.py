@@ -1,0 +1,190 @@
+"""Packed attention: one interface, a backend per platform.
+
+A packed row carries several sequences behind one another; ``cu_seqlens`` says where each begins. Megatron-core's own
+packed path (``thd``) restarts the rotary frequencies at each sequence and so cannot serve M-RoPE; here core is told
+``sbhd`` with a batch of one, applies RoPE from the position ids as they are, and calls :class:`PackedAttention`.
+
+Backends: ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2 in torch) and
+``flash_attn`` (the package).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te")
+
+Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
+"""(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""
+
+
+@dataclass
+class Segments:
+    """Where the sequences of a packed row begin."""
+
+    cu_seqlens: Tensor
+    """int32 [segments + 1], from 0 to S, on the device."""
+    max_seqlen: int
+    """Length of the longest segment, known on the host."""
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """What core hands down to every layer: the segments of full attention and, where a tower has them, of windows."""
+
+    full: Segments | None = None
+    window: Segments | None = None
+
+
+def packed_row(full: Segments, window: Segments | None = None) -> PackedRow:
+    """``qkv_format='sbhd'`` keeps core from squeezing the batch axis and from its own packed RoPE."""
+    return PackedRow(qkv_format="sbhd", full=full, window=window)
+
+
+class PackedAttention(nn.Module):
+    """The ``core_attention`` of a Megatron-core layer, for packed rows.
+
+    Args:
+        backend: one of :data:`BACKENDS`.
+        causal: the language model's mask; the vision tower has none.
+        windowed: given the zero-based layer, whether it attends within windows.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        *,
+        backend: str,
+        causal: bool,
+        windowed: Callable[[int], bool] = lambda layer: False,
+    ) -> None:
+        super().__init__()
+        if softmax_scale is not None:
+            raise ValueError("softmax_scale is not supported; attention scales by head_dim ** -0.5")
+        self.windowed = windowed(layer_number - 1)
+        self.causal = causal
+        self.attend = make_backend(backend)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:
+        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]."""
+        assert packed_seq_params is not None
+        segments = packed_seq_params.window if self.windowed else packed_seq_params.full
+        assert segments is not None
+        out = self.attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), segments, self.causal)
+        return out.reshape(out.shape[0], 1, -1)
+
+
+def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool) -> str:
+    """The backend for ``auto``: the fastest measured on the platform; otherwise ``name``, checked.
+
+    Measured on H200 (docs/log.md): the vision tower's short segments and its head dimension of 80 are fastest with
+    FlashAttention-2, the language model's long causal segments with cuDNN through Transformer Engine.
+
+    Raises:
+        ValueError: the name is unknown or cannot run on this platform.
+    """
+    if name == "auto":
+        if platform == "cpu":
+            return "sdpa"
+        return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
+    if name not in BACKENDS:
+        raise ValueError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
+    if platform == "cpu" and name != "sdpa":
+        raise ValueError(f"attention backend {name!r} has no CPU kernel; use sdpa or auto")
+    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError("attention backend flash_attn: the package is not installed (pip install -e .[gpu])")
+    return name
+
+
+def make_backend(name: str) -> Backend:
+    return {"sdpa": _sdpa, "torch_varlen": _torch_varlen, "flash_attn": _flash_attn, "te": _TransformerEngine()}[name]
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """Torch's SDPA, once per run of equally long segments. Reads ``cu_seqlens`` on the host: for CPU and for checks."""
+    bounds = segments.cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    out, i, start = [], 0, 0
+    grouped = query.shape[1] != key.shape[1]
+    while i < len(lengths):
+        n = 1
+        while i + n < len(lengths) and lengths[i + n] == lengths[i]:
+            n += 1
+        length, end = lengths[i], start + n * lengths[i]
+        if length:
+            q, k, v = (t[start:end].unflatten(0, (n, length)).transpose(1, 2) for t in (query, key, value))
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+            out.append(o.transpose(1, 2).flatten(0, 1))
+        i, start = i + n, end
+    return torch.cat(out)
+
+
+def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu, longest = segments.cu_seqlens, segments.max_seqlen
+    return varlen_attn(query, key, value, cu, cu, longest, longest, window_size=(-1, 0) if causal else (-1, -1))
+
+
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    cu, longest = segments.cu_seqlens, segments.max_seqlen
+    return flash_attn_varlen_func(query, key, value, cu, cu, longest, longest, causal=causal)
+
+
+class _TransformerEngine:
+    """Transformer Engine's DotProductAttention in ``thd``, built at the first call, when the local heads are known."""
+
+    def __init__(self) -> None:
+        self.module: nn.Module | None = None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
+        if self.module is None:
+            from transformer_engine.pytorch import DotProductAttention
+
+            self.module = DotProductAttention(
+                num_attention_heads=query.shape[1],
+                kv_channels=query.shape[2],
+                num_gqa_groups=key.shape[1],
+                attention_dropout=0.0,
+                qkv_format="thd",
+                attn_mask_type="padding_causal" if causal else "padding",
+            )
+        out = self.module(
+            query,
+            key,
+            value,
+            qkv_format="thd",
+            cu_seqlens_q=segments.cu_seqlens,
+            cu_seqlens_kv=segments.cu_seqlens,
+            max_seqlen_q=segments.max_seqlen,
+            max_seqlen_kv=segments.max_seqlen,
+            attn_mask_type="padding_causal" if causal else "padding",
+        )
+        return out.view(out.shape[0], query.shape[1], query.shape[2])

@@ -1,0 +1,138 @@
+"""Builds this rank's model chunks for a layout. The order: configs, tower (first chunk), GPTModel, freezing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.parallel.layout import Layout
+from megatron_vl.platform import Platform
+
+from .attention import choose_backend
+from .modules import block_spec
+from .names import named_tensors
+from .rotary import MRope
+from .tensors import OUTPUT, TensorInfo, tensor_table
+from .transformer_configs import language_config, vision_config
+from .vision import VisionTower
+from .vlm import VisionLanguageModel
+
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel announces its deprecation
+
+
+def build_chunks(
+    platform: Platform,
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    seq_len: int,
+    dtype: torch.dtype,
+    model: ModelConfig,
+    recompute: RecomputeConfig,
+    sequence_parallel: bool,
+    pixel_mean: tuple[float, ...],
+    pixel_std: tuple[float, ...],
+    seed: int = 1234,
+) -> list[VisionLanguageModel]:
+    """This rank's chunks (one per virtual stage) with random weights, on the platform's device, parameters frozen as asked.
+
+    Megatron-core's process groups must exist (:func:`megatron_vl.parallel.grid.make_grid`).
+    """
+    from megatron.core import parallel_state as mpu
+
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    config = language_config(platform, spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
+    tower_config = vision_config(platform, spec, layout, dtype=dtype, recompute=recompute)
+    pg = ProcessGroupCollection.use_mpu_process_groups()
+    vision_backend = choose_backend(model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False)
+    language_backend = choose_backend(model.language_attention, platform=platform.name, head_dim=spec.language.head_dim, causal=True)
+    rank, chunks = mpu.get_pipeline_model_parallel_rank(), []
+    for stage in range(layout.vpp):
+        first = rank == 0 and stage == 0
+        last = rank == layout.pp - 1 and stage == layout.vpp - 1
+        tower = None
+        if first:
+            tower = VisionTower(
+                platform,
+                spec.vision,
+                tower_config,
+                _tower_groups(pg),
+                pixel_mean=pixel_mean,
+                pixel_std=pixel_std,
+                attention_backend=vision_backend,
+                frozen=model.freeze_vision,
+            )
+        language = GPTModel(
+            config,
+            block_spec(
+                platform, config, len(layout.chunk_layers(rank, stage)), attention_backend=language_backend, causal=True
+            ),
+            vocab_size=spec.language.vocab_size,
+            max_sequence_length=seq_len,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=spec.language.tied_embeddings,
+            position_embedding_type="mrope",
+            rotary_base=int(spec.language.rope_theta),
+            scatter_embedding_sequence_parallel=False,
+            pg_collection=pg,
+            vp_stage=stage if layout.vpp > 1 else None,
+        )
+        language.rotary_pos_emb = MRope(spec.language)
+        chunk = VisionLanguageModel(config, language, tower)
+        chunks.append(chunk.to(device=platform.device, dtype=dtype))
+    _freeze(chunks, model)
+    return chunks
+
+
+def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
+    """The tower's groups: the language model's tensor-parallel group and no pipeline."""
+    tower = ProcessGroupCollection()
+    tower.tp, tower.cp, tower.pp = pg.tp, pg.cp, None
+    return tower
+
+
+def _freeze(chunks: Iterable[VisionLanguageModel], model: ModelConfig) -> None:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            part = part_of(name)
+            if {"vision": model.freeze_vision, "merger": model.freeze_merger, "language": model.freeze_language}[part]:
+                parameter.requires_grad_(False)
+
+
+def part_of(name: str) -> str:
+    """``vision``, ``merger`` or ``language``: the parts that are frozen and given learning rates alone."""
+    if name.startswith("vision_model.merger."):
+        return "merger"
+    return "vision" if name.startswith("vision_model.") else "language"
+
+
+def chunk_tensors(chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int) -> list[tuple[str, torch.nn.Parameter]]:
+    """(canonical name, parameter) of all chunks of a rank."""
+    return [
+        pair for stage, chunk in enumerate(chunks) for pair in named_tensors(chunk, layout.first_layer(pp_rank, stage))
+    ]
+
+
+def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[tuple[str, torch.nn.Parameter]]) -> dict[str, TensorInfo]:
+    """The table of the model, after checking that the live parameters have the shapes it says.
+
+    Raises:
+        RuntimeError: a live parameter has no entry or another shape: the table and the modules have drifted apart.
+    """
+    table = tensor_table(spec)
+    for name, parameter in tensors:
+        if name not in table:
+            raise RuntimeError(f"parameter {name} has no entry in the tensor table (tied: {OUTPUT} is stored as the embedding)")
+        want = table[name].shard_shape(layout.tp)
+        if tuple(parameter.shape) != want:
+            raise RuntimeError(f"parameter {name} has shape {tuple(parameter.shape)}, the table says {want} for tp={layout.tp}")
+    return table

@@ -1,0 +1,119 @@
+"""The building blocks of a layer per platform: Transformer Engine on CUDA, Megatron-core's own on CPU.
+
+Both give the same function and, through :mod:`megatron_vl.models.names`, the same tensor names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.activations import quick_gelu
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from megatron_vl.platform import Platform
+
+from .attention import PackedAttention
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+
+
+class LocalRMSNorm(nn.Module):
+    """RMSNorm that sequence parallelism accepts (core's local spec refuses it). Statistics in fp32, as in HF."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # finalize_model_grads sums the gradients of marked parameters over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x32.to(x.dtype)
+
+
+class LocalLayerNorm(nn.LayerNorm):
+    """LayerNorm with core's constructor, marked for sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def local_norm(config: TransformerConfig) -> type[nn.Module]:
+    return LocalRMSNorm if config.normalization == "RMSNorm" else LocalLayerNorm
+
+
+def norm(platform: Platform, config: TransformerConfig, hidden_size: int) -> nn.Module:
+    """A stand-alone norm of ``config.normalization`` over ``hidden_size`` elements."""
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm(config=config, hidden_size=hidden_size, eps=config.layernorm_epsilon)
+    return local_norm(config)(config=config, hidden_size=hidden_size, eps=config.layernorm_epsilon)
+
+
+def linears(platform: Platform) -> tuple[Any, Any]:
+    """(column-parallel, row-parallel) linear classes with core's constructor."""
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        return TEColumnParallelLinear, TERowParallelLinear
+    return ColumnParallelLinear, RowParallelLinear
+
+
+def block_spec(
+    platform: Platform,
+    config: TransformerConfig,
+    num_layers: int,
+    *,
+    attention_backend: str,
+    causal: bool,
+    windowed: Callable[[int], bool] = lambda layer: False,
+) -> TransformerBlockSubmodules:
+    """The layers of one TransformerBlock: pre-norm self-attention and MLP, attention packed.
+
+    Args:
+        num_layers: layers of this block (of this pipeline chunk).
+        windowed: given the zero-based global layer, whether it attends within windows.
+    """
+    column, row = linears(platform)
+    layer_norm: Any = local_norm(config)
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        column, layer_norm, final_norm = TELayerNormColumnParallelLinear, IdentityOp, TENorm
+    else:
+        final_norm = layer_norm
+    attention = partial(PackedAttention, backend=attention_backend, causal=causal, windowed=windowed)
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=layer_norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
+                submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=attention, linear_proj=row),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=layer_norm,
+            mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)

@@ -1,0 +1,106 @@
+"""Megatron-core's TransformerConfig for the language model and for the vision tower, from a ModelSpec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_vl.config import RecomputeConfig
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.models.modules import ACTIVATIONS
+from megatron_vl.parallel.layout import Layout
+from megatron_vl.platform import Platform
+
+
+def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: float) -> dict[str, Any]:
+    cuda = platform.name == "cuda"
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": init_std,
+        # Fusions are CUDA kernels (or torch.compile, which only slows the CPU path).
+        "apply_rope_fusion": cuda,
+        "bias_dropout_fusion": cuda,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": cuda,
+        "persist_layer_norm": cuda,
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": False,
+        "batch_p2p_comm": cuda,
+        # Under pipeline parallelism the output of a stage is freed once it is sent; its graph stays.
+        "deallocate_pipeline_outputs": True,
+        "variable_seq_lengths": False,
+    }
+
+
+def language_config(
+    platform: Platform, spec: ModelSpec, layout: Layout, *, dtype: torch.dtype, sequence_parallel: bool, recompute: RecomputeConfig
+) -> TransformerConfig:
+    """The language model's config, which also steers the pipeline schedules and gradient finalisation."""
+    m = spec.language
+    config = TransformerConfig(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_heads,
+        num_query_groups=m.num_kv_heads,
+        kv_channels=m.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=m.norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=m.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS["silu"],
+        bias_activation_fusion=platform.name == "cuda",
+        mrope_section=list(m.mrope_section),
+        sequence_parallel=sequence_parallel,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=layout.core_string() if layout.pp > 1 else None,
+        cross_entropy_loss_fusion=platform.name == "cuda",
+        cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
+        **_recompute(recompute.language, recompute.language_modules),
+        **_common(platform, layout, dtype, spec.initializer_range),
+    )
+    # Overlapped p2p of the interleaved schedule needs unbatched sends; batched ones are what 1F1B uses on CUDA.
+    if layout.vpp > 1:
+        config.batch_p2p_comm = False
+        config.overlap_p2p_comm = platform.name == "cuda"
+    return config
+
+
+def vision_config(platform: Platform, spec: ModelSpec, layout: Layout, *, dtype: torch.dtype, recompute: RecomputeConfig) -> TransformerConfig:
+    """The vision tower's config: on one pipeline stage, no sequence parallelism (its patch count varies per row)."""
+    v = spec.vision
+    return TransformerConfig(
+        num_layers=v.num_layers,
+        hidden_size=v.hidden_size,
+        ffn_hidden_size=v.padded_ffn_hidden_size,
+        num_attention_heads=v.num_heads,
+        kv_channels=v.head_dim,
+        normalization=v.norm,
+        layernorm_epsilon=v.norm_eps,
+        add_bias_linear=True,
+        gated_linear_unit=v.gated_mlp,
+        activation_func=ACTIVATIONS[v.activation],
+        # Core fuses bias with SwiGLU and GELU, not with plain quick-GELU.
+        bias_activation_fusion=platform.name == "cuda" and v.gated_mlp,
+        sequence_parallel=False,
+        pipeline_model_parallel_size=1,
+        **_recompute(recompute.vision, []),
+        **_common(platform, layout, dtype, spec.initializer_range),
+    )
+
+
+def _recompute(kind: str, modules: list[str]) -> dict[str, Any]:
+    if kind == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if kind == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    return {}

@@ -1,0 +1,104 @@
+"""The process grid: who is who among tensor, pipeline and data parallel ranks.
+
+Ranks are laid out as Megatron-core does (``tp`` fastest, then ``dp``, then ``pp``), so that tensor-parallel peers share
+a node. Core's global groups are the only ones used for training; this module adds what the loader needs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_vl.platform import Platform
+
+from .layout import Layout
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's coordinates and the groups that rows travel over."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    tp: int
+    pp: int
+    dp: int
+    vpp: int
+    rank: int
+    world_size: int
+    replica_group: dist.ProcessGroup
+    """All tp x pp ranks of this data-parallel replica."""
+    replica_source: int
+    """Global rank (stage 0, tp 0) of this replica that owns the loader."""
+    replica_gloo: dist.ProcessGroup
+    """The same ranks over gloo, for small host-side messages."""
+    tp_group: dist.ProcessGroup
+
+    @property
+    def owns_loader(self) -> bool:
+        return self.rank == self.replica_source
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the vision tower lives on this rank."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+
+def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
+    """Joins the process group described by torchrun's environment; a single process when there is none."""
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if platform.name == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(platform.backend, rank=rank, world_size=world, timeout=timedelta(minutes=timeout_minutes))
+
+
+def make_grid(layout: Layout) -> Grid:
+    """Initialises Megatron-core's groups for ``layout`` and returns this rank's place. Collective over all ranks."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+    )
+    replica = mpu.get_model_parallel_group()
+    rank = dist.get_rank()
+    dp = mpu.get_data_parallel_world_size()
+    gloo = replica
+    if dist.get_backend() != "gloo":
+        # Every rank must take part in making every group.
+        for d in range(dp):
+            members = [p * layout.tp * dp + d * layout.tp + t for p in range(layout.pp) for t in range(layout.tp)]
+            group = dist.new_group(members, backend="gloo")
+            if rank in members:
+                gloo = group
+    return Grid(
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        dp_rank=mpu.get_data_parallel_rank(),
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=dp,
+        vpp=layout.vpp,
+        rank=rank,
+        world_size=dist.get_world_size(),
+        replica_group=replica,
+        replica_source=min(dist.get_process_group_ranks(replica)),
+        replica_gloo=gloo,
+        tp_group=mpu.get_tensor_model_parallel_group(),
+    )

@@ -1,0 +1,154 @@
+"""Makes Megatron-core 0.19.2 run on a machine without a GPU.
+
+Core asks ``torch.cuda`` for devices, streams and RNG states, creates tensors with ``device="cuda"`` and compares type
+strings with ``torch.cuda.FloatTensor``. Here those questions are answered for the CPU: functions of ``torch.cuda`` by
+assignment, factories and tensor methods by one :class:`TorchFunctionMode`. Nothing of this is loaded on CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _Stream:
+    """A stream on a device where every operation is done when its call returns."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _is_cuda(device: Any) -> bool:
+    """Whether ``device`` means a GPU: a string, a torch.device, or a bare index."""
+    if isinstance(device, bool):
+        return False
+    if isinstance(device, int):
+        return True
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+_TENSOR_TYPE = torch.Tensor.type
+_TENSOR_CUDA = torch.Tensor.cuda
+_TENSOR_TO = torch.Tensor.to
+
+
+class CudaOnCpu(TorchFunctionMode):
+    """Redirects tensor factories and methods that name a CUDA device to the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is _TENSOR_CUDA:
+            return args[0]
+        if func is _TENSOR_TYPE and len(args) == 1 and not kwargs:
+            # Core decides by type strings which parameters get master weights.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is _TENSOR_TO and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        return func(*args, **kwargs)
+
+
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+_installed: CudaOnCpu | None = None
+
+
+def install() -> None:
+    """Answers core's CUDA questions for the CPU, for the life of the process. Calling it twice does nothing more."""
+    global _installed
+    if _installed is not None:
+        return
+    if torch.cuda.is_available():
+        # With a GPU in the machine core's imports would initialise it all the same; hiding it is the user's call.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    # Core warns on every start unless this is set; without a GPU the value has no meaning.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _patch_torch_cuda()
+    _patch_core_rng()
+    _installed = CudaOnCpu()
+    _installed.__enter__()
+
+
+def _patch_torch_cuda() -> None:
+    cuda: Any = torch.cuda
+    stream = _Stream()
+    answers: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "device_count": lambda: 1,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "set_device": _nothing,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": lambda stream=None: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": _Event,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "reset_peak_memory_stats": _nothing,
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+
+
+def _patch_core_rng() -> None:
+    from megatron.core.tensor_parallel import random as core_random
+
+    core_random._get_cuda_rng_state = _get_rng_state
+    core_random._set_cuda_rng_state = _set_rng_state

@@ -1,0 +1,135 @@
+"""What a run says of itself: one line a step, JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vl.config import TrainConfig
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.parallel.grid import Grid
+from megatron_vl.platform import Platform
+
+from .feed import StepData
+from .flops import Flops, peak_tflops, row_flops
+from .step import StepResult
+
+
+class MetricsLog:
+    """Collects a step's numbers over all ranks and writes them on rank 0.
+
+    Speed is the wall clock of whole steps, data included, between two printed lines; tokens are real ones, without the
+    padded tails of rows.
+    """
+
+    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform) -> None:
+        self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
+        self.mark = time.perf_counter()
+        self.steps, self.tokens = 0, 0
+        self.flops = Flops(0.0, 0.0)
+        self.wait_s = 0.0
+        self.counts: dict[str, int] = {}
+        self.totals: dict[str, int] = {}
+        name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
+        self.peak = peak_tflops(name, config.log.peak_tflops)
+        self.file = self.board = None
+        if grid.rank == 0 and config.checkpoint.dir:
+            path = Path(config.checkpoint.dir)
+            path.mkdir(parents=True, exist_ok=True)
+            self.file = (path / "metrics.jsonl").open("a")
+        if grid.rank == 0 and config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(config.log.tensorboard)
+
+    def add(self, data: StepData) -> None:
+        """Counts a step's rows; only the loader's owner of each replica counts, so that sums over ranks are right."""
+        self.steps += 1
+        if not self.grid.owns_loader:
+            return
+        self.wait_s += data.wait_s
+        for lengths, (full, window) in zip(data.segment_lengths, data.vision_lengths, strict=True):
+            self.tokens += sum(lengths)
+            self.flops = self.flops + row_flops(self.spec, self.config.model, lengths, full, window)
+        for name, value in data.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + value
+
+    def write(self, step: int, result: StepResult, lr: float) -> dict[str, Any]:
+        """Collective. Prints the line of ``step`` (one-based) and returns its numbers."""
+        now = time.perf_counter()
+        seconds, self.mark = now - self.mark, now
+        everyone: list[Any] = [None] * self.grid.world_size
+        mine = (self.flops.language, self.flops.vision, self.wait_s, self.platform.peak_memory_gib(), self.counts, self.tokens)
+        dist.all_gather_object(everyone, mine)
+        language, vision = sum(e[0] for e in everyone), sum(e[1] for e in everyone)
+        world, counts = self.grid.world_size, self._sum_counts([e[4] for e in everyone])
+        tokens = sum(e[5] for e in everyone)
+        numbers: dict[str, Any] = {
+            "step": step,
+            "loss": result.loss,
+            "loss_tokens": result.loss_tokens,
+            "grad_norm": result.grad_norm,
+            "updated": result.updated,
+            "lr": lr,
+            "step_s": seconds / self.steps,
+            "tokens_per_s_per_rank": tokens / seconds / world,
+            "tflops_per_rank": (language + vision) / seconds / world / 1e12,
+            "vision_flops_share": vision / (language + vision) if language + vision else 0.0,
+            "mfu": (language + vision) / seconds / world / 1e12 / self.peak if self.peak else None,
+            "memory_gib": max(e[3] for e in everyone),
+            "data_wait_s": max(e[2] for e in everyone) / self.steps,
+            **counts,
+        }
+        self._emit(numbers)
+        self.steps = self.tokens = 0
+        self.flops, self.wait_s, self.counts = Flops(0.0, 0.0), 0.0, {}
+        return numbers
+
+    def _sum_counts(self, parts: list[dict[str, int]]) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for part in parts:
+            for name, value in part.items():
+                counts[name] = counts.get(name, 0) + value
+        for name, value in counts.items():
+            self.totals[name] = self.totals.get(name, 0) + value
+        return counts
+
+    def _emit(self, n: dict[str, Any]) -> None:
+        if self.grid.rank != 0:
+            return
+        dropped = sum(v for k, v in self.totals.items() if k.startswith("dropped/"))
+        speed = f"MFU {n['mfu']:6.1%} (vision {n['vision_flops_share']:.0%})" if n["mfu"] is not None else f"{n['tflops_per_rank']:.3f} TFLOP/s"
+        line = (
+            f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f} | lr {n['lr']:.3e} | "
+            f"{n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU | {speed} | {n['memory_gib']:.1f} GiB | "
+            f"data wait {n['data_wait_s'] * 1e3:.0f} ms"
+        )
+        line += f" | dropped {dropped}" if dropped else ""
+        line += "" if n["updated"] else " | SKIPPED: loss or gradient is not finite"
+        print(line, flush=True)
+        if self.file:
+            self.file.write(json.dumps(n) + "\n")
+            self.file.flush()
+        if self.board:
+            for name, value in n.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self.board.add_scalar(name, value, n["step"])
+            self.board.flush()
+
+    def close(self) -> None:
+        for sink in (self.file, self.board):
+            if sink:
+                sink.close()
+
+
+def say(grid: Grid, message: str) -> None:
+    """Prints on rank 0."""
+    if grid.rank == 0:
+        print(message, flush=True)
+        sys.stdout.flush()

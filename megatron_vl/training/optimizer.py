@@ -1,0 +1,94 @@
+"""AdamW through Megatron-core, learning rates per part of the model, and the schedules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
+
+from megatron_vl.config import TrainConfig
+from megatron_vl.platform import Platform
+
+
+def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
+    """The optimizer of this rank's trainable parameters; biases and norms take no weight decay."""
+    o = config.optimizer
+    if o.cpu_offload and platform.name == "cpu":
+        raise ValueError("optimizer.cpu_offload is for platform cuda; on cpu everything is in host memory already")
+    core = CoreOptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.lr * o.min_lr_ratio,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.beta1,
+        adam_beta2=o.beta2,
+        adam_eps=o.eps,
+        clip_grad=o.clip_grad,
+        bf16=config.dtype == "bfloat16",
+        params_dtype=getattr(torch, config.dtype),
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        optimizer_cpu_offload=o.cpu_offload,
+        optimizer_offload_fraction=o.cpu_offload_fraction if o.cpu_offload else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=o.cpu_offload,
+        use_precision_aware_optimizer=o.cpu_offload,
+    )
+    overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(core))
+    for part, rate in (("vision_model.[pd]*", o.vision_lr), ("vision_model.merger.*", o.merger_lr)):
+        if rate is not None:
+            overrides[ParamKey(name=(part, f"module.{part}"))] = {"max_lr": rate, "min_lr": rate * o.min_lr_ratio}
+    optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+    return optimizer
+
+
+def learning_rate(step: int, *, peak: float, final: float, steps: int, warmup: int, schedule: str) -> float:
+    """The rate of the zero-based ``step``: linear warm-up to ``peak``, then constant or cosine down to ``final``.
+
+    The first step of a warm-up of n steps has rate peak / n, the n-th has the peak; the last step of the run has
+    (almost) the final rate. A pure function of the step, so a resumed run needs no schedule state.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    progress = (step - warmup) / max(1, steps - warmup)
+    return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> float:
+    """Sets every group's rate and weight decay for ``step``; returns the language model's rate."""
+    o = config.optimizer
+    shape = {"steps": config.steps, "warmup": o.warmup_steps, "schedule": o.schedule}
+    for group in optimizer.param_groups:
+        peak = group.get("max_lr") or o.lr
+        group["lr"] = learning_rate(step, peak=peak, final=peak * o.min_lr_ratio, **shape)  # type: ignore[arg-type]
+        group["weight_decay"] = o.weight_decay * group.get("wd_mult", 1.0)
+    return learning_rate(step, peak=o.lr, final=o.lr * o.min_lr_ratio, **shape)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def update(optimizer: ChainedOptimizer, loss_is_finite: bool) -> tuple[bool, float]:
+    """Clips and steps; collective. Returns (whether the weights were updated, the global gradient norm).
+
+    Core's own ``step`` computes the norm but goes on when it is NaN. Here the norm, which every rank sees, decides.
+    """
+    overflow = optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    norm = float(norm) if norm is not None else 0.0
+    if overflow or not loss_is_finite or not math.isfinite(norm):
+        return False, norm
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "is_stub_optimizer", False) or part.config.clip_grad <= 0.0:
+            continue
+        decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        parameters = part.get_parameters()
+        if parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
+    return bool(optimizer.step_with_ready_grads()), norm

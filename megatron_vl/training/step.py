@@ -1,0 +1,118 @@
+"""One optimizer step: rows through the pipeline schedule, gradients finalised, weights updated.
+
+Gradients do not depend on the layout: the loss is a sum over tokens, and gradients are divided once by the number of
+loss tokens of the whole global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_vl.config import TrainConfig
+from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
+from megatron_vl.parallel.grid import Grid
+
+from .optimizer import update
+
+
+@dataclass
+class StepResult:
+    """Numbers of one step, equal on all ranks."""
+
+    loss: float
+    """Mean over the loss tokens of the global batch."""
+    loss_tokens: int
+    grad_norm: float
+    updated: bool
+    """False when loss or gradient was not finite and the step was skipped."""
+
+
+def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[DistributedDataParallel]:
+    """Chunks in Megatron-core's DDP, and the schedule's hooks set on the language config."""
+    p = config.parallel
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        overlap_param_gather=p.overlap_param_gather,
+        use_distributed_optimizer=p.distributed_optimizer,
+        bucket_size=p.bucket_size,
+    )
+    core = chunks[0].config
+    wrapped = [
+        DistributedDataParallel(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+    if p.overlap_grad_reduce:
+        hooks = [chunk.no_sync for chunk in wrapped]
+        core.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+    core.finalize_model_grads_func = finalize_model_grads
+    core.grad_scale_func = None
+    return wrapped
+
+
+def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(loss sum, loss tokens, report) of one row from its per-token losses [1, S]."""
+    total = (losses.view(-1).float() * row.loss_mask).sum()
+    tokens = row.loss_mask.sum()
+    return total, tokens.to(torch.int), {"loss": torch.stack((total.detach(), tokens))}
+
+
+def forward_step(rows: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    """What core's schedules call for each micro-batch of each chunk."""
+    row = next(rows)
+    return model(row), partial(token_loss, row)
+
+
+def run_schedule(
+    chunks: list[DistributedDataParallel] | list[VisionLanguageModel],
+    rows: list[DeviceRow],
+    *,
+    seq_len: int,
+    forward_only: bool = False,
+) -> list[dict[str, Tensor]]:
+    """Forward (and backward) of all rows through this rank's chunks. Returns the reports; empty off the last stage."""
+    iterators = [iter(rows) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(rows),
+        seq_length=seq_len,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def train_step(
+    chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer, rows: list[DeviceRow], grid: Grid, seq_len: int
+) -> StepResult:
+    """One step over this rank's micro-batches; collective over all ranks."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = run_schedule(chunks, rows, seq_len=seq_len)
+    loss_sum, tokens = reduce_losses(reports, grid, rows[0].tokens.device)
+    loss = loss_sum / max(tokens, 1)
+    updated, norm = update(optimizer, math.isfinite(loss))
+    return StepResult(loss, tokens, norm, updated)
+
+
+def reduce_losses(reports: list[dict[str, Tensor]], grid: Grid, device: torch.device) -> tuple[float, int]:
+    """(loss sum, loss tokens) of the global batch, on every rank. The one host sync of a step."""
+    mine = torch.zeros(2, dtype=torch.float64, device=device)
+    if grid.is_last_stage and grid.tp_rank == 0:
+        for report in reports:
+            mine += report["loss"].double()
+    dist.all_reduce(mine)
+    total, tokens = mine.tolist()
+    return total, int(tokens)
