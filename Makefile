@@ -1,0 +1,45 @@
+# The targets a newcomer and the CI use. Each prepares the virtual environment first, once, on any machine with Python 3.12.
+
+PYTHON ?= python3.12
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Run by `make docs`, hence not again by `make test`.
+DOC_TESTS := tests/test_docs.py tests/test_examples.py
+
+.PHONY: help demo test check lint types docs setup lock clean
+
+help:            ## what can be made
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
+
+demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face, every step checked (.demo/)
+	$(BIN)/megatron-vl demo --dir .demo
+
+test: $(READY)   ## the tests, real multi-process groups on CPU included
+	$(PYTEST) $(addprefix --ignore=,$(DOC_TESTS)) --durations=10 $(ARGS)
+
+check: lint types docs ## what the pre-commit hooks run
+
+lint: $(READY)   ## ruff
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy
+	$(BIN)/mypy
+
+docs: $(READY)   ## commands of the README run, commands and YAML of the examples validated
+	$(PYTEST) $(DOC_TESTS)
+
+setup: $(READY)  ## the virtual environment, pinned by constraints.txt
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	touch $@
+
+lock: $(READY)   ## constraints.txt from what is installed now
+	( echo '# Exact versions of the development environment; written by `make lock`.'; \
+	  $(BIN)/python -m pip freeze --exclude-editable ) > constraints.tmp && mv constraints.tmp constraints.txt
+
+clean:           ## the demo's files and caches (not the virtual environment)
+	rm -rf .demo .pytest_cache .ruff_cache .mypy_cache build *.egg-info
