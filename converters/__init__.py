@@ -1,0 +1,25 @@
+"""Hugging Face <-> Megatron weights: one table of rules a family, used in both directions. CPU only, streaming.
+
+``rules.py`` says what a tensor is made of, ``qwen2_vl.py`` and ``qwen2_5_vl.py`` are the tables, ``hf.py`` reads HF folders,
+``stream.py`` moves bytes, ``convert.py`` joins them into convert, split, merge and export, ``verify.py`` compares.
+"""
+
+from __future__ import annotations
+
+from megatron_vl.models.families import ModelSpec
+
+from . import qwen2_5_vl, qwen2_vl
+from .rules import Rule, check_cover
+
+RULES = {
+    "qwen2_vl": qwen2_vl.rules,
+    "qwen2_5_vl": qwen2_5_vl.rules,
+}
+"""Family -> the function that gives its rules."""
+
+
+def rules_for(spec: ModelSpec) -> list[Rule]:
+    """The rules of a model, one for each of its canonical tensors."""
+    rules = RULES[spec.family](spec)
+    check_cover(spec, rules)
+    return rules

@@ -182,8 +182,12 @@ class TensorReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slices[name].get_shape())
 
+    def code(self, name: str) -> str:
+        """The type of a tensor in safetensors' notation, such as ``BF16``."""
+        return self._slices[name].get_dtype()
+
     def dtype(self, name: str) -> torch.dtype:
-        code = self._slices[name].get_dtype()
+        code = self.code(name)
         if code not in DTYPES:
             raise WeightsError(f"{self.path}: tensor {name!r} has type {code}; weights may be {', '.join(DTYPES)}, not quantised")
         return DTYPES[code]
@@ -439,6 +443,7 @@ class WeightReader:
             self.spec = read_spec(self.manifest["hf_config"])
         except ConfigError as error:
             raise WeightsError(f"{self.path / MANIFEST}: {error}") from error
+        layout = self.manifest["layout"]
         layout = self.manifest["layout"]
         self.layout: Layout | None = None
         if layout:

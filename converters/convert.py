@@ -1,0 +1,285 @@
+"""Convert, split, merge and export: any source of weights into any layout, and back into a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.models.tensors import TensorInfo, tensor_table
+from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.weights import (
+    MANIFEST,
+    TensorWriter,
+    WeightReader,
+    WeightsError,
+    Window,
+    dtype_name,
+    file_entry,
+    gather,
+    make_header,
+    matrix_shape,
+    rank_file_name,
+    read_header,
+    shard_blocks,
+    write_manifest,
+)
+
+from .hf import INDEX, HfCheckpoint
+from .stream import Job, Progress, default_workers, run_jobs, writing
+
+FILE_BYTES = 5_000_000_000
+"""Largest file of unsplit weights (a single tensor may be larger)."""
+
+
+class Source(Protocol):
+    """Full canonical tensors, window by window: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
+
+    spec: ModelSpec
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def window(self, name: str, window: Window) -> Tensor: ...
+
+
+@dataclass
+class Report:
+    """What was written. ``cast`` counts tensors whose type was changed, by (from, to)."""
+
+    out: Path
+    tensors: int
+    files: int
+    bytes: int
+    seconds: float
+    layout: Layout | None = None
+    cast: dict[tuple[str, str], int] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    """Weights of the origin's folder that were not carried over (other formats)."""
+
+
+# --- To Megatron ----------------------------------------------------------------------------------------------------
+
+
+def convert(hf: str | Path, out: str | Path, layout: dict | None = None, *, workers: int = 0, force: bool = False) -> Report:
+    """HF folder -> Megatron weights.
+
+    Args:
+        layout: arguments of :func:`make_layout` for shards; None for unsplit weights.
+        workers: threads; 0 for as many as the machine has use for.
+        force: replace weights that are already in ``out``.
+    """
+    source = HfCheckpoint(hf)
+    source.check_tied_output()
+    origin = {"hf": Path(hf).resolve().name}
+    return _write(source, [Path(hf)], out, layout, "convert", workers, force, origin)
+
+
+def reshard(
+    checkpoint: str | Path, out: str | Path, layout: dict | None = None, *, workers: int = 0, force: bool = False
+) -> Report:
+    """Megatron weights of any layout -> another layout, or unsplit when ``layout`` is None."""
+    source = WeightReader(checkpoint)
+    what = "split" if layout else "merge"
+    return _write(source, [source.path], out, layout, what, workers, force, source.manifest.get("origin"))
+
+
+def _write(
+    source: Source,
+    inputs: list[Path],
+    out: str | Path,
+    arguments: dict | None,
+    what: str,
+    workers: int,
+    force: bool,
+    origin: dict | None,
+) -> Report:
+    out = Path(out)
+    layout = make_layout(source.spec, **arguments) if arguments else None
+    table = tensor_table(source.spec)
+    plan = _plan(source, table, layout)
+    prepare_out(out, inputs, force)
+    headers = {
+        file: make_header({name: plan.stored[name] for name in names}, {"format": "pt"}) for file, names in plan.files.items()
+    }
+    with writing(out, headers) as writers:
+        jobs = [_job(source, table[name], layout, writers[file], tp_rank) for name, file, tp_rank in plan.order()]
+        progress = Progress(what, sum(job.bytes for job in jobs))
+        try:
+            digests = run_jobs(jobs, workers or default_workers(), progress)
+        finally:
+            progress.close()
+    hashed = {(job.writer.path.name, job.name): digest for job, digest in zip(jobs, digests, strict=True)}
+    entries = [
+        file_entry(file, {name: (*plan.stored[name], hashed[file, name]) for name in names}, *plan.ranks[file])
+        for file, names in plan.files.items()
+    ]
+    write_manifest(out, source.spec, layout, entries, origin)
+    return Report(out, len(plan.stored), len(plan.files), sum(job.bytes for job in jobs), progress.seconds, layout)
+
+
+@dataclass
+class _Plan:
+    """Which tensors go into which file."""
+
+    stored: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Tensor -> type and shape as stored (of one shard)."""
+    files: dict[str, list[str]]
+    ranks: dict[str, tuple[int, int]]
+    """File -> tensor and pipeline rank."""
+
+    def order(self) -> list[tuple[str, str, int]]:
+        """(tensor, file, tensor rank) in model order, all shards of a tensor together: its bytes are read once from the disk."""
+        holders: dict[str, list[str]] = {}
+        for file, names in self.files.items():
+            for name in names:
+                holders.setdefault(name, []).append(file)
+        return [(name, file, self.ranks[file][0]) for name in self.stored for file in holders[name]]
+
+
+def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -> _Plan:
+    tp = layout.tp if layout else 1
+    stored = {name: (source.dtype(name), info.shard_shape(tp)) for name, info in table.items()}
+    if layout:
+        ranks = {rank_file_name(t, p): (t, p) for p in range(layout.pp) for t in range(tp)}
+        files = {file: [name for name in table if layout.stage_of(table[name]) == p] for file, (_, p) in ranks.items()}
+        return _Plan(stored, files, ranks)
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in stored.items():
+        rows, cols = matrix_shape(shape)
+        size += rows * cols * dtype.itemsize
+        if groups[-1] and size > FILE_BYTES:
+            groups.append([])
+            size = rows * cols * dtype.itemsize
+        groups[-1].append(name)
+    files = {f"weights-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
+    return _Plan(stored, files, dict.fromkeys(files, (0, 0)))
+
+
+def _job(source: Source, info: TensorInfo, layout: Layout | None, writer: TensorWriter, tp_rank: int) -> Job:
+    tp, dtype = layout.tp if layout else 1, source.dtype(info.name)
+    part = tp_rank if info.split != "replicated" else 0
+    blocks = [block.inverted(info.name) for block in shard_blocks(info, tp) if block.part == part]
+
+    def read(window: Window) -> Tensor:
+        return gather(blocks, window, lambda name, full: source.window(str(name), full), dtype)
+
+    return Job(writer, info.name, info.shard_shape(tp), dtype, read)
+
+
+# --- To Hugging Face ------------------------------------------------------------------------------------------------
+
+
+def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: int = 0, force: bool = False) -> Report:
+    """Megatron weights of any layout, or a run's latest -> a HF folder like the one of origin.
+
+    Files, names, order and types of tensors are the origin's: weights that were not trained give back its files byte for
+    byte. Values of another type (a run that kept float32) are rounded to the origin's type and counted in the report.
+    Everything that is not weights is copied verbatim.
+
+    Raises:
+        WeightsError: the checkpoint is of another model than ``hf``, or its padding holds values that HF cannot.
+    """
+    source, origin, out = WeightReader(checkpoint), HfCheckpoint(hf), Path(out)
+    _check_same_model(source, origin)
+    _check_padding(source, origin)
+    companions, skipped = origin.folder.companions()
+    prepare_out(out, [source.path, origin.path], force)
+    headers = {file: read_header(origin.path / file) for file in origin.folder.files}
+    with writing(out, headers) as writers:
+        # In model order, so that tensors that one canonical tensor gives (q, k, v) find its bytes in the page cache.
+        jobs = [_hf_job(source, origin, writers[origin.folder.where[origin.stored[hf]]], hf) for hf in origin.in_order()]
+        progress = Progress("export", sum(job.bytes for job in jobs))
+        try:
+            run_jobs(jobs, workers or default_workers(), progress)
+        finally:
+            progress.close()
+        for path in companions:
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(origin.path / path, out / path)
+    cast = Counter(
+        (dtype_name(source.dtype(rule.name)), dtype_name(origin.hf_dtype(hf)))
+        for rule in origin.rules.values()
+        for hf in rule.hf
+        if source.dtype(rule.name) != origin.dtype(rule.name)
+    )
+    names = [str(path) for path in skipped]
+    return Report(out, len(jobs), len(headers), sum(job.bytes for job in jobs), progress.seconds, None, dict(cast), names)
+
+
+def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> Job:
+    blocks, dtype, stored = origin.hf_blocks(hf), origin.hf_dtype(hf), origin.stored[hf]
+
+    def read(window: Window) -> Tensor:
+        return gather(blocks, window, lambda name, full: source.window(str(name), full), dtype)
+
+    return Job(writer, stored, origin.folder.shape(stored), dtype, read)
+
+
+def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
+    if source.spec.family != origin.spec.family:
+        raise WeightsError(f"{source.path} is a {source.spec.family} model, {origin.path} a {origin.spec.family} model")
+    for half in ("vision", "language"):
+        ours, theirs = (dataclasses.asdict(getattr(spec, half)) for spec in (source.spec, origin.spec))
+        for name, value in ours.items():
+            if value != theirs[name]:
+                raise WeightsError(
+                    f"{half} {name} is {value} in {source.path} and {theirs[name]} in {origin.path}: not the same model"
+                )
+
+
+def _check_padding(source: WeightReader, origin: HfCheckpoint) -> None:
+    """Padding that is not zero would be lost in silence, and the exported model would compute something else."""
+    for rule in origin.rules.values():
+        for window in rule.padding:
+            if source.window(rule.name, window).count_nonzero():
+                raise WeightsError(
+                    f"{source.path}: the padding of tensor {rule.name!r} holds values other than zero; they cannot be exported"
+                )
+
+
+# --- The folder written to ------------------------------------------------------------------------------------------
+
+
+def prepare_out(out: Path, inputs: Sequence[Path], force: bool) -> None:
+    """Makes ``out`` an empty folder, or says why not.
+
+    With ``force`` the weights of an earlier conversion there are removed, and nothing else.
+
+    Raises:
+        FileExistsError: ``out`` holds something.
+        ValueError: ``out`` is one of ``inputs``.
+    """
+    for path in inputs:
+        if out.resolve() == path.resolve():
+            raise ValueError(f"--out {out} is the folder that is read")
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out {out} is a file")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    ours = (
+        (out / MANIFEST).is_file()
+        or (out / "config.json").is_file()
+        or not any(path for path in out.iterdir() if not _is_leftover(path))
+    )
+    if not force:
+        raise FileExistsError(f"--out {out} is not empty; give another folder" + (", or --force to replace it" if ours else ""))
+    if not ours:
+        raise FileExistsError(f"--out {out} is not empty and holds no checkpoint; --force does not touch it")
+    # The manifest goes first: half-removed weights are not taken for whole ones.
+    (out / MANIFEST).unlink(missing_ok=True)
+    for path in [*out.glob("*.safetensors"), *out.glob("*.safetensors.partial"), out / INDEX]:
+        path.unlink(missing_ok=True)
+
+
+def _is_leftover(path: Path) -> bool:
+    """A file of a conversion that was killed."""
+    return path.name.endswith((".safetensors", ".partial"))

@@ -1,0 +1,224 @@
+"""Hugging Face folders: which tensors lie in which file, under which names, and what else is in the folder.
+
+Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*`` and ``visual.*``, and so does
+``save_pretrained`` of transformers 5.17; in memory, and in folders written with ``save_original_format=False``, they are
+``model.language_model.layers.*`` and ``model.visual.*``. Rules use the released names; both are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.weights import (
+    Block,
+    TensorReader,
+    WeightsError,
+    Window,
+    gather,
+    row_windows,
+)
+
+from . import rules_for
+from .rules import HF_EMBEDDING, HF_OUTPUT, Rule
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+def released_name(name: str) -> str:
+    """The released name of a tensor that may have the name it has in memory."""
+    for prefix, released in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+        if name.startswith(prefix):
+            return released + name.removeprefix(prefix)
+    return name
+
+
+class TensorFolder:
+    """The safetensors files of a HF folder, by the names as stored; needs no config.
+
+    Raises:
+        FileNotFoundError: no safetensors weights there.
+        WeightsError: index and files do not agree; the message names the file or tensor.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.index: dict[str, str] | None = self._read_index()
+        names = sorted(set(self.index.values())) if self.index is not None else [SINGLE]
+        self.files = {name: TensorReader(self.path / name) for name in names}
+        self.where = {tensor: file for file, reader in self.files.items() for tensor in reader.names()}
+        self._check_index()
+
+    def _read_index(self) -> dict[str, str] | None:
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"{self.path} is not a folder")
+        path = self.path / INDEX
+        if not path.is_file():
+            if not (self.path / SINGLE).is_file():
+                raise FileNotFoundError(f"{self.path} holds neither {SINGLE} nor {INDEX}; only safetensors weights are read")
+            return None
+        index = json.loads(path.read_text()).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise WeightsError(f"{path}: field 'weight_map' is missing or empty")
+        for tensor, file in index.items():
+            # An index may come from anybody: its names stay inside its folder.
+            if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+                raise WeightsError(f"{path}: tensor {tensor!r} is said to be in {file!r}, which is not a file name of weights")
+        return index
+
+    def _check_index(self) -> None:
+        held = [tensor for reader in self.files.values() for tensor in reader.names()]
+        index = self.index if self.index is not None else self.where
+        for tensor in sorted(set(held) ^ set(index)):
+            side = (
+                f"in {self.where[tensor]} but not in {INDEX}"
+                if tensor in self.where
+                else f"in {INDEX} but not in {index[tensor]}"
+            )
+            raise WeightsError(f"{self.path}: tensor {tensor!r} is {side}")
+        for tensor, file in index.items():
+            if self.where[tensor] != file or len(held) != len(self.where):
+                raise WeightsError(f"{self.path}: tensor {tensor!r} is in {self.where[tensor]}, {INDEX} says {file}")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.files[self.where[name]].shape(name)
+
+    def code(self, name: str) -> str:
+        """The type of a tensor in safetensors' notation."""
+        return self.files[self.where[name]].code(name)
+
+    def window(self, name: str, window: Window) -> Tensor:
+        return self.files[self.where[name]].window(name, window)
+
+    def companions(self) -> tuple[list[Path], list[Path]]:
+        """Paths (relative) of what belongs to the checkpoint beside its weights, and of weights that are not read.
+
+        Config, tokenizer, processor, chat templates and the index are companions; version control folders are neither.
+        """
+        keep, other = [], []
+        for folder, folders, names in os.walk(self.path):
+            folders[:] = [name for name in folders if name not in (".git", ".cache")]
+            for name in names:
+                path = (Path(folder) / name).relative_to(self.path)
+                weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json")) and str(path) != INDEX
+                (other if weights else keep).append(path)
+        return sorted(keep), sorted(path for path in other if str(path) not in self.files)
+
+
+class HfCheckpoint:
+    """A HF folder read as Megatron weights: the source of a conversion and the pattern of an export.
+
+    Attributes:
+        stored: released name -> the name in this folder's files.
+
+    Raises:
+        ConfigError: an unknown ``model_type`` or an impossible field.
+        WeightsError: a tensor is missing, unknown, of a wrong shape or type; the message names it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "config.json").is_file():
+            raise FileNotFoundError(f"{self.path / 'config.json'} is missing; --hf takes a Hugging Face checkpoint folder")
+        self.spec: ModelSpec = read_spec(self.path)
+        self.folder = TensorFolder(self.path)
+        self.rules: dict[str, Rule] = {rule.name: rule for rule in rules_for(self.spec)}
+        self.stored = self._released_names()
+        self._check_tensors()
+
+    def _released_names(self) -> dict[str, str]:
+        stored: dict[str, str] = {}
+        for name in self.folder.where:
+            released = released_name(name)
+            if released in stored:
+                raise WeightsError(f"{self.path}: tensors {stored[released]!r} and {name!r} are the same tensor under two names")
+            stored[released] = name
+        return stored
+
+    @cached_property
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Released name -> shape, of all tensors that the config calls for."""
+        return {name: shape for rule in self.rules.values() for name, shape in rule.hf.items()}
+
+    def in_order(self) -> list[str]:
+        """The released names of this folder's tensors, in model order."""
+        return [*self.expected, *([HF_OUTPUT] if self.has_tied_output else [])]
+
+    @property
+    def has_tied_output(self) -> bool:
+        """Whether the folder stores an output layer although it is tied to the embedding."""
+        return self.spec.language.tied_embeddings and HF_OUTPUT in self.stored
+
+    def _check_tensors(self) -> None:
+        expected = dict(self.expected)
+        if self.has_tied_output:
+            expected[HF_OUTPUT] = expected[HF_EMBEDDING]
+        for name in expected:
+            if name not in self.stored:
+                raise WeightsError(f"{self.path}: tensor {name!r} is missing, though config.json calls for it")
+        for name, stored in self.stored.items():
+            if name not in expected:
+                raise WeightsError(f"{self.path}: tensor {stored!r} is unknown in a {self.spec.family} model of this config.json")
+            if self.folder.shape(stored) != expected[name]:
+                shapes = f"{list(self.folder.shape(stored))}; config.json says {list(expected[name])}"
+                raise WeightsError(f"{self.path}: tensor {stored!r} has shape {shapes}")
+            self.hf_dtype(name)
+
+    def check_tied_output(self) -> None:
+        """Raises :class:`WeightsError` when a stored tied output layer is not the embedding, bit for bit."""
+        if not self.has_tied_output:
+            return
+        names = [self.stored[HF_OUTPUT], self.stored[HF_EMBEDDING]]
+        same_type = self.folder.code(names[0]) == self.folder.code(names[1])
+        windows = row_windows(self.folder.shape(names[0]), self.hf_dtype(HF_OUTPUT).itemsize) if same_type else ()
+        if not same_type or any(not _same_bits(*(self.folder.window(name, w) for name in names)) for w in windows):
+            raise WeightsError(
+                f"{self.path}: tensor {names[0]!r} differs from {names[1]!r} although config.json ties them; "
+                "set tie_word_embeddings to false, or remove the tensor"
+            )
+
+    def hf_dtype(self, released: str) -> torch.dtype:
+        """The type of a tensor as stored."""
+        name = self.stored[released]
+        return self.folder.files[self.folder.where[name]].dtype(name)
+
+    # The interface of a source of weights, as WeightReader has it.
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a canonical tensor: one that holds all its HF tensors' values exactly."""
+        dtypes = [self.hf_dtype(hf) for hf in self.rules[name].hf]
+        common = dtypes[0]
+        for dtype in dtypes[1:]:
+            common = torch.promote_types(common, dtype)
+        return common
+
+    def window(self, name: str, window: Window) -> Tensor:
+        """A window of a full canonical tensor taken as a matrix; may be a view of a mapped file."""
+        read = lambda hf, w: self.folder.window(self.stored[str(hf)], w)  # noqa: E731
+        return gather(self.rules[name].blocks, window, read, self.dtype(name))
+
+    def hf_blocks(self, released: str) -> Sequence[Block]:
+        """A HF tensor's rectangles in the canonical tensors: the rules read backwards."""
+        return self._hf_blocks[HF_EMBEDDING if released == HF_OUTPUT and self.has_tied_output else released]
+
+    @cached_property
+    def _hf_blocks(self) -> dict[str, list[Block]]:
+        blocks: dict[str, list[Block]] = {}
+        for rule in self.rules.values():
+            for block in rule.blocks:
+                blocks.setdefault(str(block.part), []).append(block.inverted(rule.name))
+        return blocks
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,160 @@
+"""What one Megatron tensor is made of in a Hugging Face checkpoint, written once and read in both directions.
+
+A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.Block`) that a canonical tensor and its HF tensors
+have in common. Conversion reads the list forwards, export backwards, so that each is the other's inverse; what no
+rectangle covers is padding and zero. The functions below write the lists for the structures that occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.models.tensors import EMBEDDING, OUTPUT, TensorInfo, tensor_table
+from megatron_vl.weights import Block, Window, matrix_shape
+
+HF_EMBEDDING = "model.embed_tokens.weight"
+HF_OUTPUT = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One canonical tensor and its HF tensors, under their released names."""
+
+    name: str
+    hf: dict[str, tuple[int, ...]]
+    """HF name -> shape."""
+    blocks: tuple[Block, ...]
+    padding: tuple[Window, ...] = ()
+    """Windows of the canonical tensor that HF does not have; zero."""
+
+
+def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rule:
+    """The tensor as it is; ``shape`` where HF gives it more dimensions (the Conv3d of the patch embedding)."""
+    return Rule(info.name, {hf: shape or info.shape}, (Block(hf, *matrix_shape(info.shape)),))
+
+
+def split_qkv(info: TensorInfo, query: str, key: str, value: str, heads: int, groups: int, dim: int) -> Rule:
+    """Three HF tensors; canonical holds, for each key/value head, its query heads, its key head and its value head."""
+    per_group, cols = heads // groups, matrix_shape(info.shape)[1]
+    sizes = {query: per_group * dim, key: dim, value: dim}
+    return _runs(info, {name: groups * rows for name, rows in sizes.items()}, _interleaved(sizes, groups, cols))
+
+
+def fused_qkv(info: TensorInfo, hf: str, heads: int, dim: int) -> Rule:
+    """One HF tensor with all queries, then all keys, then all values; canonical has q, k, v of each head together."""
+    cols = matrix_shape(info.shape)[1]
+    blocks = [
+        Block(hf, dim, cols, row=(3 * head + which) * dim, part_row=(which * heads + head) * dim)
+        for head in range(heads)
+        for which in range(3)
+    ]
+    return _runs(info, {hf: 3 * heads * dim}, blocks)
+
+
+def gated(info: TensorInfo, gate: str, up: str, width: int) -> Rule:
+    """Gate, then up, each padded with zero rows from ``width`` to half of the canonical rows."""
+    rows, cols = matrix_shape(info.shape)
+    half = rows // 2
+    blocks = [Block(hf, width, cols, row=i * half) for i, hf in enumerate((gate, up))]
+    padding = [Window(i * half + width, (i + 1) * half, 0, cols) for i in (0, 1) if half > width]
+    return _runs(info, {gate: width, up: width}, blocks, padding)
+
+
+def padded_rows(info: TensorInfo, hf: str, width: int) -> Rule:
+    """Zero rows added from ``width`` on."""
+    rows, cols = matrix_shape(info.shape)
+    padding = [Window(width, rows, 0, cols)] if rows > width else []
+    return _runs(info, {hf: width}, [Block(hf, width, cols)], padding)
+
+
+def padded_columns(info: TensorInfo, hf: str, width: int) -> Rule:
+    """Zero columns added from ``width`` on."""
+    rows, cols = matrix_shape(info.shape)
+    padding = (Window(0, rows, width, cols),) if cols > width else ()
+    return Rule(info.name, {hf: (rows, width)}, (Block(hf, rows, width),), padding)
+
+
+def _interleaved(sizes: dict[str, int], groups: int, cols: int) -> list[Block]:
+    blocks, row = [], 0
+    for group in range(groups):
+        for hf, rows in sizes.items():
+            blocks.append(Block(hf, rows, cols, row=row, part_row=group * rows))
+            row += rows
+    return blocks
+
+
+def _runs(info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], padding: Sequence[Window] = ()) -> Rule:
+    """A rule whose HF tensors have the canonical tensor's columns."""
+    return Rule(info.name, {hf: (n, *info.shape[1:]) for hf, n in rows.items()}, tuple(blocks), tuple(padding))
+
+
+# --- Parts that families share --------------------------------------------------------------------------------------
+
+
+def language_rules(spec: ModelSpec, table: dict[str, TensorInfo]) -> list[Rule]:
+    """The Qwen2 language model, with the names of the released checkpoints."""
+    m = spec.language
+    rules = [same(table[EMBEDDING], HF_EMBEDDING)]
+    for i in range(m.num_layers):
+        rules += _language_layer(m, i, lambda name, i=i: table[f"language_model.decoder.layers.{i}.{name}"])
+    rules.append(same(table["language_model.decoder.final_layernorm.weight"], "model.norm.weight"))
+    if not m.tied_embeddings:
+        rules.append(same(table[OUTPUT], HF_OUTPUT))
+    return rules
+
+
+def _language_layer(m: LanguageSpec, layer: int, info: Callable[[str], TensorInfo]) -> list[Rule]:
+    hf = f"model.layers.{layer}."
+    attention, mlp = hf + "self_attn.", hf + "mlp."
+    return [
+        same(info("self_attention.linear_qkv.layer_norm_weight"), hf + "input_layernorm.weight"),
+        *(
+            split_qkv(
+                info(f"self_attention.linear_qkv.{kind}"),
+                *(f"{attention}{which}_proj.{kind}" for which in "qkv"),
+                heads=m.num_heads,
+                groups=m.num_kv_heads,
+                dim=m.head_dim,
+            )
+            for kind in (("weight", "bias") if m.qkv_bias else ("weight",))
+        ),
+        same(info("self_attention.linear_proj.weight"), attention + "o_proj.weight"),
+        same(info("mlp.linear_fc1.layer_norm_weight"), hf + "post_attention_layernorm.weight"),
+        gated(info("mlp.linear_fc1.weight"), mlp + "gate_proj.weight", mlp + "up_proj.weight", m.ffn_hidden_size),
+        same(info("mlp.linear_fc2.weight"), mlp + "down_proj.weight"),
+    ]
+
+
+def vision_rules(spec: ModelSpec, table: dict[str, TensorInfo], mlp: Callable[[VisionSpec, str, str], list[Rule]]) -> list[Rule]:
+    """The vision tower of Qwen2-VL and Qwen2.5-VL.
+
+    Args:
+        mlp: the rules of a layer's MLP, which differ: called with the tower, the layer's canonical and HF prefixes.
+    """
+    v = spec.vision
+    kinds = ("weight", "bias") if v.norm == "LayerNorm" else ("weight",)
+    conv = (v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
+    rules = [same(table["vision_model.patch_embed.proj.weight"], "visual.patch_embed.proj.weight", conv)]
+    for i in range(v.num_layers):
+        ours, hf = f"vision_model.decoder.layers.{i}.", f"visual.blocks.{i}."
+        qkv, proj = ours + "self_attention.linear_qkv.", ours + "self_attention.linear_proj."
+        rules += [same(table[f"{qkv}layer_norm_{kind}"], f"{hf}norm1.{kind}") for kind in kinds]
+        rules += [fused_qkv(table[qkv + kind], f"{hf}attn.qkv.{kind}", v.num_heads, v.head_dim) for kind in ("weight", "bias")]
+        rules += [same(table[proj + kind], f"{hf}attn.proj.{kind}") for kind in ("weight", "bias")]
+        rules += [same(table[f"{ours}mlp.linear_fc1.layer_norm_{kind}"], f"{hf}norm2.{kind}") for kind in kinds]
+        rules += mlp(v, ours + "mlp.", hf + "mlp.")
+    rules += [same(table[f"vision_model.merger.norm.{kind}"], f"visual.merger.ln_q.{kind}") for kind in kinds]
+    for number, hf_number in ((1, 0), (2, 2)):
+        for kind in ("weight", "bias"):
+            rules.append(same(table[f"vision_model.merger.linear_fc{number}.{kind}"], f"visual.merger.mlp.{hf_number}.{kind}"))
+    return rules
+
+
+def check_cover(spec: ModelSpec, rules: Sequence[Rule]) -> None:
+    """Raises :class:`ValueError` unless there is exactly one rule for every tensor of the model."""
+    table, names = tensor_table(spec), [rule.name for rule in rules]
+    wrong = sorted(set(table) ^ set(names)) or sorted(name for name in set(names) if names.count(name) > 1)
+    if wrong:
+        raise ValueError(f"{spec.family}: no rule, or more than one, for tensor {wrong[0]!r}")

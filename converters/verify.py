@@ -1,0 +1,135 @@
+"""Bitwise comparison of checkpoints, and of weights with the hashes in their manifest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_vl.weights import MANIFEST, TensorReader, WeightReader, Window, matrix_shape, row_windows
+
+from .hf import TensorFolder
+from .stream import Progress, default_workers
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor (or file) that is not the same, and how."""
+
+    name: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    tensors: int
+    bytes: int
+    differences: list[Difference]
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Names, shapes and types of a folder, and windows of its tensors."""
+
+    shapes: dict[str, tuple[int, ...]]
+    types: dict[str, str]
+    window: Callable[[str, Window], Tensor]
+
+
+def _open(path: Path) -> _Tensors:
+    """A HF folder under its own names, or Megatron weights of any layout as full tensors."""
+    if (path / MANIFEST).is_file() or (path / "latest.json").is_file() or (path / "weights" / MANIFEST).is_file():
+        reader = WeightReader(path)
+        shapes = {name: info.shape for name, info in reader.table.items()}
+        return _Tensors(shapes, {name: str(reader.dtype(name)) for name in shapes}, reader.window)
+    folder = TensorFolder(path)
+    return _Tensors(
+        {name: folder.shape(name) for name in folder.where}, {name: folder.code(name) for name in folder.where}, folder.window
+    )
+
+
+def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
+    """Compares all tensors of two HF folders (or of two folders of Megatron weights in any layouts) bit for bit.
+
+    Differences come in the order of names: tensors that only one has, other types, other shapes, other bits.
+    """
+    left, right = _open(Path(a)), _open(Path(b))
+    names = sorted(left.shapes.keys() | right.shapes.keys())
+    common = [name for name in names if name in left.shapes and name in right.shapes]
+    size = sum(_rows_cols(left.shapes[name]) * 2 for name in common)
+    progress = Progress("verify", size)
+    try:
+        with ThreadPoolExecutor(workers or default_workers()) as pool:
+            found = list(pool.map(lambda name: _difference(name, left, right, progress), names))
+    finally:
+        progress.close()
+    return Comparison(len(names), size, [difference for difference in found if difference])
+
+
+def _rows_cols(shape: tuple[int, ...]) -> int:
+    rows, cols = matrix_shape(shape)
+    return rows * cols
+
+
+def _difference(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Difference | None:
+    for folder, which in ((a, "first"), (b, "second")):
+        if name not in folder.shapes:
+            return Difference(name, f"missing in the {which} folder")
+    if a.types[name] != b.types[name]:
+        return Difference(name, f"type {a.types[name]} against {b.types[name]}")
+    if a.shapes[name] != b.shapes[name]:
+        return Difference(name, f"shape {list(a.shapes[name])} against {list(b.shapes[name])}")
+    return _different_bits(name, a, b, progress)
+
+
+def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Difference | None:
+    count, first, largest = 0, -1, 0.0
+    cols = matrix_shape(a.shapes[name])[1]
+    for window in row_windows(a.shapes[name], 4):
+        x, y = a.window(name, window).contiguous(), b.window(name, window).contiguous()
+        bits = BITS[x.element_size()]
+        # As integers: two NaN of the same bits are equal, 0.0 and -0.0 are not.
+        other = (x.view(bits) != y.view(bits)).flatten()
+        if other.any():
+            count += int(other.sum())
+            first = first if first >= 0 else window.row * cols + int(other.nonzero()[0])
+            largest = max(largest, float((x.double() - y.double()).abs().nan_to_num(float("inf")).max()))
+        progress.add(2 * x.numel())
+    if not count:
+        return None
+    return Difference(
+        name, f"{count} of {_rows_cols(a.shapes[name])} elements differ, the first at {first}, at most by {largest:.3g}"
+    )
+
+
+def check_hashes(path: str | Path, *, workers: int = 0) -> Comparison:
+    """Compares every stored tensor of Megatron weights with the SHA-256 in the manifest."""
+    reader = WeightReader(path)
+    work = [(file, name, digest) for file, entry in reader.manifest["files"].items() for name, digest in entry["tensors"].items()]
+    files = {file: TensorReader(reader.path / file) for file in reader.manifest["files"]}
+    size = sum(_rows_cols(files[file].shape(name)) * files[file].dtype(name).itemsize for file, name, _ in work)
+    progress = Progress("verify", size)
+
+    def check(item: tuple[str, str, str]) -> Difference | None:
+        file, name, expected = item
+        shape, itemsize = files[file].shape(name), files[file].dtype(name).itemsize
+        digest = hashlib.sha256()
+        for window in row_windows(shape, itemsize):
+            data = files[file].window(name, window).contiguous()
+            digest.update(memoryview(data.view(-1).view(torch.uint8).numpy()))
+            progress.add(data.numel() * itemsize)
+        return None if digest.hexdigest() == expected else Difference(name, f"in {file} is not what the manifest says it is")
+
+    try:
+        with ThreadPoolExecutor(workers or default_workers()) as pool:
+            found = list(pool.map(check, work))
+    finally:
+        progress.close()
+    return Comparison(len(work), size, [difference for difference in found if difference])

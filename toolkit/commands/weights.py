@@ -1,0 +1,164 @@
+"""``megatron-vl convert | split | merge | export | verify``: weights between Hugging Face and Megatron, in any layout."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from toolkit.cli import CommandError
+
+CHECKPOINT = "Megatron weights of any layout, or a training run's folder (its latest step), or one of its step folders"
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the five subcommands."""
+    convert = _add(
+        subparsers, "convert", "Hugging Face folder -> Megatron weights, unsplit, or split when --tp or --pp is given", _convert
+    )
+    convert.add_argument("--hf", type=Path, required=True, metavar="HF_DIR", help="Hugging Face checkpoint folder (safetensors)")
+    _layout_options(convert)
+
+    split = _add(subparsers, "split", "Megatron weights of any layout -> one file for each tensor x pipeline rank", _split)
+    split.add_argument("--checkpoint", type=Path, required=True, help=CHECKPOINT)
+    _layout_options(split)
+
+    merge = _add(subparsers, "merge", "Megatron weights of any layout -> unsplit Megatron weights", _merge)
+    merge.add_argument("--checkpoint", type=Path, required=True, metavar="SHARDS", help=CHECKPOINT)
+
+    export = _add(subparsers, "export", "Megatron weights of any layout -> Hugging Face folder like the one of origin", _export)
+    export.add_argument("--checkpoint", type=Path, required=True, help=CHECKPOINT)
+    export.add_argument(
+        "--hf",
+        type=Path,
+        required=True,
+        metavar="HF_DIR_OF_ORIGIN",
+        help="Hugging Face folder that the weights came from: gives tensor names, types and files; config, tokenizer, processor "
+        "and chat template are copied from it",
+    )
+    for command in (convert, split, merge, export):
+        command.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
+        command.add_argument("--force", action="store_true", help="replace the checkpoint that is in --out")
+        _common_options(command)
+
+    verify = _add(
+        subparsers, "verify", "compare the tensors of two checkpoints bit for bit; exit code 1 when they differ", _verify
+    )
+    verify.add_argument("a", type=Path, metavar="HF_DIR_A", help="Hugging Face folder, or Megatron weights of any layout")
+    verify.add_argument(
+        "b",
+        type=Path,
+        nargs="?",
+        metavar="HF_DIR_B",
+        help="the folder to compare with; left out: check Megatron weights against their hashes",
+    )
+    verify.add_argument("--show", type=int, default=10, metavar="N", help="differing tensors to name (default 10)")
+    _common_options(verify)
+
+
+def _add(subparsers: argparse._SubParsersAction, name: str, text: str, run) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _layout_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tp", type=int, metavar="T", help="tensor parallel size in ranks (default 1)")
+    parser.add_argument("--pp", type=int, metavar="P", help="pipeline parallel size in stages (default 1)")
+    parser.add_argument("--vpp", type=int, metavar="V", help="virtual chunks of each pipeline stage (default 1)")
+    parser.add_argument(
+        "--layers",
+        type=_numbers,
+        metavar="6,8,8,6",
+        help="decoder layers of each of the pp x vpp chunks, in model order (default: even)",
+    )
+
+
+def _common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="threads that read and write (default: one a core, at most 8)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 6,8,8,6") from None
+
+
+def _layout(args: argparse.Namespace) -> dict:
+    return {"tp": args.tp or 1, "pp": args.pp or 1, "vpp": args.vpp or 1, "layers": args.layers}
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from converters.convert import convert
+
+    split = any(value is not None for value in (args.tp, args.pp, args.vpp, args.layers))
+    return _finish(
+        args, lambda: convert(args.hf, args.out, _layout(args) if split else None, workers=args.workers, force=args.force)
+    )
+
+
+def _split(args: argparse.Namespace) -> int:
+    from converters.convert import reshard
+
+    return _finish(args, lambda: reshard(args.checkpoint, args.out, _layout(args), workers=args.workers, force=args.force))
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from converters.convert import reshard
+
+    return _finish(args, lambda: reshard(args.checkpoint, args.out, None, workers=args.workers, force=args.force))
+
+
+def _export(args: argparse.Namespace) -> int:
+    from converters.convert import export
+
+    return _finish(args, lambda: export(args.checkpoint, args.hf, args.out, workers=args.workers, force=args.force))
+
+
+def _finish(args: argparse.Namespace, work) -> int:
+    """Runs a conversion and prints what was written."""
+    try:
+        report = work()
+    except OSError as error:
+        raise CommandError(str(error)) from error
+    if args.json:
+        result = dataclasses.asdict(report) | {"out": str(report.out), "cast": [[*types, n] for types, n in report.cast.items()]}
+        print(json.dumps(result))
+        return 0
+    size, rate = report.bytes / 1e9, report.bytes / max(report.seconds, 1e-9) / 1e9
+    print(
+        f"{report.out}: {report.tensors} tensors in {report.files} files, {size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
+    )
+    if report.layout:
+        layers = ",".join(map(str, report.layout.layers))
+        print(f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, layers {layers}")
+    for (old, new), count in report.cast.items():
+        print(f"note: {count} tensors were rounded from {old} to the origin's {new}")
+    for name in report.skipped:
+        print(f"note: {name} was not copied: weights that are not part of {Path(args.hf).name}'s safetensors index")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from converters.verify import check_hashes, compare
+
+    try:
+        result = compare(args.a, args.b, workers=args.workers) if args.b else check_hashes(args.a, workers=args.workers)
+    except OSError as error:
+        raise CommandError(str(error)) from error
+    if args.json:
+        print(json.dumps(dataclasses.asdict(result)))
+    elif not result.differences:
+        print(f"identical: {result.tensors} tensors" + ("" if args.b else ", as in the manifest"))
+    else:
+        print(f"different: {len(result.differences)} of {result.tensors} tensors")
+        for difference in result.differences[: args.show]:
+            print(f"  {difference.name}: {difference.how}")
+        if len(result.differences) > args.show:
+            print(f"  ... and {len(result.differences) - args.show} more")
+    return 1 if result.differences else 0
