@@ -1,0 +1,119 @@
+"""Small Hugging Face folders with the structure of every released size."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from converters.convert import convert, export, reshard
+from converters.hf import INDEX, SINGLE, TensorFolder
+from megatron_vl.models.families import read_spec
+
+CONFIGS = Path(__file__).resolve().parent.parent / "hf_configs"
+SIZES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+FFN = {"Qwen2-VL-2B": 280, "Qwen2.5-VL-3B": 344, "Qwen2-VL-7B": 592, "Qwen2.5-VL-7B": 592, "Qwen2.5-VL-32B": 864}
+"""Widths that divide by 8 and not by 16; the 72B ones have 616."""
+
+
+def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:
+    """The released config of ``size`` with the same heads, key/value heads and flags, and small everything else."""
+    config = json.loads((CONFIGS / f"{size}.json").read_text())
+    hidden = 8 * config["num_attention_heads"]
+    config |= {
+        "hidden_size": hidden,
+        "intermediate_size": FFN.get(size.removesuffix("-Instruct"), 616),
+        "num_hidden_layers": layers,
+        "vocab_size": 1208,
+        "rope_scaling": config["rope_scaling"] | {"mrope_section": [2, 1, 1]},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = config["vision_config"] | {"depth": vision_layers}
+    if config["model_type"] == "qwen2_vl":
+        # An FFN width of 192, so that this family's padding is exercised as well.
+        vision |= {"embed_dim": 64, "hidden_size": hidden, "mlp_ratio": 3}
+    else:
+        width = 171 if vision["intermediate_size"] == 3420 else 256
+        vision |= {"hidden_size": 64, "intermediate_size": width, "out_hidden_size": hidden, "fullatt_block_indexes": [1]}
+    return config | {"vision_config": vision}
+
+
+@functools.cache
+def hf_model(size: str, layers: int = 4):
+    """The transformers model of :func:`small_config`, every parameter drawn at random (norms and biases too)."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = small_config(size, layers)
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=generator)
+    return model.to(torch.bfloat16)
+
+
+def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
+    """State dict of transformers' model under the names of the released files; a tied output layer is left out."""
+    model = hf_model(size, layers)
+    tied = small_config(size)["tie_word_embeddings"]
+    return {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+
+
+def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], files: int = 1) -> Path:
+    """A HF folder as released: weights in ``files`` files with an index, and the small files that come along."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for name in ("tokenizer.json", "preprocessor_config.json", "generation_config.json", "chat_template.json"):
+        (folder / name).write_text(json.dumps({"file": name}))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if files == 1:
+        save_file(tensors, folder / SINGLE, {"format": "pt"})
+        return folder
+    names = list(tensors)
+    where = {name: f"model-{i * files // len(names) + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(where.values())):
+        save_file({name: tensors[name] for name in names if where[name] == file}, folder / file, {"format": "pt"})
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}))
+    return folder
+
+
+def released_folder(folder: Path, size: str, files: int = 2, layers: int = 4) -> Path:
+    return write_hf(folder, released_tensors(size, layers), small_config(size, layers), files)
+
+
+def assert_same_folder(a: Path, b: Path) -> None:
+    """Every file of ``a`` is in ``b`` with the same bytes, and nothing else is."""
+    names = [sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) for folder in (a, b)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    where = TensorFolder(folder)
+    return {name: where.files[file].tensor(name) for name, file in where.where.items()}
+
+
+def tp_sizes(size: str) -> list[int]:
+    """Of 1, 2, 4 and 8, what the heads of ``size`` allow."""
+    spec = read_spec(small_config(size))
+    return [tp for tp in (1, 2, 4, 8) if spec.language.num_heads % tp == 0 and spec.vision.num_heads % tp == 0]
+
+
+__all__ = ["convert", "export", "reshard"]

@@ -1,0 +1,157 @@
+"""HF -> Megatron -> HF gives back every byte: all sizes' structures, all layouts, all ways of naming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.convert import convert, export, reshard
+from converters.hf import TensorFolder
+
+from .helpers import (
+    SIZES,
+    assert_same_folder,
+    hf_model,
+    read_tensors,
+    released_folder,
+    released_tensors,
+    small_config,
+    tp_sizes,
+    write_hf,
+)
+
+PIPELINES = {
+    "pp1": {},
+    "pp2": {"pp": 2},
+    "pp4": {"pp": 4},
+    "uneven": {"pp": 2, "layers": [1, 3]},
+    "vpp2": {"pp": 2, "vpp": 2},
+    "empty_first_stage": {"pp": 4, "layers": [0, 2, 1, 1]},
+    "uneven_vpp": {"pp": 2, "vpp": 2, "layers": [0, 2, 2, 0]},
+}
+CASES = [(size, tp) for size in SIZES for tp in tp_sizes(size)]
+
+
+@pytest.fixture(scope="module")
+def origins(tmp_path_factory: pytest.TempPathFactory):
+    """size -> a folder as released, written once."""
+    root, folders = tmp_path_factory.mktemp("released"), {}
+
+    def origin(size: str) -> Path:
+        if size not in folders:
+            folders[size] = released_folder(root / size, size)
+        return folders[size]
+
+    return origin
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(("size", "tp"), CASES)
+def test_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str) -> None:
+    origin = origins(size)
+    convert(origin, tmp_path / "shards", {"tp": tp, **PIPELINES[pipeline]})
+    export(tmp_path / "shards", origin, tmp_path / "back")
+    assert_same_folder(origin, tmp_path / "back")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
+    """HF -> unsplit -> shards A -> shards B -> unsplit: the same unsplit bytes; B -> HF: the same HF bytes."""
+    origin, tp = origins(size), tp_sizes(size)[-1]
+    convert(origin, tmp_path / "full")
+    reshard(tmp_path / "full", tmp_path / "a", {"tp": tp, "pp": 2, "vpp": 2})
+    reshard(tmp_path / "a", tmp_path / "b", {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]})
+    reshard(tmp_path / "b", tmp_path / "full_again")
+    export(tmp_path / "b", origin, tmp_path / "back")
+    assert_same_folder(tmp_path / "full", tmp_path / "full_again")
+    assert_same_folder(origin, tmp_path / "back")
+    convert(origin, tmp_path / "direct", {"tp": tp, "pp": 2, "vpp": 2})
+    assert_same_folder(tmp_path / "a", tmp_path / "direct")
+
+
+@pytest.mark.parametrize("original_format", [True, False], ids=["released_names", "names_in_memory"])
+@pytest.mark.parametrize("size", SIZES)
+def test_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> None:
+    """Folders that transformers 5 writes: nested config, either way of naming; loaded again they are the model."""
+    model = hf_model(size)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="2MB", save_original_format=original_format)
+    assert "text_config" in json.loads((tmp_path / "hf" / "config.json").read_text())
+    names = TensorFolder(tmp_path / "hf").where
+    assert ("visual.patch_embed.proj.weight" in names) is original_format
+    convert(tmp_path / "hf", tmp_path / "shards", {"tp": 2, "pp": 2})
+    export(tmp_path / "shards", tmp_path / "hf", tmp_path / "back")
+    assert_same_folder(tmp_path / "hf", tmp_path / "back")
+
+    back = type(model).from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "mixed", "mixed_within_qkv"])
+@pytest.mark.parametrize("size", ["Qwen2-VL-2B-Instruct", "Qwen2.5-VL-7B-Instruct"])
+def test_types(tmp_path: Path, size: str, kind: str) -> None:
+    """Types of their own for norms, or for one of the tensors that Megatron keeps as one, come back as they were."""
+    wide = {
+        "float32": lambda name: True,
+        "float16": lambda name: False,
+        "mixed": lambda name: "norm" in name or "merger" in name,
+        "mixed_within_qkv": lambda name: "k_proj" in name or "up_proj" in name,
+    }[kind]
+    narrow = torch.float16 if kind == "float16" else torch.bfloat16
+    tensors = {name: tensor.to(torch.float32 if wide(name) else narrow) for name, tensor in released_tensors(size).items()}
+    # Values that only the wide type can hold, so that a round trip through a narrow one shows.
+    tensors = {name: tensor * 1.0001 if tensor.dtype == torch.float32 else tensor for name, tensor in tensors.items()}
+    origin = write_hf(tmp_path / "hf", tensors, small_config(size), files=3)
+    convert(origin, tmp_path / "shards", {"tp": 4, "pp": 2, "layers": [1, 3]})
+    report = export(tmp_path / "shards", origin, tmp_path / "back")
+    assert_same_folder(origin, tmp_path / "back")
+    assert not report.cast
+
+
+def test_special_values(tmp_path: Path) -> None:
+    """Infinities, negative zero and NaN of any bits are bytes like others."""
+    size = "Qwen2.5-VL-3B-Instruct"
+    tensors = released_tensors(size)
+    for name, tensor in tensors.items():
+        generator = torch.Generator().manual_seed(len(name))
+        bits = torch.randint(-(2**15), 2**15, tensor.shape, generator=generator, dtype=torch.int16)
+        tensors[name] = bits.view(torch.bfloat16)
+    origin = write_hf(tmp_path / "hf", tensors, small_config(size))
+    convert(origin, tmp_path / "shards", {"tp": 8, "pp": 2})
+    export(tmp_path / "shards", origin, tmp_path / "back")
+    assert_same_folder(origin, tmp_path / "back")
+
+
+def test_stored_tied_output_comes_back(tmp_path: Path) -> None:
+    """Some tools write the tied output layer: read when it is the embedding, written again on export."""
+    size = "Qwen2-VL-2B-Instruct"
+    tensors = released_tensors(size)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    origin = write_hf(tmp_path / "hf", tensors, small_config(size))
+    convert(origin, tmp_path / "shards", {"tp": 2, "pp": 2})
+    export(tmp_path / "shards", origin, tmp_path / "back")
+    assert_same_folder(origin, tmp_path / "back")
+    assert torch.equal(read_tensors(tmp_path / "back")["lm_head.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_files_that_come_along(tmp_path: Path) -> None:
+    """Folders of templates and linked files are copied; weights in other formats are not, and are named."""
+    origin = released_folder(tmp_path / "hf", "Qwen2.5-VL-3B-Instruct")
+    (origin / "additional_chat_templates").mkdir()
+    (origin / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    (tmp_path / "blob").write_text("vocabulary")
+    (origin / "merges.txt").symlink_to(tmp_path / "blob")
+    (origin / ".git").mkdir()
+    (origin / ".git" / "HEAD").write_text("ref")
+    (origin / "pytorch_model.bin").write_bytes(b"other weights")
+    convert(origin, tmp_path / "full")
+    report = export(tmp_path / "full", origin, tmp_path / "back")
+    assert report.skipped == ["pytorch_model.bin"]
+    assert (tmp_path / "back" / "merges.txt").read_text() == "vocabulary"
+    assert not (tmp_path / "back" / "merges.txt").is_symlink()
+    assert (tmp_path / "back" / "additional_chat_templates" / "tool.jinja").is_file()
+    assert not (tmp_path / "back" / "pytorch_model.bin").exists()
+    assert not (tmp_path / "back" / ".git").exists()
