@@ -77,7 +77,8 @@ def pin(row: Row) -> Row:
         return row
 
     def pinned(obj):
-        changes = {f.name: getattr(obj, f.name).pin_memory() for f in dataclasses.fields(obj) if isinstance(getattr(obj, f.name), Tensor)}
+        tensors = {f.name: getattr(obj, f.name) for f in dataclasses.fields(obj)}
+        changes = {name: value.pin_memory() for name, value in tensors.items() if isinstance(value, Tensor)}
         return dataclasses.replace(obj, **changes)
 
     return dataclasses.replace(pinned(row), vision=pinned(row.vision))

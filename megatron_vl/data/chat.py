@@ -1,0 +1,151 @@
+"""Conversation -> tokens and loss mask, with the checkpoint's own tokenizer and chat template.
+
+The text is what ``apply_chat_template`` renders (in transformers' sandbox) and the tokens are those of the whole text; the
+placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
+
+Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the newline behind
+it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the text rendered with and
+without it. A token that begins in the header (content that starts with a newline melts into it) is not learnt, because
+nobody could have to predict it. Placeholders of media inside an assistant turn are not learnt: they are no text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.families import ModelSpec
+from ..models.rope import Grid
+
+
+class ChatError(ValueError):
+    """A conversation that cannot be rendered, or whose media do not match its text."""
+
+
+class ChatEncoder:
+    """Tokenizes conversations for one checkpoint.
+
+    Args:
+        hf_dir: folder with tokenizer and chat template.
+        spec: the model (its placeholder tokens and merge size).
+
+    Raises:
+        FileNotFoundError: the folder has no tokenizer or no chat template.
+        ChatError: the tokenizer does not know the model's placeholder tokens.
+    """
+
+    def __init__(self, hf_dir: str | Path, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.tokenizer = _load_tokenizer(Path(hf_dir))
+        self.template = read_chat_template(hf_dir)
+        ids = (spec.image_token_id, spec.video_token_id)
+        if max(ids) >= len(self.tokenizer):
+            raise ChatError(f"{hf_dir}: the tokenizer has {len(self.tokenizer)} tokens; the config's placeholders are {ids}")
+        self.image_token, self.video_token = self.tokenizer.convert_ids_to_tokens(list(ids))
+        self._placeholder = re.compile("|".join(map(re.escape, (self.image_token, self.video_token))))
+        pad = self.tokenizer.pad_token_id
+        self.pad_token_id: int | None = pad if pad is not None and pad < spec.language.vocab_size else None
+
+    def render(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = False) -> str:
+        """The conversation as the checkpoint's template writes it, one placeholder a medium."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except Exception as error:  # jinja errors, and whatever a template raises
+            raise ChatError(f"the chat template refuses the conversation ({type(error).__name__}: {error})") from error
+
+    def assistant_spans(self, messages: Sequence[dict[str, Any]], text: str) -> list[tuple[int, int]]:
+        """Start and end in ``text`` (the rendered conversation) of what is learnt of each assistant turn.
+
+        Raises:
+            ChatError: the template renders a turn differently depending on what follows it.
+        """
+        spans = []
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self.render(messages[:i]) if i else ""
+            after = self.render(messages[: i + 1])
+            header = self.render(messages[: i + 1], generation_prompt=True)[len(after) :]
+            start = after.find(header, len(before))
+            if (
+                not text.startswith(after)
+                or not after.startswith(before)
+                or not header
+                or start < 0
+                or (i and start > len(before))
+            ):
+                raise ChatError(f"turn {i + 1}: the chat template does not write the conversation turn by turn")
+            spans.append((start + len(header), len(after.rstrip())))
+        return spans
+
+    def encode(self, messages: Sequence[dict[str, Any]], grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:
+        """Token ids int64 [n], placeholders expanded, and loss mask bool [n] (not shifted).
+
+        Args:
+            messages: HF messages: ``role`` and ``content`` (a string, or parts of type text, image, video).
+            grids: the media in the order of the text.
+
+        Raises:
+            ChatError: the placeholders in the text are not those of the media.
+        """
+        text = self.render(messages)
+        self._check_placeholders(text, grids)
+        encoded = self.tokenizer(text, return_offsets_mapping=True)
+        ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+        offsets = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).view(-1, 2)
+        is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
+        learnt = torch.zeros(len(ids), dtype=torch.bool)
+        for start, end in self.assistant_spans(messages, text):
+            learnt |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])
+        learnt &= ~is_media
+        # Repeating the ids equals tokenizing the repeated text: special tokens are cut out before anything is merged.
+        repeats = torch.ones(len(ids), dtype=torch.int64)
+        counts = [grid.tokens(self.spec.vision.spatial_merge_size) for grid in grids]
+        repeats[is_media] = torch.tensor(counts, dtype=torch.int64)
+        return ids.repeat_interleave(repeats), learnt.repeat_interleave(repeats)
+
+    def _check_placeholders(self, text: str, grids: Sequence[Grid]) -> None:
+        written = ["image" if token == self.image_token else "video" for token in self._placeholder.findall(text)]
+        given = [grid.kind for grid in grids]
+        if written != given:
+            raise ChatError(f"the text has placeholders for {_listed(written)}, the conversation brings {_listed(given)}")
+
+
+def _listed(kinds: list[str]) -> str:
+    return ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "") if kinds else "nothing"
+
+
+def read_chat_template(hf_dir: str | Path) -> str:
+    """The chat template of an HF folder: ``chat_template.jinja``, ``chat_template.json`` or the tokenizer's config.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    folder = Path(hf_dir)
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text()
+    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            template = json.loads((folder / name).read_text()).get("chat_template")
+            if isinstance(template, str):
+                return template
+    raise FileNotFoundError(f"{folder} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json)")
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise FileNotFoundError(f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, use_fast=True)
+    if not tokenizer.is_fast:
+        raise ChatError(f"{folder}: the tokenizer gives no character offsets; a tokenizer.json is needed")
+    return tokenizer

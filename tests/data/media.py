@@ -1,0 +1,69 @@
+"""Drawn images and videos in many formats."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def picture(height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarray:
+    """uint8 [height, width, channels]: smooth colours with noise on top, so that resampling matters."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+    waves = [127 + 100 * np.sin(x / (5 + 3 * c + seed) + y / (11 - 2 * c)) for c in range(channels)]
+    return np.clip(np.stack(waves, -1) + rng.normal(0, 12, (height, width, channels)), 0, 255).astype(np.uint8)
+
+
+def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
+    """An image file. Kinds: png, jpeg, jpeg420, grey, grey_jpeg, rgba, palette, cmyk, exif, webp, grey16, bilevel, progressive."""
+    rgb = Image.fromarray(picture(height, width, seed))
+    out = io.BytesIO()
+    if kind in ("png", "webp"):
+        rgb.save(out, kind.upper(), **({"lossless": True} if kind == "webp" else {}))
+    elif kind in ("jpeg", "jpeg420", "progressive"):
+        rgb.save(out, "JPEG", quality=90, subsampling=2 if kind == "jpeg420" else 0, progressive=kind == "progressive")
+    elif kind == "grey":
+        rgb.convert("L").save(out, "PNG")
+    elif kind == "grey_jpeg":
+        rgb.convert("L").save(out, "JPEG")
+    elif kind == "rgba":
+        Image.fromarray(picture(height, width, seed, channels=4), "RGBA").save(out, "PNG")
+    elif kind == "palette":
+        rgb.quantize(64).save(out, "PNG")
+    elif kind == "cmyk":
+        rgb.convert("CMYK").save(out, "JPEG", quality=90)
+    elif kind == "exif":
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        rgb.save(out, "JPEG", quality=90, exif=exif)
+    elif kind == "grey16":
+        Image.fromarray(picture(height, width, seed, 1)[..., 0].astype(np.uint16) * 257).save(out, "PNG")
+    elif kind == "bilevel":
+        rgb.convert("1").save(out, "PNG")
+    else:
+        raise ValueError(kind)
+    return out.getvalue()
+
+
+def video(frames: int, height: int = 64, width: int = 96, fps: int = 10) -> bytes:
+    """An MPEG-4 file whose frames all differ."""
+    import av
+
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for i in range(frames):
+            frame = av.VideoFrame.from_ndarray(picture(height, width, seed=i), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path

@@ -1,0 +1,195 @@
+"""Text, tokens and loss mask against transformers, with a small and with the released vocabulary."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoProcessor, AutoTokenizer
+
+from megatron_vl.data.chat import ChatEncoder, ChatError
+from megatron_vl.models.families import read_spec
+from megatron_vl.models.rope import Grid
+
+
+def text(content):
+    return {"type": "text", "text": content}
+
+
+IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CONVERSATIONS = {
+    "text": ([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there."}], []),
+    "system": ([SYSTEM, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}], []),
+    "image": ([{"role": "user", "content": [IMAGE, text("What?")]}, {"role": "assistant", "content": "A cat."}], [Grid(1, 4, 6)]),
+    "turns": (
+        [
+            {"role": "user", "content": [text("First"), IMAGE, text(" then "), IMAGE, text("?")]},
+            {"role": "assistant", "content": [text("Two pictures.\n\nBoth grey.")]},
+            {"role": "user", "content": [VIDEO, text("Now?")]},
+            {"role": "assistant", "content": "A road 12 345. "},
+            {"role": "user", "content": "Café ☕ 漢字 Cafe\u0301?"},
+            {"role": "assistant", "content": "日本 ☕\u200d!  "},
+        ],
+        [Grid(1, 4, 4), Grid(1, 2, 8), Grid(3, 4, 4, "video")],
+    ),
+    "two answers": (
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Same."}, {"role": "assistant", "content": "Same."}],
+        [],
+    ),
+    "assistant first": ([{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Thanks"}], []),
+    "image in the answer": (
+        [{"role": "user", "content": "Draw"}, {"role": "assistant", "content": [text("Here: "), IMAGE]}],
+        [Grid(1, 4, 4)],
+    ),
+    "empty answer": ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}], []),
+}
+
+
+@cache
+def released_tokenizer_folder() -> Path:
+    """A checkpoint folder with the released vocabulary, merges recovered from the ranks of the tiktoken file."""
+    import tempfile
+
+    from tests.tiny import tiny_checkpoint
+    from toolkit.tiny import _write_tokenizer
+
+    file = Path(importlib.util.find_spec("dashscope").origin).parent / "resources" / "qwen.tiktoken"
+    ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in file.read_bytes().splitlines())}
+    chars = byte_characters()
+    written = {token: "".join(chars[b] for b in token) for token in ranks}
+    merges = [tuple(written[p] for p in split) for token, rank in ranks.items() if (split := last_merge(token, rank, ranks))]
+    folder = Path(tempfile.mkdtemp())
+    _write_tokenizer(folder, {written[t]: r for t, r in ranks.items()}, merges)
+    (folder / "preprocessor_config.json").write_text((tiny_checkpoint() / "preprocessor_config.json").read_text())
+    return folder
+
+
+def last_merge(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two pieces that byte-pair encoding joins last to get ``token``; empty for single bytes."""
+    parts = [bytes([b]) for b in token]
+    while len(parts) > 2:
+        pairs = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        best, i = min(pairs)
+        assert best < rank
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts if len(parts) == 2 else []
+
+
+def byte_characters() -> dict[int, str]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return bytes_to_unicode()
+
+
+@cache
+def hf_tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def encoders():
+    from tests.data.helpers import spec_of
+    from tests.tiny import tiny_checkpoint
+
+    tiny = tiny_checkpoint("qwen2_5_vl")
+    yield "small", tiny, read_spec(tiny)
+    yield "released", released_tokenizer_folder(), spec_of("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module", params=["small", "released"])
+def encoder(request):
+    name, folder, spec = next(e for e in encoders() if e[0] == request.param)
+    return folder, ChatEncoder(folder, spec)
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_text_and_tokens_equal_transformers(encoder, name):
+    folder, ours = encoder
+    messages, grids = CONVERSATIONS[name]
+    reference = hf_tokenizer(folder)
+    rendered = reference.apply_chat_template(messages, tokenize=False)
+    assert ours.render(messages) == rendered
+    expanded = rendered
+    for grid in grids:
+        token = "<|image_pad|>" if grid.kind == "image" else "<|video_pad|>"
+        expanded = expanded.replace(token, "<|placeholder|>" * grid.tokens(2), 1)
+    for grid in grids:
+        token = "<|image_pad|>" if grid.kind == "image" else "<|video_pad|>"
+        expanded = expanded.replace("<|placeholder|>", token, grid.tokens(2))
+    assert ours.encode(messages, grids)[0].tolist() == reference(expanded)["input_ids"]
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, name):
+    """Without the turn's content, `<|im_start|>assistant\\n` is what is left; what is gone is what is learnt."""
+    _, ours = encoder
+    messages, grids = CONVERSATIONS[name]
+    ids, mask = ours.encode(messages, grids)
+    wanted: list[int] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            content = message["content"]
+            pieces = [content] if isinstance(content, str) else [p.get("text", "<|vision_start|><|vision_end|>") for p in content]
+            wanted += ours.tokenizer("".join(pieces) + "<|im_end|>")["input_ids"]
+    assert ids[mask].tolist() == wanted
+    assert len(ids) == len(mask) and mask.dtype == torch.bool and ids.dtype == torch.int64
+
+
+def test_tokens_equal_the_whole_hf_processor(encoder):
+    """Processor and encoder on real pixels: the number of placeholders too."""
+    from megatron_vl.data.pixels import image_grid, read_pixel_settings
+
+    folder, ours = encoder
+    if not (folder / "config.json").exists():
+        pytest.skip("the released vocabulary comes without a checkpoint")
+    processor = AutoProcessor.from_pretrained(folder)
+    messages, _ = CONVERSATIONS["image"]
+    pixels = np.random.default_rng(0).integers(0, 255, (75, 130, 3), dtype=np.uint8)
+    out = processor(text=[processor.apply_chat_template(messages, tokenize=False)], images=[pixels], return_tensors="pt")
+    grid = image_grid(75, 130, read_pixel_settings(folder))
+    assert ours.encode(messages, [grid])[0].tolist() == out["input_ids"][0].tolist()
+
+
+def test_text_that_melts_into_the_header_is_not_learnt(encoder):
+    _, ours = encoder
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nHello"}]
+    ids, mask = ours.encode(messages, [])
+    learnt = ours.tokenizer.decode(ids[mask])
+    assert learnt.endswith("Hello<|im_end|>") and "assistant" not in learnt
+    assert ids.tolist() == ours.tokenizer(ours.render(messages))["input_ids"]
+
+
+def test_media_that_do_not_match_the_text_are_refused(encoder):
+    _, ours = encoder
+    messages, grids = CONVERSATIONS["image"]
+    with pytest.raises(ChatError, match="placeholders for image, the conversation brings nothing"):
+        ours.encode(messages, [])
+    with pytest.raises(ChatError, match="brings video"):
+        ours.encode(messages, [Grid(1, 4, 4, "video")])
+    with pytest.raises(ChatError, match="placeholders for image, the conversation"):
+        ours.encode([{"role": "user", "content": "a literal <|image_pad|> in the text"}], [])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(encoder):
+    _, ours = encoder
+    changed = ChatEncoder.__new__(ChatEncoder)
+    changed.__dict__.update(ours.__dict__)
+    changed.template = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %}\n{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    with pytest.raises(ChatError, match="turn by turn"):
+        changed.encode([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], [])
+
+
+def test_a_template_cannot_reach_out_of_the_sandbox(encoder):
+    _, ours = encoder
+    changed = ChatEncoder.__new__(ChatEncoder)
+    changed.__dict__.update(ours.__dict__)
+    changed.template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ChatError, match="SecurityError"):
+        changed.encode([{"role": "user", "content": "a"}], [])

@@ -1,0 +1,246 @@
+"""Pixels and token counts against the checkpoint's own HF processor."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from transformers import AutoImageProcessor
+from transformers.image_utils import load_image
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+from transformers.video_utils import VideoMetadata
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.pixels import (
+    PixelError,
+    PixelNorm,
+    PixelSettings,
+    VideoInfo,
+    decode_image,
+    frame_indices,
+    image_grid,
+    image_planes,
+    image_size,
+    probe_video,
+    read_pixel_norm,
+    read_pixel_settings,
+    resized_size,
+    video_grid,
+    video_planes,
+)
+
+from .media import encoded, video
+
+BASE = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+ODD = {"image_mean": [0.31, 0.5, 0.77], "image_std": [0.2, 0.45, 1.3]}
+STYLES = {
+    "released": {**BASE, "min_pixels": 3136, "max_pixels": 200704},
+    "size": {**BASE, **ODD, "size": {"shortest_edge": 28 * 28 * 16, "longest_edge": 28 * 28 * 40}},
+    "size in pixels": {**BASE, "min_pixels": 3136, "max_pixels": 50176, "size": {"min_pixels": 3136, "max_pixels": 50176}},
+    "unscaled": {**BASE, **ODD, "min_pixels": 3136, "max_pixels": 50176, "rescale_factor": 1 / 127.5},
+    "patch 16": {**BASE, "patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}, "image_mean": [0.5] * 3},
+}
+SHAPES = [(56, 56), (100, 300), (301, 57), (29, 28), (480, 640), (13, 900), (1, 40)]
+KINDS = [
+    "png",
+    "jpeg",
+    "jpeg420",
+    "progressive",
+    "grey",
+    "grey_jpeg",
+    "rgba",
+    "palette",
+    "cmyk",
+    "exif",
+    "webp",
+    "grey16",
+    "bilevel",
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(style: str, name: str = "preprocessor_config.json"):
+        config = STYLES[style]
+        (tmp_path / name).write_text(
+            json.dumps({"image_processor": config, "video_processor": config} if name == "processor_config.json" else config)
+        )
+        return tmp_path
+
+    return write
+
+
+def hf_pixels(folder, data: bytes):
+    processor = AutoImageProcessor.from_pretrained(folder)
+    out = processor(images=[load_image(_pil(data))], return_tensors="pt")
+    return out["pixel_values"], out["image_grid_thw"][0].tolist()
+
+
+def _pil(data: bytes):
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data))
+
+
+def ours(data: bytes, settings: PixelSettings):
+    grid = image_grid(*image_size(data), settings)
+    planes = settings.norm.apply(image_planes(data, grid, settings))[0]
+    p = settings.patch_size
+    twice = planes.view(-1, 3, 1, p * p).expand(-1, -1, 2, -1)
+    return twice.reshape(len(planes), -1), [grid.t, grid.h, grid.w]
+
+
+def assert_same_pixels(folder, data: bytes):
+    settings = read_pixel_settings(folder)
+    got, grid = ours(data, settings)
+    wanted, wanted_grid = hf_pixels(folder, data)
+    assert grid == wanted_grid
+    assert (got - wanted).abs().max() < 2e-6
+    return got
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pixels_of_every_shape_equal_the_hf_processor(folder, style, shape):
+    assert_same_pixels(folder(style), encoded(*shape, "png", seed=sum(shape)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_of_every_format_equal_the_hf_processor(folder, kind):
+    assert_same_pixels(folder("released"), encoded(90, 130, kind))
+
+
+def test_nested_processor_config_wins_as_in_transformers(folder):
+    folder("released")
+    path = folder("size", "processor_config.json")
+    assert_same_pixels(path, encoded(100, 300))
+    assert read_pixel_norm(path).mean == pytest.approx((0.31, 0.5, 0.77))
+
+
+def test_a_photograph():
+    from skimage import data
+
+    raw = (__import__("pathlib").Path(data.__file__).parent / "astronaut.png").read_bytes()
+    settings = PixelSettings(max_pixels=28 * 28 * 100)
+    grid = image_grid(*image_size(raw), settings)
+    assert image_planes(raw, grid, settings).shape == (1, grid.patches, 3 * 14 * 14) and grid.tokens(2) <= 100
+
+
+def test_exif_turns_the_size_too():
+    data = encoded(40, 90, "exif")
+    assert image_size(data) == (90, 40) == tuple(decode_image(data).shape[1:])
+
+
+def test_sizes_equal_smart_resize():
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        height, width = (int(n) for n in torch.randint(1, 3000, (2,), generator=draw))
+        if max(height, width) / min(height, width) <= 200:
+            assert resized_size(height, width, 28, 3136, 1003520) == smart_resize(height, width, 28, 3136, 1003520)
+
+
+def test_unusable_pictures_say_why():
+    with pytest.raises(PixelError, match="200 times as long"):
+        resized_size(1, 201, 28, 3136, 50176)
+    with pytest.raises(PixelError, match="not a readable image"):
+        decode_image(b"no picture")
+    whole = encoded(200, 200, "jpeg")
+    with pytest.raises(PixelError, match="not a readable image"):
+        decode_image(whole[: len(whole) // 2])
+    with pytest.raises(PixelError, match="not a readable video"):
+        probe_video(whole)
+
+
+def test_settings_can_be_overridden_and_contradictions_are_refused(folder):
+    path = folder("released")
+    settings = read_pixel_settings(path, DataConfig(min_pixels=784, max_pixels=7840))
+    assert (settings.min_pixels, settings.max_pixels, settings.video_max_pixels) == (784, 7840, 7840)
+    assert read_pixel_settings(path, DataConfig(video_max_pixels=4000)).video_max_pixels == 4000
+    with pytest.raises(PixelError, match="above the largest"):
+        read_pixel_settings(path, DataConfig(min_pixels=300000))
+    with pytest.raises(FileNotFoundError, match="preprocessor_config.json"):
+        read_pixel_settings(path / "nowhere")
+
+
+VIDEOS = [
+    (50, 10, 2.0, 32),
+    (50, 10, 2.0, 6),
+    (9, 10, 2.0, 32),
+    (61, 24, 1.0, 768),
+    (5, 5, 2.0, 32),
+    (240, 30, 2.0, 32),
+    (7, 3, 4.0, 32),
+]
+
+
+@pytest.mark.parametrize("frames,rate,fps,most", VIDEOS)
+def test_sampled_frames_equal_the_hf_video_processor(frames, rate, fps, most):
+    settings = PixelSettings(video_fps=fps, video_max_frames=most)
+    processor = Qwen2VLVideoProcessor(min_pixels=3136, max_pixels=50176)
+    metadata = VideoMetadata(total_num_frames=frames, fps=float(rate))
+    wanted = processor.sample_frames(metadata, fps=fps, max_frames=most)
+    assert frame_indices(VideoInfo(frames, rate, 64, 64), settings) == wanted.tolist()
+    metadata.frames_indices = wanted
+    seconds = torch.tensor([2 / metadata.sampled_fps])
+    grid = video_grid(VideoInfo(frames, rate, 64, 64), settings)
+    assert grid.second_per_grid == seconds.item() and grid.t == -(-len(wanted) // 2)
+
+
+def test_video_pixels_equal_the_hf_video_processor():
+    data = video(23, 70, 100)
+    info = probe_video(data)
+    assert (info.frames, info.fps, info.height, info.width) == (23, 10.0, 70, 100)
+    settings = PixelSettings(video_min_pixels=3136, video_max_pixels=50176, norm=PixelNorm((0.3, 0.4, 0.5), (0.2, 0.3, 0.4)))
+    grid = video_grid(info, settings)
+    got = settings.norm.apply(video_planes(data, info, grid, settings))
+    frames = torch.stack(list(_all_frames(data)))
+    processor = Qwen2VLVideoProcessor(min_pixels=3136, max_pixels=50176, image_mean=[0.3, 0.4, 0.5], image_std=[0.2, 0.3, 0.4])
+    out = processor(
+        videos=[frames],
+        video_metadata=[VideoMetadata(total_num_frames=23, fps=10.0)],
+        do_sample_frames=True,
+        fps=settings.video_fps,
+        max_frames=settings.video_max_frames,
+        return_tensors="pt",
+    )
+    assert out["video_grid_thw"][0].tolist() == [grid.t, grid.h, grid.w]
+    hf = out["pixel_values_videos"].view(grid.t, grid.h * grid.w, 3, 2, 196)
+    ours = got.view(grid.t, 2, grid.h * grid.w, 3, 196).permute(0, 2, 3, 1, 4)
+    assert (hf - ours).abs().max() < 2e-6
+
+
+def test_a_video_of_one_frame_is_kept():
+    data = video(1)
+    info = probe_video(data)
+    settings = PixelSettings(video_max_pixels=50176, video_min_pixels=3136)
+    grid = video_grid(info, settings)
+    assert grid.t == 1 and video_planes(data, info, grid, settings).shape[0] == 1
+
+
+def test_a_video_cut_short_since_it_was_counted_is_refused():
+    data = video(10)
+    settings = PixelSettings(video_min_pixels=3136, video_max_pixels=50176, video_fps=10)
+    claimed = VideoInfo(20, 10, 64, 96)
+    with pytest.raises(PixelError, match="frame 10 of the video is missing"):
+        video_planes(data, claimed, video_grid(claimed, settings), settings)
+
+
+def test_a_playlist_cannot_open_other_files(tmp_path):
+    (tmp_path / "secret.mp4").write_bytes(video(4))
+    secret = tmp_path / "secret.mp4"
+    hls = f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile://{secret}\n#EXT-X-ENDLIST\n"
+    concat = f"ffconcat version 1.0\nfile {secret}\n"
+    for script in (hls, concat):
+        with pytest.raises(PixelError, match="not a readable video"):
+            probe_video(script.encode())
+
+
+def _all_frames(data: bytes):
+    import av
+
+    with av.open(io.BytesIO(data)) as container:
+        for frame in container.decode(video=0):
+            yield torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
