@@ -6,8 +6,20 @@ refuses what cannot work before any process group starts.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import math
+import operator
+import os
+import re
+import sys
 from dataclasses import dataclass, field
 from typing import Literal
+
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+"""Valid entries of ``recompute.language_modules``."""
 
 
 class RunConfigError(ValueError):
@@ -28,10 +40,10 @@ class ModelConfig:
     """Keep the merger (vision features to language width) as it is."""
     freeze_language: bool = False
     """Keep the language model as it is."""
-    vision_attention: str = "auto"
-    """Packed attention of the vision tower: auto, sdpa, torch_varlen, flash_attn or te."""
-    language_attention: str = "auto"
-    """Packed attention of the language model: auto, sdpa, torch_varlen, flash_attn or te."""
+    vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
+    """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa)."""
+    language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
+    """Packed attention of the language model; auto: the fastest measured on the platform (CPU: sdpa)."""
 
 
 @dataclass
@@ -187,17 +199,74 @@ class TrainConfig:
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
 
-def parse(argv: list[str] | None = None) -> TrainConfig:
-    """Reads ``--config RUN.yaml`` and ``--section.field value`` overrides; exits with a message on an unknown field."""
-    from jsonargparse import ArgumentParser
+PROGRAM = "python -m megatron_vl.train"
 
-    parser = ArgumentParser(prog="python -m megatron_vl.train", description="Train a Qwen-VL model.")
+
+def build_parser() -> ArgumentParser:
+    """The command line: ``--config RUN.yaml`` and one dotted option a field, each explained by the field's docstring."""
+    # Off by default: without it the docstrings below the fields do not reach --help.
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} --config RUN.yaml [--section.field value ...]",
+        description="Train a Qwen-VL model. Start it with torchrun, one process a GPU.",
+        exit_on_error=False,
+    )
     parser.add_argument("--config", action="config", help="YAML of the run; later options override it.")
     parser.add_class_arguments(TrainConfig)
-    namespace = parser.parse_args(argv)
+    return parser
+
+
+def fields(config: type = TrainConfig, prefix: str = "") -> list[str]:
+    """Dotted names of all fields, in order."""
+    names: list[str] = []
+    for item in dataclasses.fields(config):
+        section = item.default_factory
+        nested = isinstance(section, type) and dataclasses.is_dataclass(section)
+        names += fields(section, f"{prefix}{item.name}.") if nested else [prefix + item.name]  # type: ignore[arg-type]
+    return names
+
+
+def parse_config(argv: list[str] | None = None) -> TrainConfig:
+    """Reads ``--config RUN.yaml`` and ``--section.field value`` overrides.
+
+    Raises:
+        RunConfigError: a field is unknown or its value has the wrong type; the message says what would be valid.
+        SystemExit: ``--help`` was asked for.
+    """
+    parser = build_parser()
+    try:
+        namespace = parser.parse_args(argv)
+    except (ArgumentError, ValueError, TypeError, OSError) as error:
+        raise RunConfigError(_explain(str(error))) from error
     namespace.pop("config", None)
     config = parser.instantiate_classes(namespace)
-    return TrainConfig(**{name: getattr(config, name) for name in TrainConfig.__dataclass_fields__})
+    return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
+
+
+def parse(argv: list[str] | None = None) -> TrainConfig:
+    """:func:`parse_config` for the entry point: prints what is wrong, once for all ranks, and exits with code 2."""
+    try:
+        return parse_config(argv)
+    except RunConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{PROGRAM}: {error}\nAll fields: {PROGRAM} --help", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _explain(message: str) -> str:
+    """jsonargparse's message, with the nearest field names where a field is unknown."""
+    known = fields()
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)|'([\w.]+)' is not accepted|not accept option '(\w+)'", message)
+    if unknown:
+        name = next(group for group in unknown.groups() if group)
+        leaf = {field.split(".")[-1]: field for field in known}
+        near = difflib.get_close_matches(name, known, 3)
+        near = near or [leaf[close] for close in difflib.get_close_matches(name.split(".")[-1], leaf, 3)]
+        section = [field for field in known if field.startswith(name.split(".")[0] + ".")]
+        advice = f"did you mean {', '.join(near)}?" if near else f"valid: {', '.join(section or known)}"
+        return f"field {name!r} is unknown; {advice}"
+    return re.sub(r"a typing\.Literal\[(.*?)\]\.", r"one of \1.", message).replace("<class 'int'>", "whole number")
 
 
 def validate(config: TrainConfig, world_size: int) -> int:
@@ -206,28 +275,67 @@ def validate(config: TrainConfig, world_size: int) -> int:
     Raises:
         RunConfigError: names the field and what would be valid.
     """
+    _check_ranges(config)
     p = config.parallel
     ranks = p.tp * p.pp
-    if min(p.tp, p.pp, p.vpp) < 1:
-        raise RunConfigError("parallel.tp, parallel.pp and parallel.vpp must be at least 1")
     if world_size % ranks:
         raise RunConfigError(f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size}")
     dp = world_size // ranks
     if config.global_batch_size < 1 or config.global_batch_size % dp:
         raise RunConfigError(f"global_batch_size {config.global_batch_size} must be a multiple of the data-parallel size {dp}")
     micro_batches = config.global_batch_size // dp
-    if p.vpp > 1 and (p.pp < 2 or micro_batches < p.pp or 0 < micro_batches % p.pp < p.pp and micro_batches % p.pp != 0):
+    if p.vpp > 1 and (p.pp < 2 or micro_batches % p.pp):
         raise RunConfigError(
-            f"parallel.vpp {p.vpp} needs pp of at least 2 and a multiple of pp ({p.pp}) rows on each data-parallel rank, not {micro_batches}"
+            f"parallel.vpp {p.vpp} needs pp of at least 2 and a multiple of pp ({p.pp}) rows on each data-parallel rank, "
+            f"not {micro_batches}"
         )
     if p.sequence_parallel and p.tp == 1:
         raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
     if p.sequence_parallel and config.data.seq_len % p.tp:
-        raise RunConfigError(f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with sequence_parallel")
+        raise RunConfigError(
+            f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with sequence_parallel"
+        )
     if p.overlap_param_gather and not p.distributed_optimizer:
         raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
-    if config.steps < 1:
-        raise RunConfigError(f"steps {config.steps} must be at least 1")
-    if not 0 <= config.optimizer.min_lr_ratio <= 1:
-        raise RunConfigError(f"optimizer.min_lr_ratio {config.optimizer.min_lr_ratio} must lie between 0 and 1")
+    if p.layers is not None and len(p.layers) != p.pp * p.vpp:
+        raise RunConfigError(
+            f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs {p.pp * p.vpp}"
+        )
+    if config.optimizer.warmup_steps >= config.steps and config.optimizer.warmup_steps:
+        raise RunConfigError(f"optimizer.warmup_steps {config.optimizer.warmup_steps} must be below steps {config.steps}")
+    pixels = config.data.min_pixels, config.data.max_pixels
+    if min(pixels) > 0 and pixels[0] > pixels[1]:
+        raise RunConfigError(f"data.min_pixels {pixels[0]} must not be above data.max_pixels {pixels[1]}")
+    m = config.model
+    if m.freeze_vision and m.freeze_merger and m.freeze_language:
+        raise RunConfigError("model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false")
     return dp
+
+
+_RANGES: tuple[tuple[float, float, str], ...] = (
+    (
+        1,
+        math.inf,
+        "parallel.tp parallel.pp parallel.vpp parallel.bucket_size data.seq_len data.packing_buffer data.video_max_frames",
+    ),
+    (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps"),
+    (0, math.inf, "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer"),
+    (0, math.inf, "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay"),
+    (0, math.inf, "optimizer.clip_grad checkpoint.interval checkpoint.keep log.peak_tflops"),
+    (0, 1, "optimizer.min_lr_ratio optimizer.beta1 optimizer.beta2 optimizer.cpu_offload_fraction"),
+)
+"""Smallest and largest value of fields; an empty (None) field is not checked."""
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    for low, high, names in _RANGES:
+        for name in names.split():
+            value = operator.attrgetter(name)(config)
+            if value is not None and not low <= value <= high:  # a NaN fails both
+                valid = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+                raise RunConfigError(f"{name} {value} must be {valid}")
+    if not config.data.video_fps > 0:
+        raise RunConfigError(f"data.video_fps {config.data.video_fps} must be above 0")
+    unknown = set(config.recompute.language_modules) - set(RECOMPUTE_MODULES)
+    if unknown:
+        raise RunConfigError(f"recompute.language_modules {sorted(unknown)} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}")

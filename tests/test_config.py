@@ -1,0 +1,102 @@
+"""A wrong field is refused before anything starts, with its name and what would be valid; --help explains every field."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_vl import config
+from megatron_vl.config import RunConfigError, TrainConfig, parse, parse_config, validate
+
+
+def test_yaml_and_overrides(tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text("parallel: {tp: 2, layers: [1, 3]}\noptimizer: {lr: 1.0e-4}\nsteps: 7\n")
+    parsed = parse_config(["--config", str(run), "--optimizer.lr", "2e-5", "--parallel.pp", "2"])
+    assert (parsed.parallel.tp, parsed.parallel.pp, parsed.parallel.layers, parsed.steps) == (2, 2, [1, 3], 7)
+    assert parsed.optimizer.lr == 2e-5
+    assert parsed.data == TrainConfig().data
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    parser = config.build_parser()
+    explained = {action.dest: action.help for action in parser._actions}
+    for name in config.fields():
+        assert f"--{name} " in shown
+        assert explained[name] and len(explained[name]) > 10, f"{name} has no docstring"
+    assert "Tensor parallel size (ranks)." in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer.lrx", "3"], r"'optimizer.lrx' is unknown; did you mean optimizer.lr"),
+        (["--stepz", "3"], r"'stepz' is unknown; did you mean steps"),
+        (["--optimizer.schedule", "linear"], r"optimizer.schedule.*\n.*'cosine', 'constant'.*linear"),
+        (["--data.seq_len", "many"], r"data.seq_len.*\n.*whole number.*many"),
+        (["--model.vision_attention", "flash"], r"model.vision_attention.*\n.*'flash_attn'"),
+        (["--optimizer.lr", "nan"], r"optimizer.lr.*\n.*nan"),
+        (["--config", "no_such.yaml"], r"no_such.yaml"),
+    ],
+)
+def test_unknown_or_ill_typed(arguments, message):
+    with pytest.raises(RunConfigError, match=message):
+        parse_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optimizer: {lrr: 3}", r"'(optimizer\.)?lrr' is unknown; did you mean optimizer.lr"),
+        ("optimiser: {lr: 3}", r"'optimiser(\.lr)?' is unknown; did you mean"),
+        ("- steps", r"steps"),
+        ("parallel: {layers: [1, x]}", r"parallel.layers"),
+    ],
+)
+def test_wrong_yaml(tmp_path, text, message):
+    run = tmp_path / "run.yaml"
+    run.write_text(text)
+    with pytest.raises(RunConfigError, match=message):
+        parse_config(["--config", str(run)])
+
+
+def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
+    for rank, speaks in (("0", True), ("3", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            parse(["--stepz", "3"])
+        assert stop.value.code == 2
+        assert ("stepz" in capsys.readouterr().err) == speaks
+
+
+IMPOSSIBLE = [
+    (["--parallel.tp", "3"], 4, "do not divide the world size 4"),
+    (["--parallel.tp", "0"], 4, "parallel.tp 0 must be at least 1"),
+    (["--global_batch_size", "3"], 2, "multiple of the data-parallel size 2"),
+    (["--parallel.vpp", "2"], 1, "parallel.vpp 2 needs pp of at least 2"),
+    (["--parallel.vpp", "2", "--parallel.pp", "4", "--global_batch_size", "6"], 4, r"multiple of pp \(4\)"),
+    (["--parallel.sequence_parallel", "true"], 1, "needs parallel.tp of at least 2"),
+    (["--parallel.sequence_parallel", "true", "--parallel.tp", "2", "--data.seq_len", "33"], 2, "data.seq_len 33"),
+    (["--parallel.distributed_optimizer", "false"], 1, "needs parallel.distributed_optimizer"),
+    (["--parallel.layers", "[1,3]"], 1, "has 2 entries; pp 1 x vpp 1 needs 1"),
+    (["--optimizer.lr", "-1"], 1, "optimizer.lr -1.0 must be at least 0"),
+    (["--optimizer.min_lr_ratio", "2"], 1, "between 0 and 1"),
+    (["--optimizer.warmup_steps", "100"], 1, "must be below steps 100"),
+    (["--data.video_fps", "0"], 1, "data.video_fps 0.0 must be above 0"),
+    (["--data.min_pixels", "9", "--data.max_pixels", "8"], 1, "data.min_pixels 9"),
+    (["--recompute.language_modules", '["attn"]'], 1, "valid: core_attn, mlp, layernorm"),
+    ([f"--model.freeze_{part}=true" for part in ("vision", "merger", "language")], 1, "nothing to train"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "world_size", "message"), IMPOSSIBLE)
+def test_impossible(arguments, world_size, message):
+    with pytest.raises(RunConfigError, match=message):
+        validate(parse_config(arguments), world_size)
+
+
+def test_data_parallel_size():
+    assert validate(parse_config(["--parallel.tp", "2", "--parallel.pp", "2"]), 16) == 4
