@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.tensors import TensorInfo, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.weights import (
+    FORMAT,
     MANIFEST,
     TensorWriter,
     WeightReader,
@@ -33,9 +36,12 @@ from megatron_vl.weights import (
     write_manifest,
 )
 
-from .hf import INDEX, HfCheckpoint
+from .hf import HfCheckpoint
 from .stream import Job, Progress, default_workers, run_jobs, writing
 
+MEGATRON_FILES = r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+)\.safetensors)(\.partial)?"
+HF_FILES = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
+"""Names of what a conversion and an export write; ``--force`` removes nothing else."""
 FILE_BYTES = 5_000_000_000
 """Largest file of unsplit weights (a single tensor may be larger)."""
 
@@ -192,7 +198,7 @@ def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: 
     _check_same_model(source, origin)
     _check_padding(source, origin)
     companions, skipped = origin.folder.companions()
-    prepare_out(out, [source.path, origin.path], force)
+    prepare_out(out, [source.path, origin.path], force, hf=True)
     headers = {file: read_header(origin.path / file) for file in origin.folder.files}
     with writing(out, headers) as writers:
         # In model order, so that tensors that one canonical tensor gives (q, k, v) find its bytes in the page cache.
@@ -249,37 +255,31 @@ def _check_padding(source: WeightReader, origin: HfCheckpoint) -> None:
 # --- The folder written to ------------------------------------------------------------------------------------------
 
 
-def prepare_out(out: Path, inputs: Sequence[Path], force: bool) -> None:
-    """Makes ``out`` an empty folder, or says why not.
+def prepare_out(out: Path, inputs: Sequence[Path], force: bool, *, hf: bool = False) -> None:
+    """Sees to it that ``out`` holds no weights, or says why it cannot.
 
-    With ``force`` the weights of an earlier conversion there are removed, and nothing else.
+    With ``force``, Megatron weights (a HF checkpoint when ``hf``) that are there are removed, and nothing else.
 
     Raises:
         FileExistsError: ``out`` holds something.
         ValueError: ``out`` is one of ``inputs``.
     """
-    for path in inputs:
-        if out.resolve() == path.resolve():
-            raise ValueError(f"--out {out} is the folder that is read")
+    if any(out.resolve() == path.resolve() for path in inputs):
+        raise ValueError(f"--out {out} is the folder that is read")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out {out} is a file")
-    if not out.is_dir() or not any(out.iterdir()):
+    if not out.is_dir() or not (present := list(out.iterdir())):
         return
-    ours = (
-        (out / MANIFEST).is_file()
-        or (out / "config.json").is_file()
-        or not any(path for path in out.iterdir() if not _is_leftover(path))
-    )
+    names = re.compile(HF_FILES if hf else MEGATRON_FILES)
+    weights = [path for path in present if names.fullmatch(path.name)]
+    # A folder of weights only is what a conversion leaves behind that was killed.
+    mark = out / ("config.json" if hf else MANIFEST)
+    replaceable = len(weights) == len(present) or mark in present and (hf or json.loads(mark.read_text()).get("format") == FORMAT)
+    if not replaceable:
+        raise FileExistsError(
+            f"--out {out} is not empty and holds no checkpoint of this kind: nothing there is touched; give another folder"
+        )
     if not force:
-        raise FileExistsError(f"--out {out} is not empty; give another folder" + (", or --force to replace it" if ours else ""))
-    if not ours:
-        raise FileExistsError(f"--out {out} is not empty and holds no checkpoint; --force does not touch it")
-    # The manifest goes first: half-removed weights are not taken for whole ones.
-    (out / MANIFEST).unlink(missing_ok=True)
-    for path in [*out.glob("*.safetensors"), *out.glob("*.safetensors.partial"), out / INDEX]:
-        path.unlink(missing_ok=True)
-
-
-def _is_leftover(path: Path) -> bool:
-    """A file of a conversion that was killed."""
-    return path.name.endswith((".safetensors", ".partial"))
+        raise FileExistsError(f"--out {out} is not empty; give another folder, or --force to replace the checkpoint there")
+    for path in sorted(weights, key=lambda path: path != mark):  # the manifest first: what is left is not taken for whole
+        path.unlink()

@@ -77,18 +77,16 @@ class TensorFolder:
         return index
 
     def _check_index(self) -> None:
-        held = [tensor for reader in self.files.values() for tensor in reader.names()]
-        index = self.index if self.index is not None else self.where
-        for tensor in sorted(set(held) ^ set(index)):
-            side = (
-                f"in {self.where[tensor]} but not in {INDEX}"
-                if tensor in self.where
-                else f"in {INDEX} but not in {index[tensor]}"
-            )
-            raise WeightsError(f"{self.path}: tensor {tensor!r} is {side}")
-        for tensor, file in index.items():
-            if self.where[tensor] != file or len(held) != len(self.where):
-                raise WeightsError(f"{self.path}: tensor {tensor!r} is in {self.where[tensor]}, {INDEX} says {file}")
+        for file, reader in self.files.items():
+            for tensor in reader.names():
+                if self.where[tensor] != file:
+                    raise WeightsError(f"{self.path}: tensor {tensor!r} is in both {file} and {self.where[tensor]}")
+        if self.index is None or self.index == self.where:
+            return
+        for tensor in sorted(self.index.keys() | self.where.keys()):
+            said, found = self.index.get(tensor, "no file"), self.where.get(tensor, "no file")
+            if said != found:
+                raise WeightsError(f"{self.path}: {INDEX} says tensor {tensor!r} is in {said}, but it is in {found}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.files[self.where[name]].shape(name)
@@ -105,7 +103,8 @@ class TensorFolder:
 
         Config, tokenizer, processor, chat templates and the index are companions; version control folders are neither.
         """
-        keep, other = [], []
+        keep: list[Path] = []
+        other: list[Path] = []
         for folder, folders, names in os.walk(self.path):
             folders[:] = [name for name in folders if name not in (".git", ".cache")]
             for name in names:

@@ -35,10 +35,10 @@ def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rul
     return Rule(info.name, {hf: shape or info.shape}, (Block(hf, *matrix_shape(info.shape)),))
 
 
-def split_qkv(info: TensorInfo, query: str, key: str, value: str, heads: int, groups: int, dim: int) -> Rule:
-    """Three HF tensors; canonical holds, for each key/value head, its query heads, its key head and its value head."""
+def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: int, dim: int) -> Rule:
+    """Three HF tensors (query, key, value); canonical holds, for each key/value head, its query heads, its key head and its value head."""
     per_group, cols = heads // groups, matrix_shape(info.shape)[1]
-    sizes = {query: per_group * dim, key: dim, value: dim}
+    sizes = dict(zip(hf, (per_group * dim, dim, dim), strict=True))
     return _runs(info, {name: groups * rows for name, rows in sizes.items()}, _interleaved(sizes, groups, cols))
 
 
@@ -98,32 +98,27 @@ def language_rules(spec: ModelSpec, table: dict[str, TensorInfo]) -> list[Rule]:
     m = spec.language
     rules = [same(table[EMBEDDING], HF_EMBEDDING)]
     for i in range(m.num_layers):
-        rules += _language_layer(m, i, lambda name, i=i: table[f"language_model.decoder.layers.{i}.{name}"])
+        rules += _language_layer(m, table, f"language_model.decoder.layers.{i}.", f"model.layers.{i}.")
     rules.append(same(table["language_model.decoder.final_layernorm.weight"], "model.norm.weight"))
     if not m.tied_embeddings:
         rules.append(same(table[OUTPUT], HF_OUTPUT))
     return rules
 
 
-def _language_layer(m: LanguageSpec, layer: int, info: Callable[[str], TensorInfo]) -> list[Rule]:
-    hf = f"model.layers.{layer}."
+def _language_layer(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf: str) -> list[Rule]:
     attention, mlp = hf + "self_attn.", hf + "mlp."
+
+    def qkv(kind: str) -> Rule:
+        names = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
+        return split_qkv(table[f"{ours}self_attention.linear_qkv.{kind}"], names, m.num_heads, m.num_kv_heads, m.head_dim)
+
     return [
-        same(info("self_attention.linear_qkv.layer_norm_weight"), hf + "input_layernorm.weight"),
-        *(
-            split_qkv(
-                info(f"self_attention.linear_qkv.{kind}"),
-                *(f"{attention}{which}_proj.{kind}" for which in "qkv"),
-                heads=m.num_heads,
-                groups=m.num_kv_heads,
-                dim=m.head_dim,
-            )
-            for kind in (("weight", "bias") if m.qkv_bias else ("weight",))
-        ),
-        same(info("self_attention.linear_proj.weight"), attention + "o_proj.weight"),
-        same(info("mlp.linear_fc1.layer_norm_weight"), hf + "post_attention_layernorm.weight"),
-        gated(info("mlp.linear_fc1.weight"), mlp + "gate_proj.weight", mlp + "up_proj.weight", m.ffn_hidden_size),
-        same(info("mlp.linear_fc2.weight"), mlp + "down_proj.weight"),
+        same(table[ours + "self_attention.linear_qkv.layer_norm_weight"], hf + "input_layernorm.weight"),
+        *(qkv(kind) for kind in (("weight", "bias") if m.qkv_bias else ("weight",))),
+        same(table[ours + "self_attention.linear_proj.weight"], attention + "o_proj.weight"),
+        same(table[ours + "mlp.linear_fc1.layer_norm_weight"], hf + "post_attention_layernorm.weight"),
+        gated(table[ours + "mlp.linear_fc1.weight"], mlp + "gate_proj.weight", mlp + "up_proj.weight", m.ffn_hidden_size),
+        same(table[ours + "mlp.linear_fc2.weight"], mlp + "down_proj.weight"),
     ]
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,10 @@ def default_workers() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
+class _Stopped(Exception):
+    """Raised in a worker whose work is no longer wanted."""
+
+
 def run_jobs(jobs: Sequence[Job], workers: int, progress: Progress) -> list[str]:
     """Writes all tensors with ``workers`` threads. Returns the SHA-256 of each, in order; the first failure stops all."""
     stop = threading.Event()
@@ -91,26 +95,32 @@ def run_jobs(jobs: Sequence[Job], workers: int, progress: Progress) -> list[str]
     def chunks(job: Job) -> Iterator[Tensor]:
         for window in row_windows(job.shape, job.dtype.itemsize):
             if stop.is_set():
-                raise InterruptedError
+                raise _Stopped
             data = job.read(window)
             yield data
             progress.add(data.numel() * job.dtype.itemsize)
 
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        futures = [pool.submit(lambda job: job.writer.write(job.name, chunks(job)), job) for job in jobs]
+    def work(job: Job) -> str:
         try:
-            return [future.result() for future in futures]
+            return job.writer.write(job.name, chunks(job))
         except BaseException:
             stop.set()
+            raise
+
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        futures = [pool.submit(work, job) for job in jobs]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # interrupted from the keyboard
+            stop.set()
+            raise
+        finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            raise _first_cause(futures) from None
-
-
-def _first_cause(futures: Sequence) -> BaseException:
-    """The failure that stopped the others, which were only interrupted."""
-    errors = [future.exception() for future in futures if future.done() and not future.cancelled() and future.exception()]
-    causes = [error for error in errors if not isinstance(error, InterruptedError)]
-    return (causes or errors or [KeyboardInterrupt()])[0]
+    errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
+    for error in errors:
+        if not isinstance(error, _Stopped):
+            raise error
+    return [future.result() for future in futures]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.weights import MANIFEST, TensorReader, WeightReader, Window, matrix_shape, row_windows
+from megatron_vl.weights import CODES, LATEST, MANIFEST, TensorReader, WeightReader, Window, matrix_shape, row_windows
 
 from .hf import TensorFolder
 from .stream import Progress, default_workers
@@ -36,23 +37,34 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Names, shapes and types of a folder, and windows of its tensors."""
+    """Names, shapes and types (safetensors' codes) of a folder, and windows of its tensors."""
 
     shapes: dict[str, tuple[int, ...]]
-    types: dict[str, str]
+    codes: dict[str, str]
     window: Callable[[str, Window], Tensor]
 
 
 def _open(path: Path) -> _Tensors:
     """A HF folder under its own names, or Megatron weights of any layout as full tensors."""
-    if (path / MANIFEST).is_file() or (path / "latest.json").is_file() or (path / "weights" / MANIFEST).is_file():
-        reader = WeightReader(path)
-        shapes = {name: info.shape for name, info in reader.table.items()}
-        return _Tensors(shapes, {name: str(reader.dtype(name)) for name in shapes}, reader.window)
+    if any((path / name).exists() for name in (MANIFEST, LATEST, f"weights/{MANIFEST}")):
+        weights = WeightReader(path)
+        shapes = {name: info.shape for name, info in weights.table.items()}
+        return _Tensors(shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.window)
     folder = TensorFolder(path)
     return _Tensors(
         {name: folder.shape(name) for name in folder.where}, {name: folder.code(name) for name in folder.where}, folder.window
     )
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    rows, cols = matrix_shape(shape)
+    return rows * cols
+
+
+def _itemsize(code: str) -> int:
+    """Bytes of an element: the first number in a code such as ``BF16`` or ``F8_E4M3`` is its bits (``BOOL`` has none)."""
+    bits = re.search(r"\d+", code)
+    return int(bits[0]) // 8 if bits else 1
 
 
 def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
@@ -62,8 +74,7 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
     """
     left, right = _open(Path(a)), _open(Path(b))
     names = sorted(left.shapes.keys() | right.shapes.keys())
-    common = [name for name in names if name in left.shapes and name in right.shapes]
-    size = sum(_rows_cols(left.shapes[name]) * 2 for name in common)
+    size = sum(_elements(shape) * _itemsize(left.codes[name]) for name, shape in left.shapes.items() if name in right.shapes)
     progress = Progress("verify", size)
     try:
         with ThreadPoolExecutor(workers or default_workers()) as pool:
@@ -73,17 +84,12 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
     return Comparison(len(names), size, [difference for difference in found if difference])
 
 
-def _rows_cols(shape: tuple[int, ...]) -> int:
-    rows, cols = matrix_shape(shape)
-    return rows * cols
-
-
 def _difference(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Difference | None:
     for folder, which in ((a, "first"), (b, "second")):
         if name not in folder.shapes:
             return Difference(name, f"missing in the {which} folder")
-    if a.types[name] != b.types[name]:
-        return Difference(name, f"type {a.types[name]} against {b.types[name]}")
+    if a.codes[name] != b.codes[name]:
+        return Difference(name, f"type {a.codes[name]} against {b.codes[name]}")
     if a.shapes[name] != b.shapes[name]:
         return Difference(name, f"shape {list(a.shapes[name])} against {list(b.shapes[name])}")
     return _different_bits(name, a, b, progress)
@@ -92,7 +98,7 @@ def _difference(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Diff
 def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Difference | None:
     count, first, largest = 0, -1, 0.0
     cols = matrix_shape(a.shapes[name])[1]
-    for window in row_windows(a.shapes[name], 4):
+    for window in row_windows(a.shapes[name], _itemsize(a.codes[name])):
         x, y = a.window(name, window).contiguous(), b.window(name, window).contiguous()
         bits = BITS[x.element_size()]
         # As integers: two NaN of the same bits are equal, 0.0 and -0.0 are not.
@@ -101,11 +107,11 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
             count += int(other.sum())
             first = first if first >= 0 else window.row * cols + int(other.nonzero()[0])
             largest = max(largest, float((x.double() - y.double()).abs().nan_to_num(float("inf")).max()))
-        progress.add(2 * x.numel())
+        progress.add(x.nbytes)
     if not count:
         return None
     return Difference(
-        name, f"{count} of {_rows_cols(a.shapes[name])} elements differ, the first at {first}, at most by {largest:.3g}"
+        name, f"{count} of {_elements(a.shapes[name])} elements differ, the first at {first}, at most by {largest:.3g}"
     )
 
 
@@ -114,7 +120,7 @@ def check_hashes(path: str | Path, *, workers: int = 0) -> Comparison:
     reader = WeightReader(path)
     work = [(file, name, digest) for file, entry in reader.manifest["files"].items() for name, digest in entry["tensors"].items()]
     files = {file: TensorReader(reader.path / file) for file in reader.manifest["files"]}
-    size = sum(_rows_cols(files[file].shape(name)) * files[file].dtype(name).itemsize for file, name, _ in work)
+    size = sum(_elements(files[file].shape(name)) * files[file].dtype(name).itemsize for file, name, _ in work)
     progress = Progress("verify", size)
 
     def check(item: tuple[str, str, str]) -> Difference | None:

@@ -78,7 +78,9 @@ class Block(NamedTuple):
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape as a matrix: dim 0 by all others; a vector is one column."""
+    """The shape as a matrix: dim 0 by all others; a vector is one column, a scalar one element."""
+    if not shape:
+        return 1, 1
     columns = 1
     for n in shape[1:]:
         columns *= n
@@ -194,6 +196,8 @@ class TensorReader:
 
     def window(self, name: str, window: Window) -> Tensor:
         """``[rows, cols]`` of a tensor taken as a matrix. A view of the mapped file: do not write to it."""
+        if not self._slices[name].get_shape():
+            return self.tensor(name).reshape(1, 1)
         data = self._slices[name][window.row : window.row_end]
         return data.flatten(1)[:, window.col : window.col_end] if data.dim() > 1 else data.unsqueeze(1)
 
@@ -368,7 +372,7 @@ def write_manifest(
 
 def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]) -> dict[str, dict[str, Any]]:
     """The manifest's tensor table, once every tensor is found where it belongs, with its shape and one type."""
-    stored: dict[tuple[int, int, str], dict] = {}
+    stored: dict[tuple[int, int, str], dict[str, Any]] = {}
     for entry in entries:
         for name, tensor in entry["tensors"].items():
             stored[entry["tp"], entry["pp"], name] = tensor
@@ -376,13 +380,15 @@ def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dic
     table = {}
     for name, info in tensor_table(spec).items():
         stage = layout.stage_of(info) if layout else 0
-        found = [stored.pop((t, stage, name), None) for t in range(tp)]
         shape = list(info.shard_shape(tp))
-        for t, tensor in enumerate(found):
-            if tensor is None:
+        found = []
+        for t in range(tp):
+            if (t, stage, name) not in stored:
                 raise WeightsError(f"tensor {name!r} is missing in tensor rank {t}, pipeline rank {stage}")
+            tensor = stored.pop((t, stage, name))
             if tensor["shape"] != shape:
                 raise WeightsError(f"tensor {name!r} has shape {tensor['shape']} in tensor rank {t}; it should be {shape}")
+            found.append(tensor)
         if len({tensor["dtype"] for tensor in found}) > 1:
             raise WeightsError(f"tensor {name!r} has different types on its tensor ranks")
         if info.split == "replicated" and len({tensor["sha256"] for tensor in found}) > 1:
