@@ -36,7 +36,7 @@ def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rul
 
 
 def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: int, dim: int) -> Rule:
-    """Three HF tensors (query, key, value); canonical holds, for each key/value head, its query heads, its key head and its value head."""
+    """HF query, key and value; canonical holds, for each key/value head, its query heads, its key and its value head."""
     per_group, cols = heads // groups, matrix_shape(info.shape)[1]
     sizes = dict(zip(hf, (per_group * dim, dim, dim), strict=True))
     return _runs(info, {name: groups * rows for name, rows in sizes.items()}, _interleaved(sizes, groups, cols))

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _remove_checkpoints(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "tmp_path" in request.fixturenames:
-        path: Path = request.getfixturevalue("tmp_path")
-        shutil.rmtree(path, ignore_errors=True)
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)

@@ -1,0 +1,177 @@
+"""The Megatron side of a conversion is what Megatron-core computes with: checked against constructions of their own.
+
+A round trip cannot see a permutation that both directions share; these tests can.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from converters import rules_for
+from converters.convert import convert
+from megatron_vl.models.families import read_spec
+from megatron_vl.models.tensors import EMBEDDING, OUTPUT, tensor_table
+from megatron_vl.weights import WeightReader
+
+from .helpers import CONFIGS, SIZES, hf_model, released_folder, released_tensors, small_config, tp_sizes
+
+PARAMETERS = {
+    "Qwen2-VL-2B-Instruct": (729, 2_208_985_600),
+    "Qwen2-VL-7B-Instruct": (730, 8_291_375_616),
+    "Qwen2-VL-72B-Instruct": (1354, 73_405_560_320),
+    "Qwen2.5-VL-3B-Instruct": (824, 3_754_622_976),
+    "Qwen2.5-VL-7B-Instruct": (729, 8_292_166_656),
+    "Qwen2.5-VL-32B-Instruct": (1161, 33_452_718_336),
+    "Qwen2.5-VL-72B-Instruct": (1353, 73_410_777_344),
+}
+"""Tensors and parameters of the released checkpoints."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rules_ask_for_the_released_tensors(size: str) -> None:
+    spec = read_spec(json.loads((CONFIGS / f"{size}.json").read_text()))
+    shapes = {name: shape for rule in rules_for(spec) for name, shape in rule.hf.items()}
+    assert (len(shapes), sum(math.prod(shape) for shape in shapes.values())) == PARAMETERS[size]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rules_ask_for_transformers_tensors(size: str) -> None:
+    """Names and shapes are those of transformers' own model."""
+    shapes = {name: shape for rule in rules_for(read_spec(small_config(size))) for name, shape in rule.hf.items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in released_tensors(size).items()}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rules_cover_every_element_once(size: str) -> None:
+    """Blocks and padding tile each canonical tensor, and blocks alone tile each HF tensor."""
+    spec = read_spec(small_config(size))
+    table, hf_area = tensor_table(spec), dict[str, Tensor]()
+    for rule in rules_for(spec):
+        shape = table[rule.name].shape
+        area = torch.zeros(shape[0], math.prod(shape[1:]), dtype=torch.int8)
+        for block in rule.blocks:
+            area[block.row : block.row + block.rows, block.col : block.col + block.cols] += 1
+            hf_shape = rule.hf[str(block.part)]
+            part = hf_area.setdefault(str(block.part), torch.zeros(hf_shape[0], math.prod(hf_shape[1:]), dtype=torch.int8))
+            part[block.part_row : block.part_row + block.rows, block.part_col : block.part_col + block.cols] += 1
+        for window in rule.padding:
+            area[window.row : window.row_end, window.col : window.col_end] += 1
+        assert (area == 1).all(), rule.name
+    assert all((part == 1).all() for part in hf_area.values())
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """(size, reader of unsplit weights, HF tensors)."""
+    size, root = request.param, tmp_path_factory.mktemp("canonical")
+    convert(released_folder(root / "hf", size), root / "full")
+    return size, WeightReader(root / "full"), released_tensors(size)
+
+
+def test_language_qkv(converted) -> None:
+    """Projecting with the fused matrix and splitting per group as Megatron-core does gives HF's queries, keys, values."""
+    size, reader, hf = converted
+    m = read_spec(small_config(size)).language
+    groups, dim, per_group = m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
+    for layer in range(m.num_layers):
+        for kind in ("weight", "bias"):
+            fused = reader.get(f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.{kind}")
+            heads = fused.view(groups, per_group + 2, dim, -1)
+            parts = {"q": heads[:, :per_group], "k": heads[:, per_group], "v": heads[:, per_group + 1]}
+            for which, part in parts.items():
+                ours = part.reshape(-1, fused.shape[1]) if kind == "weight" else part.reshape(-1)
+                assert torch.equal(ours, hf[f"model.layers.{layer}.self_attn.{which}_proj.{kind}"])
+
+
+def test_vision_qkv(converted) -> None:
+    """HF reshapes the projection to [3, heads, dim], Megatron-core to [heads, 3 * dim]."""
+    size, reader, hf = converted
+    v = read_spec(small_config(size)).vision
+    for layer in range(v.num_layers):
+        for kind in ("weight", "bias"):
+            theirs = hf[f"visual.blocks.{layer}.attn.qkv.{kind}"].view(3, v.num_heads, v.head_dim, -1)
+            ours = reader.get(f"vision_model.decoder.layers.{layer}.self_attention.linear_qkv.{kind}")
+            for head in range(v.num_heads):
+                mine = ours.view(v.num_heads, 3 * v.head_dim, -1)[head].chunk(3)
+                assert all(torch.equal(mine[i], theirs[i, head]) for i in range(3))
+
+
+def test_mlps_compute_the_same(converted) -> None:
+    """The padded vision MLP and the gated language MLP, run in float64, equal transformers' modules."""
+    size, reader, _ = converted
+    spec = read_spec(small_config(size))
+    model = hf_model(size).model
+    generator = torch.Generator().manual_seed(1)
+
+    def run(prefix: str, hidden: Tensor, gated: bool, activation: str) -> Tensor:
+        weights = {n: reader.get(prefix + n).double() for n in ("linear_fc1.weight", "linear_fc2.weight")}
+        bias = [
+            reader.get(f"{prefix}{n}.bias").double() if f"{prefix}{n}.bias" in reader.table else 0
+            for n in ("linear_fc1", "linear_fc2")
+        ]
+        hidden = hidden @ weights["linear_fc1.weight"].T + bias[0]
+        if gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = torch.nn.functional.silu(gate) * up
+        else:
+            assert activation == "quick_gelu"
+            hidden = hidden * torch.sigmoid(1.702 * hidden)
+        return hidden @ weights["linear_fc2.weight"].T + bias[1]
+
+    def check(module: torch.nn.Module, prefix: str, width: int, gated: bool, activation: str) -> None:
+        import copy
+
+        hidden = torch.randn(3, width, generator=generator, dtype=torch.float64)
+        expected = copy.deepcopy(module).double()(hidden)
+        torch.testing.assert_close(run(prefix, hidden, gated, activation), expected, rtol=1e-10, atol=1e-8)
+
+    with torch.no_grad():
+        v = spec.vision
+        check(model.visual.blocks[0].mlp, "vision_model.decoder.layers.0.mlp.", v.hidden_size, v.gated_mlp, v.activation)
+        check(model.language_model.layers[1].mlp, "language_model.decoder.layers.1.mlp.", spec.language.hidden_size, True, "silu")
+
+
+def test_padding_is_zero(converted) -> None:
+    size, reader, _ = converted
+    v = read_spec(small_config(size)).vision
+    width, padded = v.ffn_hidden_size, v.padded_ffn_hidden_size
+    assert (padded > width) == (small_config(size)["vision_config"].get("intermediate_size") != 256)
+    fc1 = reader.get("vision_model.decoder.layers.1.mlp.linear_fc1.weight")
+    fc2 = reader.get("vision_model.decoder.layers.1.mlp.linear_fc2.weight")
+    for half in fc1.chunk(2 if v.gated_mlp else 1):
+        assert half.shape[0] == padded and not half[width:].any() and half[:width].any(dim=1).all()
+    assert fc2.shape[1] == padded and not fc2[:, width:].any()
+
+
+def test_patch_embedding_is_a_matrix(converted) -> None:
+    """Conv3d with kernel = stride on one patch equals the matrix on the patch in (channel, time, row, column) order."""
+    _, reader, hf = converted
+    kernel = hf["visual.patch_embed.proj.weight"].double()
+    patch = torch.randn(5, *kernel.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    conv = torch.nn.functional.conv3d(patch, kernel).flatten(1)
+    matrix = reader.get("vision_model.patch_embed.proj.weight").double()
+    torch.testing.assert_close(patch.flatten(1) @ matrix.T, conv)
+
+
+def test_tied_output_is_not_stored(converted) -> None:
+    size, reader, hf = converted
+    assert (OUTPUT in reader.names()) == ("lm_head.weight" in hf) == (not small_config(size)["tie_word_embeddings"])
+    assert torch.equal(reader.get(EMBEDDING), hf["model.embed_tokens.weight"])
+
+
+def test_all_released_sizes_are_here() -> None:
+    assert len(SIZES) == 7
+    assert {size: tp_sizes(size)[-1] for size in SIZES} == {
+        "Qwen2-VL-2B-Instruct": 4,
+        "Qwen2-VL-7B-Instruct": 4,
+        "Qwen2-VL-72B-Instruct": 8,
+        "Qwen2.5-VL-3B-Instruct": 8,
+        "Qwen2.5-VL-7B-Instruct": 4,
+        "Qwen2.5-VL-32B-Instruct": 8,
+        "Qwen2.5-VL-72B-Instruct": 8,
+    }
