@@ -1,0 +1,1 @@
+"""The whole path on a laptop: small checkpoint, real photographs, TP x PP training, and back to Hugging Face, checked."""

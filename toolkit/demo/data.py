@@ -1,0 +1,131 @@
+"""The demo's conversations: photographs that come with scikit-image, written as ShareGPT JSON with image and video files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+QUESTION = "What is in this picture?"
+
+PICTURES = {
+    "astronaut": "An astronaut in an orange space suit, with a flag behind her.",
+    "chelsea": "A tabby cat that looks straight at you.",
+    "coffee": "A cup of coffee on a wooden table, with a spoon beside it.",
+    "rocket": "A rocket on its launch pad at dusk.",
+    "motorcycle": "A red motorcycle parked in a garage.",
+}
+"""Photograph -> answer to :data:`QUESTION`. The question is the same for all, so only the picture tells the answer."""
+
+# In the order of the text; media are the files of the conversation's placeholders.
+CONVERSATIONS: list[dict[str, Any]] = [
+    {
+        "id": "two_images",
+        "image": ["chelsea.png", "coffee.jpg"],
+        "turns": ["<image>\n<image>\nWhich of the two can purr?", "The first one, the cat."],
+    },
+    {
+        "id": "image_between_texts",
+        "image": ["rocket.jpg"],
+        "turns": ["Look at the sky here: <image>\nIs it day or night?", "It gets dark, and the lights are on."],
+    },
+    {
+        "id": "several_turns",
+        "image": ["astronaut.jpg", "hubble.jpg"],
+        "turns": [
+            "<image>\nWhat does she do for a living?",
+            "She is an astronaut.",
+            "<image>\nAnd where might she fly?",
+            "To the stars, perhaps to these galaxies.",
+            "How far is that?",
+            "Billions of light years.",
+        ],
+    },
+    {"id": "text_only", "turns": ["What is seven times eight?", "Seven times eight is fifty-six."]},
+    {"id": "text_only_2", "turns": ["Name three primary colours.", "Red, yellow and blue."]},
+    {"id": "video", "video": "camera_pan.mp4", "turns": ["<video>\nHow does the camera move?", "It moves from left to right."]},
+]
+
+
+def write_raw_data(folder: Path) -> Path:
+    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style); returns the JSON's path.
+
+    Raises:
+        ModuleNotFoundError: scikit-image, which brings the photographs, is not installed.
+    """
+    media = folder / "media"
+    media.mkdir(parents=True, exist_ok=True)
+    files = _write_images(media)
+    _write_video(media / "camera_pan.mp4", _photographs()["coffee"]())
+    samples: list[dict[str, Any]] = [
+        {"id": name, "image": files[name], "conversations": _turns(["<image>\n" + QUESTION, answer])}
+        for name, answer in PICTURES.items()
+    ]
+    for conversation in CONVERSATIONS:
+        sample = {name: value for name, value in conversation.items() if name != "turns"}
+        samples.append(sample | {"conversations": _turns(conversation["turns"])})
+    path = folder / "conversations.json"
+    path.write_text(json.dumps(samples, indent=2) + "\n")
+    return path
+
+
+def texts() -> list[str]:
+    """Everything that is said, for the tokenizer."""
+    said = [QUESTION, *PICTURES.values()]
+    for conversation in CONVERSATIONS:
+        said += conversation["turns"]
+    return [*said, "system", "user", "assistant", "You are a helpful assistant."]
+
+
+def _turns(said: list[str]) -> list[dict[str, str]]:
+    return [{"from": "gpt" if i % 2 else "human", "value": text} for i, text in enumerate(said)]
+
+
+def _photographs() -> dict[str, Callable[[], NDArray[np.uint8]]]:
+    try:
+        from skimage import data
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the demo's photographs come with scikit-image: pip install -e '.[dev]'") from error
+    # Only pictures inside the wheel: the others would be downloaded.
+    return {
+        "astronaut": data.astronaut,
+        "chelsea": data.chelsea,
+        "coffee": data.coffee,
+        "rocket": data.rocket,
+        "motorcycle": lambda: data.stereo_motorcycle()[0],
+        "hubble": data.hubble_deep_field,
+    }
+
+
+def _write_images(media: Path) -> dict[str, str]:
+    """Writes the photographs in different shapes, at most 256 pixels wide or high; name -> file name."""
+    from PIL import Image
+
+    files = {}
+    for name, load in _photographs().items():
+        picture = Image.fromarray(load())
+        picture.thumbnail((256, 256))
+        files[name] = f"{name}.png" if name == "chelsea" else f"{name}.jpg"
+        picture.save(media / files[name], quality=92)  # PNG has none and ignores it
+    return files
+
+
+def _write_video(path: Path, picture: NDArray[np.uint8]) -> None:
+    """Three seconds of a pan over a photograph, 8 frames a second, as H.264 in MP4."""
+    import av
+
+    frames, rate, height, width = 24, 8, 112, 168
+    top, travel = (picture.shape[0] - height) // 2, picture.shape[1] - width
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(rate))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for i in range(frames):
+            left = travel * i // (frames - 1)
+            crop = np.ascontiguousarray(picture[top : top + height, left : left + width])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(crop, format="rgb24")))
+        container.mux(stream.encode())

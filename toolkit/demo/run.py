@@ -1,0 +1,327 @@
+"""The demo, step by step. Every command is shown as a user would type it, and every claim in the table is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from toolkit.cli import CommandError
+from toolkit.demo import data
+from toolkit.demo.reference import Reference
+from toolkit.tiny import TinySizes, write_tiny_checkpoint
+
+SIZES = TinySizes(
+    hidden_size=128,
+    layers=6,
+    ffn_hidden_size=352,
+    heads=4,
+    kv_heads=2,
+    mrope_section=(4, 6, 6),
+    text_vocab_size=600,
+    # 81 tokens a picture at most: a laptop's worth.
+    max_pixels=252 * 252,
+)
+TP, PP, LAYERS = 2, 2, (2, 4)
+"""The first stage also holds the vision tower, so it gets fewer decoder layers."""
+VIDEO_FPS, VIDEO_MAX_FRAMES = 2.0, 8
+LOSS_TOLERANCE = 1e-4
+"""Relative; both sides compute in float32, with their sums in different orders."""
+
+
+@dataclass
+class Check:
+    """One line of the table at the end."""
+
+    what: str
+    measured: str
+    passed: bool
+
+
+@dataclass
+class Demo:
+    """A demo in ``folder``: its paths, what was checked and how long each part took."""
+
+    folder: Path
+    steps: int
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+    checks: list[Check] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hf = self.folder / "hf"
+        self.raw = self.folder / "raw"
+        self.dataset = self.folder / "dataset"
+        self.run_yaml = self.folder / "run.yaml"
+        self.run_dir = self.folder / "run"
+        self.exported = self.folder / "hf_trained"
+        self.save_at = max(1, self.steps // 3)
+
+    @contextmanager
+    def part(self, title: str) -> Iterator[None]:
+        """Shows a heading and takes the time."""
+        self.console.rule(f"[bold]{len(self.seconds) + 1}. {title}", align="left")
+        start = time.perf_counter()
+        yield
+        self.seconds[title] = round(time.perf_counter() - start, 1)
+
+    def check(self, what: str, measured: str, passed: bool) -> None:
+        self.checks.append(Check(what, measured, passed))
+
+    def shell(self, *command: str | Path, fails: bool = False) -> int:
+        """Shows a command and runs it. Raises CommandError when it fails, unless ``fails`` allows it."""
+        process = self.start(*command)
+        code = process.wait()
+        if code and not fails:
+            raise CommandError(f"the command above ended with exit code {code}; what it printed says why")
+        return code
+
+    def start(self, *command: str | Path) -> subprocess.Popen[bytes]:
+        words = [str(word) for word in command]
+        self.console.print(f"[bold green]$[/] {shlex.join(words)}", soft_wrap=True)
+        # The programs of this very environment, whether or not it is activated.
+        modules = {"megatron-vl": "toolkit.cli", "torchrun": "torch.distributed.run"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return subprocess.Popen([sys.executable, "-m", modules[words[0]], *words[1:]], env=environment)
+
+    def torchrun(self, *options: str | Path) -> tuple[str | Path, ...]:
+        """The trainer's command line for this demo's group of processes."""
+        ranks = TP * PP
+        return (
+            "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "megatron_vl.train",
+            "--config",
+            self.run_yaml,
+            *options,
+        )
+
+
+def run_demo(folder: Path, steps: int) -> int:
+    """Runs everything in ``folder`` (emptied first) and returns the exit code: 1 when a check failed."""
+    demo = Demo(folder, steps)
+    _clear(folder)
+    start = time.perf_counter()
+    with demo.part("A small Qwen2.5-VL checkpoint, and conversations about real photographs"):
+        prepare(demo)
+    with demo.part("Conversations -> WebDataset shards for Energon"):
+        source = ("--input", demo.raw / "conversations.json", "--media-root", demo.raw / "media")
+        demo.shell("megatron-vl", "data", "convert", *source, "--out", demo.dataset, "--val-fraction", "0")
+    with demo.part(f"Weights: Hugging Face -> Megatron -> TP{TP} x PP{PP} shards, and back"):
+        round_trip(demo)
+    with demo.part(f"Training in {TP * PP} processes, killed on the way"):
+        train_until_killed(demo)
+    with demo.part("The same command again resumes"):
+        demo.shell(*demo.torchrun())
+        check_training(demo)
+    with demo.part("Export, and the trainer's own loss of the final weights"):
+        evaluated = export(demo)
+    with demo.part("The exported folder in transformers"):
+        compare(demo, evaluated)
+    demo.seconds["in all"] = round(time.perf_counter() - start, 1)
+    return report(demo)
+
+
+def _clear(folder: Path) -> None:
+    """Empties a folder that an earlier demo wrote; refuses any other that holds something."""
+    mark = folder / ".megatron-vl-demo"
+    if folder.exists() and any(folder.iterdir()) and not mark.exists():
+        raise CommandError(f"{folder} is not empty and not of an earlier demo; give another --dir")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    mark.touch()
+
+
+def prepare(demo: Demo) -> None:
+    """The checkpoint, the raw data and the run's YAML."""
+    write_tiny_checkpoint(demo.hf, "qwen2_5_vl", texts=data.texts(), dtype=torch.float32, sizes=SIZES)
+    conversations = data.write_raw_data(demo.raw)
+    settings = {
+        "model": {"hf": str(demo.hf), "checkpoint": str(demo.folder / "shards")},
+        "parallel": {"tp": TP, "pp": PP, "layers": list(LAYERS), "sequence_parallel": True},
+        "data": {
+            "path": str(demo.dataset),
+            "seq_len": 512,
+            "num_workers": 1,
+            "shuffle_buffer": 64,
+            "video_fps": VIDEO_FPS,
+            "video_max_frames": VIDEO_MAX_FRAMES,
+        },
+        "optimizer": {"lr": 2e-3, "warmup_steps": min(10, demo.steps // 4), "schedule": "cosine", "weight_decay": 0.01},
+        "checkpoint": {"dir": str(demo.run_dir), "interval": demo.save_at},
+        "steps": demo.steps,
+        "global_batch_size": 4,
+        "dtype": "float32",
+        "platform": "cpu",
+    }
+    demo.run_yaml.write_text(yaml.safe_dump(settings, sort_keys=False))
+    parameters = sum(torch.Size(shape).numel() for shape in _shapes(demo.hf))
+    demo.console.print(
+        f"{demo.hf}: {parameters / 1e6:.2f} M parameters, random; {conversations}: {len(_samples(demo))} conversations"
+    )
+    demo.console.print(f"{demo.run_yaml}: what the training below does")
+
+
+def _shapes(hf: Path) -> Iterator[list[int]]:
+    from safetensors import safe_open
+
+    for file in sorted(hf.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                yield tensors.get_slice(name).get_shape()
+
+
+def _samples(demo: Demo) -> list[dict[str, Any]]:
+    return json.loads((demo.raw / "conversations.json").read_text())
+
+
+def round_trip(demo: Demo) -> None:
+    """Hugging Face -> unsplit -> shards -> Hugging Face, compared bit for bit before anything is trained."""
+    full, shards, again = demo.folder / "full", demo.folder / "shards", demo.folder / "hf_again"
+    layers = ",".join(map(str, LAYERS))
+    demo.shell("megatron-vl", "convert", "--hf", demo.hf, "--out", full)
+    demo.shell(
+        "megatron-vl", "split", "--checkpoint", full, "--tp", str(TP), "--pp", str(PP), "--layers", layers, "--out", shards
+    )
+    demo.shell("megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf, "--out", again)
+    code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
+    count = sum(1 for _ in _shapes(demo.hf))
+    measured = f"{count} tensors identical" if code == 0 else "tensors differ, see above"
+    demo.check(f"Hugging Face -> TP{TP} x PP{PP} (layers {layers}) -> Hugging Face gives every bit back", measured, code == 0)
+
+
+def train_until_killed(demo: Demo) -> None:
+    """Starts the training and ends it without warning a few steps behind its first checkpoint."""
+    process = demo.start(*demo.torchrun())
+    goal = min(demo.save_at + 3, demo.steps - 1)
+    while process.poll() is None and not any(line["step"] >= goal for line in read_metrics(demo.run_dir)):
+        time.sleep(0.2)
+    if process.poll() is not None:
+        raise CommandError(f"the training ended by itself with exit code {process.returncode}; what it printed says why")
+    process.send_signal(signal.SIGTERM)
+    process.wait()
+    demo.console.print(
+        f"(killed behind step {read_metrics(demo.run_dir)[-1]['step']}; the last checkpoint is of step {demo.save_at})"
+    )
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl``, without a last one that is not yet whole."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def check_training(demo: Demo) -> None:
+    """Steps repeated after the kill must give the same losses, and the loss must have fallen."""
+    lines = read_metrics(demo.run_dir)
+    cut = next(i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"])
+    before = {line["step"]: line["loss"] for line in lines[:cut]}
+    after = {line["step"]: line["loss"] for line in lines[cut:]}
+    repeated = sorted(before.keys() & after.keys())
+    worst = max((abs(before[s] - after[s]) / before[s] for s in repeated), default=float("inf"))
+    first = min(after)
+    measured = f"resumed at step {first}; {len(repeated)} repeated steps differ by {worst:.1e} at most"
+    demo.check(
+        "A killed run resumes from its checkpoint and repeats its losses", measured, first == demo.save_at + 1 and worst < 1e-6
+    )
+    start, end = before[1], sum(line["loss"] for line in lines[-5:]) / 5
+    demo.check("The loss has fallen below a tenth", f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps", end < start / 10)
+    skipped = sum(not line["updated"] for line in lines)
+    dropped = sum(n for line in lines for name, n in line.items() if name.startswith("dropped/"))
+    demo.check("No step was skipped, no sample was dropped", f"{skipped} skipped, {dropped} dropped", skipped + dropped == 0)
+
+
+def export(demo: Demo) -> dict[str, Any]:
+    """Exports the final weights; returns the metrics of one step at learning rate 0 over every conversation once."""
+    demo.shell("megatron-vl", "export", "--checkpoint", demo.run_dir, "--hf", demo.hf, "--out", demo.exported)
+    untouched = demo.shell("megatron-vl", "verify", demo.hf, demo.exported, "--show", "2", fails=True)
+    demo.check("verify sees that training changed the weights", f"exit code {untouched}", untouched == 1)
+    weights = demo.run_dir / f"step_{demo.steps:08d}" / "weights"
+    samples = len(_samples(demo))
+    start = ("--model.checkpoint", weights, "--checkpoint.dir", demo.folder / "evaluation", "--steps", "1")
+    still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
+    rows = ("--data.pack", "false", "--data.shuffle_buffer", "0", "--global_batch_size", str(samples))
+    demo.shell(*demo.torchrun(*start, *still, *rows))
+    return read_metrics(demo.folder / "evaluation")[-1]
+
+
+def compare(demo: Demo, evaluated: dict[str, Any]) -> None:
+    """Loss and answers of the exported folder in transformers."""
+    reference = Reference(demo.exported, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
+    media, samples = demo.raw / "media", _samples(demo)
+    losses = {sample["id"]: reference.loss(sample, media) for sample in samples}
+    tokens = sum(count for _, count in losses.values())
+    loss = sum(total for total, _ in losses.values()) / tokens
+    error = abs(loss - evaluated["loss"]) / loss
+    demo.check(
+        f"Loss of all {len(samples)} conversations: transformers' equals the trainer's",
+        f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']} tokens",
+        error < LOSS_TOLERANCE and tokens == evaluated["loss_tokens"] and evaluated["samples"] == len(samples),
+    )
+    right = []
+    for sample in samples:
+        answer, wanted = reference.answer(sample, media), sample["conversations"][1]["value"]
+        right.append(answer == wanted)
+        mark = "[green]as taught[/]" if right[-1] else f"[red]taught: {wanted}[/]"
+        demo.console.print(
+            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {answer!r} {mark}", soft_wrap=True
+        )
+    count = len(data.PICTURES)
+    seen = sum(right[:count])
+    demo.check("One question about five photographs: transformers generates each answer", f"{seen} of {count}", seen == count)
+    others = sum(right[count:])
+    demo.check(
+        "Several images, text only, video: answers as taught", f"{others} of {len(right) - count}", others == len(right) - count
+    )
+
+
+def report(demo: Demo) -> int:
+    """The table, ``loss.png`` and ``report.json``. Returns the exit code."""
+    draw_losses(read_metrics(demo.run_dir), demo.folder / "loss.png")
+    failed = [check for check in demo.checks if not check.passed]
+    summary = {"passed": not failed, "checks": [asdict(check) for check in demo.checks], "seconds": demo.seconds}
+    (demo.folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
+    table = Table("checked", "measured", "", title=f"Demo in {demo.folder}, {demo.seconds['in all']:.0f} s")
+    for check in demo.checks:
+        table.add_row(check.what, check.measured, "[green]ok[/]" if check.passed else "[bold red]FAILED[/]")
+    demo.console.print(table)
+    demo.console.print(f"loss curve: {demo.folder / 'loss.png'}   trained checkpoint: {demo.exported}")
+    return 1 if failed else 0
+
+
+def draw_losses(lines: list[dict[str, Any]], path: Path) -> None:
+    """Loss and gradient norm of each step; the runs before and after the kill in different colours."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    starts = [0] + [i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"]] + [len(lines)]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for number, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        part = lines[begin:end]
+        label = "first run, killed" if number == 0 and len(starts) > 2 else "resumed"
+        axes.semilogy([line["step"] for line in part], [line["loss"] for line in part], marker=".", label=label, alpha=0.8)
+    axes.set(xlabel="step", ylabel="loss per token (nats)", title=f"Small Qwen2.5-VL, TP{TP} x PP{PP} on CPU")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
