@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Starts the trainer on this node: launch.sh RUN.yaml [--section.field value ...]. Run it on every node of a training.
+#
+#   GPUS         processes on this node (default: its GPUs)
+#   NNODES       nodes (default 1)
+#   MASTER_ADDR  host name of one of the nodes, the same on all; needed for more than one
+#   MASTER_PORT  a free port there (default 29500)
+#   JOB_ID       any word that tells this training from others on the same nodes (default megatron-vl)
+set -euo pipefail
+config=${1:?usage: launch.sh RUN.yaml [--section.field value ...]}
+shift
+GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
+NNODES=${NNODES:-1}
+if [ "$NNODES" -gt 1 ]; then
+  rendezvous=(--rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:?set it to the host name of one node}:${MASTER_PORT:-29500}"
+              --rdzv-id "${JOB_ID:-megatron-vl}")
+else
+  rendezvous=(--standalone)
+fi
+
+# Core wants one work queue for overlap of communication with tensor parallelism; the allocator must not fragment, because
+# the sizes of pictures differ from row to row.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+exec torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS" "${rendezvous[@]}" -m megatron_vl.train --config "$config" "$@"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Qwen2.5-VL-32B-Instruct from Hugging Face -> Megatron weights -> the layout of pretrain.yaml. CPU only; run it once, from the root of the checkout.
+set -euo pipefail
+HF=${HF:-checkpoints/Qwen2.5-VL-32B-Instruct}
+FULL=${FULL:-checkpoints/qwen2_5_vl_32b-full}
+SHARDS=${SHARDS:-checkpoints/qwen2_5_vl_32b-tp8-pp2}
+
+megatron-vl convert --hf "$HF" --out "$FULL"
+megatron-vl split --checkpoint "$FULL" --tp 8 --pp 2 --layers 29,35 --out "$SHARDS"
+# Both in one stream, without the unsplit copy: megatron-vl convert --hf "$HF" --tp 8 --pp 2 --layers 29,35 --out "$SHARDS"

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# A training under Slurm: sbatch --nodes 4 examples/slurm.sh examples/qwen2_5_vl_72b [--section.field value ...]
+#SBATCH --job-name=megatron-vl
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --output=%x-%j.log
+#SBATCH --requeue
+# A requeued job goes on from its latest checkpoint: checkpoint.resume is on.
+set -euo pipefail
+example=${1:?usage: sbatch --nodes N examples/slurm.sh EXAMPLE_FOLDER [--section.field value ...]}
+shift
+NNODES=${SLURM_JOB_NUM_NODES:?start this with sbatch}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+JOB_ID=$SLURM_JOB_ID
+GPUS=${SLURM_GPUS_ON_NODE:-8}
+export NNODES MASTER_ADDR JOB_ID GPUS
+srun --kill-on-bad-exit=1 "$example/pretrain.sh" "$@"
