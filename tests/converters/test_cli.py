@@ -1,0 +1,140 @@
+"""The forms that scripts rely on, as commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.stream import Progress
+from megatron_vl.weights import WeightReader
+from toolkit.cli import main
+
+from .helpers import assert_same_folder, released_folder, released_tensors, small_config, write_hf
+
+SIZE = "Qwen2.5-VL-7B-Instruct"
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return released_folder(tmp_path_factory.mktemp("cli") / "hf", SIZE, files=3)
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run("convert", "--hf", origin, "--out", tmp_path / "full") == 0
+    assert (
+        run("split", "--checkpoint", tmp_path / "full", "--tp", 2, "--pp", 2, "--layers", "1,3", "--out", tmp_path / "shards")
+        == 0
+    )
+    assert "layout: tp 2, pp 2, vpp 1, layers 1,3" in capsys.readouterr().out
+    assert run("merge", "--checkpoint", tmp_path / "shards", "--out", tmp_path / "merged") == 0
+    assert_same_folder(tmp_path / "full", tmp_path / "merged")
+    assert run("export", "--checkpoint", tmp_path / "shards", "--hf", origin, "--out", tmp_path / "back") == 0
+    assert_same_folder(origin, tmp_path / "back")
+    assert run("verify", origin, tmp_path / "back") == 0
+    assert "identical: " in capsys.readouterr().out
+
+
+def test_one_step_leaves_no_unsplit_copy(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run("convert", "--hf", origin, "--tp", 2, "--pp", 2, "--vpp", 2, "--out", tmp_path / "shards", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == {"tp": 2, "pp": 2, "vpp": 2, "layers": [1, 1, 1, 1]}
+    files = {path.name for path in (tmp_path / "shards").iterdir()}
+    assert files == {"manifest.json", *(f"tp0{t}_pp0{p}.safetensors" for t in (0, 1) for p in (0, 1))}
+    assert WeightReader(tmp_path / "shards").manifest["origin"] == {"hf": "hf"}
+
+
+def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
+    """The run's folder means its latest step; a step's folder and the weights in it are taken as well."""
+    run_folder = tmp_path / "run"
+    for step in (5, 120):
+        assert run("convert", "--hf", origin, "--tp", 2, "--out", run_folder / f"step_{step:08d}" / "weights") == 0
+    (run_folder / "latest.json").write_text(json.dumps({"step": 120}))
+    for i, folder in enumerate((run_folder, run_folder / "step_00000005", run_folder / "step_00000005" / "weights")):
+        assert run("export", "--checkpoint", folder, "--hf", origin, "--out", tmp_path / f"back{i}") == 0
+        assert_same_folder(origin, tmp_path / f"back{i}")
+
+
+def test_latest_step_is_missing(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "latest.json").write_text(json.dumps({"step": 7}))
+    assert run("export", "--checkpoint", tmp_path, "--hf", origin, "--out", tmp_path / "back") == 1
+    assert "names step 7, but" in capsys.readouterr().err
+
+
+def test_verify_names_the_first_tensors_and_fails(tmp_path: Path, origin: Path) -> None:
+    """As a process: the exit code is what scripts see."""
+    tensors = {name: tensor.clone() for name, tensor in released_tensors(SIZE).items()}
+    for name in ("lm_head.weight", "model.norm.weight"):
+        tensors[name].view(torch.int16).flatten()[7] ^= 1
+    other = write_hf(tmp_path / "other", tensors, small_config(SIZE))
+    command = [sys.executable, "-m", "toolkit.cli", "verify", str(origin), str(other), "--show", "1"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("different: 2 of ")
+    assert lines[1].startswith("  lm_head.weight: 1 of") and "the first at 7" in lines[1]
+    assert lines[2] == "  ... and 1 more"
+    assert result.stderr == ""  # no progress and no escape codes off a terminal
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("convert", "--hf", "nowhere"), "config.json is missing"),
+        (("split", "--checkpoint", "nowhere", "--tp", 2), "nowhere holds no weights"),
+        (("merge", "--checkpoint", "nowhere"), "nowhere holds no weights"),
+        (("export", "--checkpoint", "nowhere", "--hf", "nowhere"), "nowhere holds no weights"),
+    ],
+)
+def test_failures_are_messages(tmp_path: Path, words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert run(*words, "--out", tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"megatron-vl {words[0]}: ") and message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", ["convert", "split", "merge", "export", "verify"])
+def test_help(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as leave:
+        run(command, "--help")
+    assert leave.value.code == 0
+    text = capsys.readouterr().out
+    assert "--workers" in text and "--json" in text
+
+
+def test_bad_layers_are_explained(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as leave:
+        run("convert", "--hf", origin, "--out", tmp_path / "out", "--layers", "1,x")
+    assert leave.value.code == 2
+    assert "'1,x' is not a list of numbers such as 6,8,8,6" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal one line is redrawn; elsewhere a plain line comes every 30 seconds."""
+    now = [0.0]
+    monkeypatch.setattr("converters.stream.time.monotonic", lambda: now[0])
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        now[0] = 0.0
+        progress = Progress("convert", 4_000_000_000, stream)
+        for _ in range(40):
+            now[0] += 1.0
+            progress.add(50_000_000)
+        progress.close()
+    assert log.getvalue() == "convert: 1.50 of 4.00 GB (38 %), 0.05 GB/s, 50 s left\n"
+    drawn = re.findall(r"\r(convert: [^\033]*)\033\[K", terminal.getvalue())
+    assert len(drawn) == 40 and drawn[-1] == "convert: 2.00 of 4.00 GB (50 %), 0.05 GB/s, 40 s left"
+    assert terminal.getvalue().endswith("\r\033[K")

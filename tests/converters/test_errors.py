@@ -1,0 +1,245 @@
+"""What cannot be converted is refused by name, and nothing that looks like a checkpoint is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from converters.convert import convert, export, reshard
+from converters.hf import INDEX, SINGLE
+from megatron_vl.models.families import ConfigError
+from megatron_vl.models.tensors import LayoutError
+from megatron_vl.weights import MANIFEST, WeightReader, WeightsError, write_manifest, write_rank_file
+
+from .helpers import read_tensors, released_tensors, small_config, write_hf
+
+TIED, UNTIED = "Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct"
+
+
+def hf_with(folder: Path, size: str = TIED, files: int = 1, config: dict | None = None, **changes: torch.Tensor | None) -> Path:
+    """A small HF folder with tensors replaced, added, or (None) removed."""
+    tensors = released_tensors(size) | changes
+    return write_hf(folder, {n: t for n, t in tensors.items() if t is not None}, small_config(size) | (config or {}), files)
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+BAD_TENSORS = [
+    ({QUERY: None}, f"tensor '{QUERY}' is missing"),
+    ({"visual.merger.ln_q.weight": None}, "tensor 'visual.merger.ln_q.weight' is missing"),
+    ({"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)}, "tensor 'model.layers.9.mlp.up_proj.weight' is unknown"),
+    ({QUERY: torch.zeros(4, 128)}, f"tensor '{QUERY}' has shape \\[4, 128\\]; config.json says \\[128, 128\\]"),
+    ({QUERY: torch.zeros(128, 128, dtype=torch.int8)}, f"tensor '{QUERY}' has type I8"),
+    ({"model.language_model.norm.weight": torch.zeros(128)}, "are the same tensor under two names"),
+    (
+        {"lm_head.weight": torch.zeros(1208, 128, dtype=torch.bfloat16)},
+        "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_TENSORS, ids=[message[:40] for _, message in BAD_TENSORS])
+def test_bad_tensors_are_named(tmp_path: Path, changes: dict, message: str) -> None:
+    origin = hf_with(tmp_path / "hf", **changes)
+    with pytest.raises(WeightsError, match=message):
+        convert(origin, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_untied_without_output_layer(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="tensor 'lm_head.weight' is missing"):
+        convert(hf_with(tmp_path / "hf", UNTIED, **{"lm_head.weight": None}), tmp_path / "out")
+
+
+def test_tied_output_with_one_other_bit(tmp_path: Path) -> None:
+    output = released_tensors(TIED)["model.embed_tokens.weight"].clone()
+    output[-1, -1] += 1
+    with pytest.raises(WeightsError, match="'lm_head.weight' differs"):
+        convert(hf_with(tmp_path / "hf", **{"lm_head.weight": output}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"model_type": "qwen3_vl_next"}, ConfigError, "model_type 'qwen3_vl_next' is not supported"),
+        ({"hidden_size": None}, ConfigError, "'hidden_size' is missing"),
+        ({"num_hidden_layers": 5}, WeightsError, "tensor 'model.layers.4.* is missing"),
+    ],
+)
+def test_bad_config(tmp_path: Path, config: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        convert(hf_with(tmp_path / "hf", config=config), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tp": 16}, "tp=16 does not divide the vocabulary|tp=16 does not divide"),
+        ({"tp": 3}, "tp=3 does not divide 16 attention heads"),
+        ({"pp": 2, "layers": [1, 1]}, "add up to 2; the model has 4"),
+        ({"pp": 2, "layers": [1, 1, 2]}, "has 3 entries"),
+        ({"vpp": 2}, "vpp=2 needs pp"),
+        ({"pp": 8}, "8 chunks for 4 decoder layers"),
+    ],
+)
+def test_impossible_layouts(tmp_path: Path, layout: dict, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        convert(hf_with(tmp_path / "hf"), tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    origin = hf_with(tmp_path / "hf", files=2)
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        convert(tmp_path / "nowhere", tmp_path / "out")
+    (origin / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(WeightsError, match="model-00002-of-00002.safetensors is missing"):
+        convert(origin, tmp_path / "out")
+    (origin / INDEX).unlink()
+    with pytest.raises(FileNotFoundError, match=f"neither {SINGLE} nor {INDEX}"):
+        convert(origin, tmp_path / "out")
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    origin = hf_with(tmp_path / "hf")
+    with open(origin / SINGLE, "r+b") as file:
+        file.truncate(10_000_000)
+        file.truncate((origin / SINGLE).stat().st_size // 2)
+    with pytest.raises(WeightsError, match="model.safetensors is not a whole safetensors file"):
+        convert(origin, tmp_path / "out")
+
+
+def test_index_and_files_disagree(tmp_path: Path) -> None:
+    origin = hf_with(tmp_path / "hf", files=2)
+    index = json.loads((origin / INDEX).read_text())
+    good = dict(index["weight_map"])
+
+    def refused(weight_map: dict[str, str], message: str) -> None:
+        (origin / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(WeightsError, match=message):
+            convert(origin, tmp_path / "out")
+
+    name = next(iter(good))
+    refused({k: v for k, v in good.items() if k != name}, f"tensor '{name}' is in no file, but it is in model-00001")
+    refused(good | {name: "model-00002-of-00002.safetensors"}, f"tensor '{name}' is in model-00002.*, but it is in model-00001")
+    refused(good | {"ghost": good[name]}, "tensor 'ghost' is in model-00001.*, but it is in no file")
+    refused(good | {name: "../elsewhere.safetensors"}, "not a file name of weights")
+    save_file(
+        read_tensors_of(origin / "model-00002-of-00002.safetensors") | {name: torch.zeros(1)},
+        origin / "model-00002-of-00002.safetensors",
+    )
+    refused(good, f"tensor '{name}' is in both")
+
+
+def read_tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+# --- Export ---------------------------------------------------------------------------------------------------------
+
+
+def test_export_needs_the_same_model(tmp_path: Path) -> None:
+    convert(hf_with(tmp_path / "hf"), tmp_path / "full")
+    other = hf_with(tmp_path / "other", config={"rope_theta": 5000.0})
+    with pytest.raises(WeightsError, match="language rope_theta is 1000000.0 .* and 5000.0"):
+        export(tmp_path / "full", other, tmp_path / "out")
+    family = hf_with(tmp_path / "family", "Qwen2-VL-2B-Instruct")
+    with pytest.raises(WeightsError, match="is a qwen2_5_vl model, .* a qwen2_vl model"):
+        export(tmp_path / "full", family, tmp_path / "out")
+
+
+def test_padding_with_values_is_refused(tmp_path: Path) -> None:
+    convert(hf_with(tmp_path / "hf"), tmp_path / "full")
+    reader = WeightReader(tmp_path / "full")
+    tensors = {name: reader.get(name).clone() for name in reader.names()}
+    name = "vision_model.decoder.layers.1.mlp.linear_fc2.weight"
+    tensors[name][3, -1] = 1e-3
+    entry = write_rank_file(tmp_path / "trained", 0, 0, tensors)
+    write_manifest(tmp_path / "trained", reader.spec, None, [entry])
+    with pytest.raises(WeightsError, match=f"padding of tensor '{name}'"):
+        export(tmp_path / "trained", tmp_path / "hf", tmp_path / "out")
+
+
+def test_trained_float32_is_rounded_to_the_origins_type(tmp_path: Path) -> None:
+    origin = hf_with(tmp_path / "hf")
+    convert(origin, tmp_path / "full")
+    reader = WeightReader(tmp_path / "full")
+    trained = {name: reader.get(name).float() * 1.001 for name in reader.names()}
+    entry = write_rank_file(tmp_path / "trained", 0, 0, trained)
+    write_manifest(tmp_path / "trained", reader.spec, None, [entry])
+    report = export(tmp_path / "trained", origin, tmp_path / "out")
+    assert report.cast == {("float32", "bfloat16"): report.tensors}
+    before, after = read_tensors(origin), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], (tensor.float() * 1.001).bfloat16()), name
+
+
+# --- The folder written to ------------------------------------------------------------------------------------------
+
+
+def test_out_is_not_overwritten(tmp_path: Path) -> None:
+    origin = hf_with(tmp_path / "hf")
+    convert(origin, tmp_path / "out", {"tp": 2})
+    with pytest.raises(FileExistsError, match="--force"):
+        convert(origin, tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    convert(origin, tmp_path / "out", force=True)
+    assert WeightReader(tmp_path / "out").layout is None
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [MANIFEST, "notes.txt", "weights-00001-of-00001.safetensors"]
+
+
+def test_force_touches_nothing_else(tmp_path: Path) -> None:
+    """Neither another kind of checkpoint, nor a folder of anything, nor the folder that is read."""
+    origin = hf_with(tmp_path / "hf")
+    convert(origin, tmp_path / "full")
+    other = tmp_path / "another_hf"
+    shutil.copytree(origin, other)
+    with pytest.raises(FileExistsError, match="nothing there is touched"):
+        convert(origin, other, force=True)
+    with pytest.raises(FileExistsError, match="nothing there is touched"):
+        export(tmp_path / "full", origin, tmp_path / "full" / "..", force=True)
+    for source, work in ((origin, lambda p: convert(p, p, force=True)), (tmp_path / "full", lambda p: reshard(p, p, force=True))):
+        with pytest.raises(ValueError, match="is the folder that is read"):
+            work(source)
+    assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in origin.iterdir())
+
+
+def test_a_failure_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that fails half way (a disk error) ends the conversion with its own message; a second try succeeds."""
+    from converters.hf import HfCheckpoint
+
+    origin, window, calls = hf_with(tmp_path / "hf"), HfCheckpoint.window, []
+
+    def failing(self, name, w):
+        calls.append(name)
+        if len(calls) == 40:
+            raise OSError("input/output error")
+        return window(self, name, w)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HfCheckpoint, "window", failing)
+        with pytest.raises(OSError, match="input/output error"):
+            convert(origin, tmp_path / "out", {"tp": 2, "pp": 2})
+    assert list((tmp_path / "out").iterdir()) == []
+    # What a killed process leaves: partial files without a manifest.
+    (tmp_path / "out" / "tp00_pp00.safetensors.partial").write_bytes(b"half")
+    with pytest.raises(FileExistsError):
+        convert(origin, tmp_path / "out", {"tp": 2, "pp": 2})
+    convert(origin, tmp_path / "out", {"tp": 2, "pp": 2}, force=True)
+    assert WeightReader(tmp_path / "out").layout is not None
+    assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_full_disk_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(WeightsError, match="0.0 GB free"):
+        convert(hf_with(tmp_path / "hf"), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,0 +1,81 @@
+"""Converting takes memory for its chunks, not for its tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from converters import rules_for
+from megatron_vl.models.families import read_spec
+
+from .helpers import small_config
+
+SCRIPT = """
+import sys
+from converters.convert import convert, export
+import safetensors, torch
+print("ready", flush=True)
+sys.stdin.readline()
+convert(sys.argv[1], sys.argv[2] + "/shards", {"tp": 2, "pp": 2}, workers=2)
+export(sys.argv[2] + "/shards", sys.argv[1], sys.argv[2] + "/back", workers=2)
+"""
+BOUND = 64 << 20
+"""Two workers, chunks of 8 MiB, a few copies of each."""
+
+
+def big_folder(folder: Path) -> int:
+    """A tied model of about 280 MB in one file, with an embedding of 205 MB. Returns the bytes of its weights."""
+    config = small_config("Qwen2.5-VL-3B-Instruct", layers=2)
+    config |= {
+        "vocab_size": 80_000,
+        "hidden_size": 1280,
+        "intermediate_size": 4096,
+        "rope_scaling": {"type": "mrope", "mrope_section": [8, 16, 16]},
+    }
+    config["vision_config"]["out_hidden_size"] = 1280
+    shapes = {name: shape for rule in rules_for(read_spec(config)) for name, shape in rule.hf.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of private memory of a process that no file backs."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
+def test_memory_is_bounded(tmp_path: Path, repository: Path) -> None:
+    size = big_folder(tmp_path / "hf")
+    assert size > 270e6
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "hf"), str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repository)
+    assert process.stdin and process.stdout
+    assert process.stdout.readline() == "ready\n"
+    before = peak = anonymous(process.pid)
+    process.stdin.write("go\n")
+    process.stdin.close()
+    tick = threading.Event()
+    samples = 0
+    while process.poll() is None:
+        try:
+            peak = max(peak, anonymous(process.pid))
+        except (FileNotFoundError, ProcessLookupError):
+            break
+        samples += 1
+        tick.wait(0.005)
+    assert process.wait() == 0
+    assert samples > 20
+    assert peak - before < BOUND < size / 4
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (tmp_path / "hf" / "model.safetensors").read_bytes()

@@ -1,0 +1,88 @@
+"""verify: bit for bit, and what differs is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from converters.convert import convert
+from converters.hf import SINGLE
+from converters.verify import check_hashes, compare
+
+from .helpers import read_tensors, released_folder, released_tensors, small_config, write_hf
+
+SIZE = "Qwen2.5-VL-3B-Instruct"
+
+
+def folder_of(path: Path, **tensors: torch.Tensor) -> Path:
+    path.mkdir()
+    save_file(tensors, path / SINGLE)
+    return path
+
+
+def test_files_do_not_matter_tensors_do(tmp_path: Path) -> None:
+    a = released_folder(tmp_path / "a", SIZE, files=1)
+    b = released_folder(tmp_path / "b", SIZE, files=3)
+    assert compare(a, b).differences == []
+
+
+def test_one_bit_is_found(tmp_path: Path) -> None:
+    tensors = dict(released_tensors(SIZE))
+    a = write_hf(tmp_path / "a", tensors, small_config(SIZE))
+    for name in ("visual.blocks.1.attn.qkv.weight", "model.layers.0.mlp.up_proj.weight"):
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(torch.int16)[3, 5] ^= 1
+    b = write_hf(tmp_path / "b", tensors, small_config(SIZE))
+    first, second = compare(a, b).differences
+    assert first.name == "model.layers.0.mlp.up_proj.weight" and second.name == "visual.blocks.1.attn.qkv.weight"
+    columns = tensors[first.name].shape[1]
+    assert first.how.startswith(f"1 of {tensors[first.name].numel()} elements differ, the first at {3 * columns + 5}")
+
+
+def test_every_kind_of_difference(tmp_path: Path) -> None:
+    nan = torch.tensor([float("nan")])
+    a = folder_of(
+        tmp_path / "a",
+        same=nan,
+        only=torch.ones(1),
+        kind=torch.zeros(2),
+        shape=torch.zeros(2),
+        sign=torch.zeros(3),
+        scalar=torch.tensor(1),
+    )
+    b = folder_of(
+        tmp_path / "b",
+        same=nan,
+        kind=torch.zeros(2).half(),
+        shape=torch.zeros(1, 2),
+        sign=-torch.zeros(3),
+        scalar=torch.tensor(2),
+        new=torch.ones(1),
+    )
+    found = {difference.name: difference.how for difference in compare(a, b).differences}
+    assert found == {
+        "kind": "type F32 against F16",
+        "new": "missing in the first folder",
+        "only": "missing in the second folder",
+        "scalar": "1 of 1 elements differ, the first at 0, at most by 1",
+        "shape": "shape [2] against [1, 2]",
+        "sign": "3 of 3 elements differ, the first at 0, at most by 0",
+    }
+
+
+def test_megatron_weights_in_two_layouts(tmp_path: Path) -> None:
+    hf = released_folder(tmp_path / "hf", SIZE)
+    convert(hf, tmp_path / "a", {"tp": 8, "pp": 2})
+    convert(hf, tmp_path / "b")
+    assert compare(tmp_path / "a", tmp_path / "b").differences == []
+    assert check_hashes(tmp_path / "a").differences == []
+    file = tmp_path / "a" / "tp03_pp01.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    (damaged,) = check_hashes(tmp_path / "a").differences
+    (other,) = compare(tmp_path / "a", tmp_path / "b").differences
+    assert damaged.name == other.name and "tp03_pp01.safetensors" in damaged.how
+    assert read_tensors(hf)  # the source is whole

@@ -1,0 +1,295 @@
+"""The on-disk format: cuts and their inverses, any slice out of any layout, and a manifest that is never half true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.models.tensors import EMBEDDING, LayoutError, TensorInfo, tensor_table
+from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.weights import (
+    MANIFEST,
+    Block,
+    WeightReader,
+    WeightsError,
+    Window,
+    gather,
+    make_header,
+    read_header,
+    shard,
+    shard_blocks,
+    unshard,
+    write_manifest,
+    write_rank_file,
+)
+
+CONFIG = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 40,
+    "tie_word_embeddings": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 0, 1]},
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 8,
+        "intermediate_size": 43,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "fullatt_block_indexes": [1],
+    },
+}
+LAYOUTS = [
+    {"tp": 1},
+    {"tp": 2},
+    {"tp": 8},
+    {"tp": 4, "pp": 2, "layers": [0, 4]},
+    {"tp": 2, "pp": 2, "vpp": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return read_spec(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def full(spec: ModelSpec) -> dict[str, Tensor]:
+    """Random full tensors; norms in float32, the rest in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(info.shape, generator=generator).to(torch.float32 if "norm" in name else torch.bfloat16)
+        for name, info in tensor_table(spec).items()
+    }
+
+
+def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout: Layout) -> list[dict]:
+    """What a training run does: each rank writes its file, one writes the manifest."""
+    table = tensor_table(spec)
+    entries = [
+        write_rank_file(
+            folder,
+            t,
+            p,
+            {name: shard(full[name], info, t, layout.tp) for name, info in table.items() if layout.stage_of(info) == p},
+        )
+        for p in range(layout.pp)
+        for t in range(layout.tp)
+    ]
+    entries = json.loads(json.dumps(entries))  # they travel between ranks
+    write_manifest(folder, spec, layout, entries)
+    return entries
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("split", ["replicated", "column", "row", "gated"])
+def test_unshard_is_the_inverse_of_shard(split: str, tp: int) -> None:
+    info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
+    tensor = torch.arange(48 * 16).view(48, 16)
+    shards = [shard(tensor, info, t, tp) for t in range(tp)]
+    assert all(part.shape == info.shard_shape(tp) for part in shards)
+    assert torch.equal(unshard(shards, info), tensor)
+
+
+def test_gated_shard_has_its_part_of_both_halves() -> None:
+    info = TensorInfo("x", (8,), "gated", "vision")
+    assert shard(torch.arange(8), info, 1, 2).tolist() == [2, 3, 6, 7]
+    assert shard(torch.arange(8), TensorInfo("x", (8,), "column", "vision"), 1, 2).tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("split", ["column", "row", "gated"])
+def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
+    """The rectangles that reading uses against the plain cut."""
+    info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
+    tensor = torch.arange(48 * 16).view(48, 16)
+    shards = [shard(tensor, info, t, tp) for t in range(tp)]
+
+    def read(part: str | int, w: Window) -> Tensor:
+        return shards[int(part)][w.row : w.row_end, w.col : w.col_end]
+
+    for window in (Window(0, 48, 0, 16), Window(5, 29, 3, 13), Window(23, 25, 7, 9)):
+        expected = tensor[window.row : window.row_end, window.col : window.col_end]
+        assert torch.equal(gather(shard_blocks(info, tp), window, read, tensor.dtype), expected)
+
+
+def test_gather_fills_gaps_with_zero() -> None:
+    part = torch.ones(2, 2)
+    whole = gather(
+        [Block("a", 2, 2, row=1, col=1)], Window(0, 4, 0, 3), lambda _, w: part[w.row : w.row_end, w.col : w.col_end], part.dtype
+    )
+    assert whole.tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_any_slice_out_of_any_layout(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], layout: dict) -> None:
+    write_shards(tmp_path, spec, full, make_layout(spec, **layout))
+    reader = WeightReader(tmp_path)
+    assert reader.spec == spec and reader.layout == make_layout(spec, **layout)
+    assert reader.names() == list(full)
+    for name, info in tensor_table(spec).items():
+        assert reader.dtype(name) == full[name].dtype
+        for tp in (1, 2, 4, 8):
+            for rank in range(tp):
+                got = reader.get(name, rank, tp)
+                assert got.dtype == full[name].dtype
+                assert torch.equal(got, shard(full[name], info, rank, tp)), (name, rank, tp)
+
+
+def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    entry = write_rank_file(tmp_path, 0, 0, full)
+    write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
+    reader = WeightReader(tmp_path)
+    assert reader.layout is None and reader.manifest["kind"] == "full" and reader.manifest["origin"] == {"hf": "somewhere"}
+    assert all(torch.equal(reader.get(name), tensor) for name, tensor in full.items())
+
+
+def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Read by the library, tensors aligned to their type although types are mixed; the manifest's hash is of the stored bytes."""
+    import hashlib
+
+    layout = make_layout(spec, tp=2, pp=2)
+    write_shards(tmp_path, spec, full, layout)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    for file, entry in manifest["files"].items():
+        stored = load_file(tmp_path / file)
+        assert stored.keys() == entry["tensors"].keys()
+        for name, tensor in stored.items():
+            assert hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() == entry["tensors"][name]
+        header = read_header(tmp_path / file)
+        assert len(header) % 8 == 0
+        for name, place in json.loads(header[8:]).items():
+            if name != "__metadata__":
+                assert place["data_offsets"][0] % stored[name].element_size() == 0
+
+
+def test_header_equals_the_librarys(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {"b": torch.zeros(3, dtype=torch.bfloat16), "a": torch.zeros(2, 2), "c": torch.zeros(1)}
+    save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
+    theirs = json.loads(read_header(tmp_path / "x.safetensors")[8:])
+    ours = json.loads(
+        make_header({"a": (torch.float32, (2, 2)), "c": (torch.float32, (1,)), "b": (torch.bfloat16, (3,))}, {"format": "pt"})[8:]
+    )
+    assert ours == theirs
+
+
+def test_a_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    layout = make_layout(spec, tp=2, pp=2)
+    write_shards(tmp_path, spec, full, layout)
+    reader = WeightReader(tmp_path)
+    # The other ranks' files may lie on another node's slow path: their content is not touched.
+    for file in ("tp00_pp00", "tp00_pp01", "tp01_pp00"):
+        (tmp_path / f"{file}.safetensors").write_bytes(b"")
+    for name, info in tensor_table(spec).items():
+        if layout.stage_of(info) == 1:
+            assert torch.equal(reader.get(name, 1, 2), shard(full[name], info, 1, 2))
+    with pytest.raises(WeightsError, match="tp01_pp00.safetensors is not a whole safetensors file"):
+        reader.get(EMBEDDING, 1, 2)
+
+
+def test_impossible_tp_is_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    with pytest.raises(LayoutError, match="tp=3 does not divide"):
+        WeightReader(tmp_path).get(EMBEDDING, 0, 3)
+
+
+# --- Writing what is not the model ----------------------------------------------------------------------------------
+
+
+def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    layout = make_layout(spec, tp=2, pp=2)
+    entries = write_shards(tmp_path / "good", spec, full, layout)
+    name = "language_model.decoder.layers.3.mlp.linear_fc1.weight"
+
+    def refused(message: str, change) -> None:
+        changed = json.loads(json.dumps(entries))
+        change(changed)
+        with pytest.raises(WeightsError, match=message):
+            write_manifest(tmp_path, spec, layout, changed)
+        assert not (tmp_path / MANIFEST).exists()
+
+    last = {(entry["tp"], entry["pp"]): i for i, entry in enumerate(entries)}[1, 1]
+    refused("is missing in tensor rank 1, pipeline rank 1", lambda e: e.pop(last))
+    refused(f"'{name}' is missing in tensor rank 1", lambda e: e[last]["tensors"].pop(name))
+    refused("has shape \\[1, 2\\] in tensor rank 1", lambda e: e[last]["tensors"][name].update(shape=[1, 2]))
+    refused(f"'{name}' has different types", lambda e: e[last]["tensors"][name].update(dtype="float32"))
+    refused("'stray' does not belong", lambda e: e[last]["tensors"].update(stray=e[last]["tensors"][name]))
+
+
+def test_replicas_that_differ_are_told(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """They mean a fault in training; the weights are kept, with a warning that names the tensor."""
+    layout = make_layout(spec, tp=2)
+    name = "language_model.decoder.final_layernorm.weight"
+    table = tensor_table(spec)
+    entries = []
+    for t in range(2):
+        tensors = {n: shard(full[n], info, t, 2) for n, info in table.items()}
+        tensors[name] = tensors[name] + t
+        entries.append(write_rank_file(tmp_path, t, 0, tensors))
+    with pytest.warns(UserWarning, match=name):
+        write_manifest(tmp_path, spec, layout, entries)
+    assert torch.equal(WeightReader(tmp_path).get(name), full[name])
+
+
+def test_spec_must_be_its_configs(tmp_path: Path, spec: ModelSpec) -> None:
+    with pytest.raises(WeightsError, match="differs from its hf_config"):
+        write_manifest(tmp_path, spec.replace_layers(language=2), None, [])
+
+
+def test_unsupported_type_and_no_debris(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="tensor 'x' has type torch.int8"):
+        write_rank_file(tmp_path / "w", 0, 0, {"x": torch.zeros(2, dtype=torch.int8)})
+    assert not (tmp_path / "w").exists()
+
+
+# --- Reading what somebody handed over ------------------------------------------------------------------------------
+
+
+def edited(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "other"}, "is not a manifest of"),
+        ({"version": 99}, "has version 99; this program reads version 1"),
+        ({"hf_config": {"model_type": "llama"}}, "model_type 'llama' is not supported"),
+        ({"hf_config": CONFIG | {"vocab_size": 80}}, "tensor 'language_model.embedding.*its config says"),
+        ({"tensors": {}}, "its config says"),
+        ({"files": {}}, "no file holds tensor"),
+        ({"files": {"../x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "is not a file name of weights"),
+        ({"files": {"x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "x.safetensors is missing"),
+    ],
+)
+def test_bad_manifests(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], changes: dict, message: str) -> None:
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    edited(tmp_path, **changes)
+    with pytest.raises(WeightsError, match=message):
+        WeightReader(tmp_path)
+
+
+def test_manifest_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text("{")
+    with pytest.raises(WeightsError, match="is not JSON"):
+        WeightReader(tmp_path)
+
+
+def test_file_of_another_model(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    write_rank_file(tmp_path, 0, 0, {name: tensor.float() for name, tensor in full.items()})
+    with pytest.raises(WeightsError, match="is missing or differs from manifest.json"):
+        WeightReader(tmp_path).get(EMBEDDING)
