@@ -122,7 +122,11 @@ def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool) -> 
 
 
 def make_backend(name: str) -> Backend:
-    return {"sdpa": _sdpa, "torch_varlen": _torch_varlen, "flash_attn": _flash_attn, "te": _TransformerEngine()}[name]
+    """The function of a backend; each layer has its own."""
+    if name == "te":
+        return _TransformerEngine()
+    functions: dict[str, Backend] = {"sdpa": _sdpa, "torch_varlen": _torch_varlen, "flash_attn": _flash_attn}
+    return functions[name]
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
@@ -148,7 +152,9 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = segments.cu_seqlens, segments.max_seqlen
-    return varlen_attn(query, key, value, cu, cu, longest, longest, window_size=(-1, 0) if causal else (-1, -1))
+    out = varlen_attn(query, key, value, cu, cu, longest, longest, window_size=(-1, 0) if causal else (-1, -1))
+    assert isinstance(out, Tensor)  # a tuple only when the log-sum-exp is asked for
+    return out
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:

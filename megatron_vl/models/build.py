@@ -24,7 +24,9 @@ from .transformer_configs import language_config, vision_config
 from .vision import VisionTower
 from .vlm import VisionLanguageModel
 
-logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel announces its deprecation
+for _name in ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel"):
+    # GPTModel announces its deprecation, DDP that it computes a layout: at every start, on every rank.
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def build_chunks(
@@ -53,7 +55,9 @@ def build_chunks(
     tower_config = vision_config(platform, spec, layout, dtype=dtype, recompute=recompute)
     pg = ProcessGroupCollection.use_mpu_process_groups()
     vision_backend = choose_backend(model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False)
-    language_backend = choose_backend(model.language_attention, platform=platform.name, head_dim=spec.language.head_dim, causal=True)
+    language_backend = choose_backend(
+        model.language_attention, platform=platform.name, head_dim=spec.language.head_dim, causal=True
+    )
     rank, chunks = mpu.get_pipeline_model_parallel_rank(), []
     for stage in range(layout.vpp):
         first = rank == 0 and stage == 0
@@ -72,9 +76,7 @@ def build_chunks(
             )
         language = GPTModel(
             config,
-            block_spec(
-                platform, config, len(layout.chunk_layers(rank, stage)), attention_backend=language_backend, causal=True
-            ),
+            block_spec(platform, config, len(layout.chunk_layers(rank, stage)), attention_backend=language_backend, causal=True),
             vocab_size=spec.language.vocab_size,
             max_sequence_length=seq_len,
             pre_process=first,
@@ -117,9 +119,7 @@ def part_of(name: str) -> str:
 
 def chunk_tensors(chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int) -> list[tuple[str, torch.nn.Parameter]]:
     """(canonical name, parameter) of all chunks of a rank."""
-    return [
-        pair for stage, chunk in enumerate(chunks) for pair in named_tensors(chunk, layout.first_layer(pp_rank, stage))
-    ]
+    return [pair for stage, chunk in enumerate(chunks) for pair in named_tensors(chunk, layout.first_layer(pp_rank, stage))]
 
 
 def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[tuple[str, torch.nn.Parameter]]) -> dict[str, TensorInfo]:

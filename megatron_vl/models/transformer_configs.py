@@ -40,7 +40,13 @@ def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: fl
 
 
 def language_config(
-    platform: Platform, spec: ModelSpec, layout: Layout, *, dtype: torch.dtype, sequence_parallel: bool, recompute: RecomputeConfig
+    platform: Platform,
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    recompute: RecomputeConfig,
 ) -> TransformerConfig:
     """The language model's config, which also steers the pipeline schedules and gradient finalisation."""
     m = spec.language
@@ -75,7 +81,9 @@ def language_config(
     return config
 
 
-def vision_config(platform: Platform, spec: ModelSpec, layout: Layout, *, dtype: torch.dtype, recompute: RecomputeConfig) -> TransformerConfig:
+def vision_config(
+    platform: Platform, spec: ModelSpec, layout: Layout, *, dtype: torch.dtype, recompute: RecomputeConfig
+) -> TransformerConfig:
     """The vision tower's config: on one pipeline stage, no sequence parallelism (its patch count varies per row)."""
     v = spec.vision
     return TransformerConfig(

@@ -63,7 +63,9 @@ class PatchEmbed(nn.Module):
 class Merger(nn.Module):
     """Norm, then each merge unit's patches side by side through a two-layer GELU MLP to the language width."""
 
-    def __init__(self, platform: Platform, vision: VisionSpec, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
+    def __init__(
+        self, platform: Platform, vision: VisionSpec, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup
+    ) -> None:
         super().__init__()
         self.width = vision.merge_unit * vision.hidden_size
         column, row = linears(platform)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -93,5 +92,3 @@ def place_features(embedded: Tensor, features: Tensor, feature_index: Tensor | N
     if feature_index.numel() == 0:
         return embedded + features.sum() * 0.0
     return embedded.clone().index_copy(0, feature_index, features[:, None])
-
-

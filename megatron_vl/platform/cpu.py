@@ -148,7 +148,12 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_core_rng() -> None:
+    import logging
+
     from megatron.core.tensor_parallel import random as core_random
+
+    # There is one generator on CPU, so core's "CPU RNG state changed within GPU RNG context" is always true.
+    logging.getLogger(core_random.__name__).setLevel(logging.ERROR)
 
     core_random._get_cuda_rng_state = _get_rng_state
     core_random._set_cuda_rng_state = _set_rng_state

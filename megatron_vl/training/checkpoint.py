@@ -76,7 +76,9 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[tuple[str, nn
                 group = part.optimizer.param_groups[group_index]
                 main = group["params"][order]
                 span = part._get_model_param_range_map(parameter)["param"]
-                yield OptimizerSlice(names[id(parameter)], parameter, span.start, span.end, main, part.optimizer.state[main], group)
+                yield OptimizerSlice(
+                    names[id(parameter)], parameter, span.start, span.end, main, part.optimizer.state[main], group
+                )
             continue
         for name, parameter in parameters:
             if parameter.requires_grad:
@@ -236,7 +238,9 @@ def _load_optimizer(path: Path, optimizer: ChainedOptimizer, parameters: list[tu
 
 def _is_fused(optimizer: ChainedOptimizer) -> bool:
     """Whether Adam is Transformer Engine's, which counts steps per parameter group."""
-    return any(type(part.optimizer).__name__ == "FusedAdam" for part in optimizer.chained_optimizers if hasattr(part, "optimizer"))
+    return any(
+        type(part.optimizer).__name__ == "FusedAdam" for part in optimizer.chained_optimizers if hasattr(part, "optimizer")
+    )
 
 
 def _prune(folder: Path, keep: int) -> None:

@@ -91,7 +91,9 @@ class Feed:
         """One broadcast of a flat buffer from the loader's owner; the owner hands in its host buffer."""
         device = self.platform.device
         owner = self.grid.owns_loader
-        buffer = local.to(device, non_blocking=True) if owner and local is not None else torch.empty(size, dtype=dtype, device=device)
+        buffer = (
+            local.to(device, non_blocking=True) if owner and local is not None else torch.empty(size, dtype=dtype, device=device)
+        )
         if whole_replica and self.grid.tp * self.grid.pp > 1:
             dist.broadcast(buffer, src=self.grid.replica_source, group=self.grid.replica_group)
         elif not whole_replica and self.grid.tp > 1:
@@ -103,12 +105,16 @@ class Feed:
         plane_sizes = [_numel(d["vision"]["planes"]) for d in described]
         ints = self._share(_vision_buffer(rows), sum(int_sizes), torch.int32, whole_replica=False)
         planes = self._share(
-            torch.cat([r.vision.planes.flatten() for r in rows]) if rows else None, sum(plane_sizes), torch.uint8, whole_replica=False
+            torch.cat([r.vision.planes.flatten() for r in rows]) if rows else None,
+            sum(plane_sizes),
+            torch.uint8,
+            whole_replica=False,
         )
         for row, d, part, pixels in zip(device_rows, described, ints.split(int_sizes), planes.split(plane_sizes), strict=True):
             shapes = d["vision"]
             fields = {
-                n: t.view(shapes[n]) for n, t in zip(_VISION_INTS, part.split([_numel(shapes[n]) for n in _VISION_INTS]), strict=True)
+                n: t.view(shapes[n])
+                for n, t in zip(_VISION_INTS, part.split([_numel(shapes[n]) for n in _VISION_INTS]), strict=True)
             }
             row.vision = VisionInput(
                 planes=pixels.view(shapes["planes"]),

@@ -34,7 +34,9 @@ def language_forward(m: LanguageSpec, lengths: list[int]) -> float:
     """Forward FLOPs of documents of these lengths in tokens."""
     tokens = sum(lengths)
     heads = m.num_heads * m.head_dim
-    linear = m.hidden_size * (heads + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size + 3 * m.hidden_size * m.ffn_hidden_size
+    linear = (
+        m.hidden_size * (heads + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size + 3 * m.hidden_size * m.ffn_hidden_size
+    )
     attention = 2 * heads * sum(n * n for n in lengths)  # QK^T and PV, half of each
     return m.num_layers * (2 * linear * tokens + attention) + 2 * m.hidden_size * m.vocab_size * tokens
 

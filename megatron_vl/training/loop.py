@@ -102,7 +102,9 @@ def build_model(config: TrainConfig, spec: ModelSpec, layout: Layout, platform: 
     if config.model.checkpoint:
         reader = WeightReader(config.model.checkpoint)
         if reader.spec.family != spec.family or reader.spec.vision != spec.vision or reader.spec.language != spec.language:
-            raise RunConfigError(f"model.checkpoint {config.model.checkpoint} holds another model than model.hf {config.model.hf}")
+            raise RunConfigError(
+                f"model.checkpoint {config.model.checkpoint} holds another model than model.hf {config.model.hf}"
+            )
         checkpoint.load_weights(reader, tensors, grid)
     return chunks
 

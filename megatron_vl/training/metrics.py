@@ -104,7 +104,11 @@ class MetricsLog:
         if self.grid.rank != 0:
             return
         dropped = sum(v for k, v in self.totals.items() if k.startswith("dropped/"))
-        speed = f"MFU {n['mfu']:6.1%} (vision {n['vision_flops_share']:.0%})" if n["mfu"] is not None else f"{n['tflops_per_rank']:.3f} TFLOP/s"
+        speed = (
+            f"MFU {n['mfu']:6.1%} (vision {n['vision_flops_share']:.0%})"
+            if n["mfu"] is not None
+            else f"{n['tflops_per_rank']:.3f} TFLOP/s"
+        )
         line = (
             f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f} | lr {n['lr']:.3e} | "
             f"{n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU | {speed} | {n['memory_gib']:.1f} GiB | "

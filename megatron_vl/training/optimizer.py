@@ -90,5 +90,7 @@ def update(optimizer: ChainedOptimizer, loss_is_finite: bool) -> tuple[bool, flo
         decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         parameters = part.get_parameters()
         if parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
+            clip_grad_by_total_norm_fp32(
+                parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
+            )
     return bool(optimizer.step_with_ready_grads()), norm

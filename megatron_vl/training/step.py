@@ -49,9 +49,7 @@ def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[Distrib
         bucket_size=p.bucket_size,
     )
     core = chunks[0].config
-    wrapped = [
-        DistributedDataParallel(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
-    ]
+    wrapped = [DistributedDataParallel(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     if p.overlap_grad_reduce:
         hooks = [chunk.no_sync for chunk in wrapped]
         core.no_sync_func = hooks if len(hooks) > 1 else hooks[0]

@@ -150,7 +150,9 @@ def read_language(config: dict[str, Any]) -> LanguageSpec:
     head_dim = text.get("head_dim") or hidden // heads
     section = tuple(int(n) for n in rope["mrope_section"])
     if len(section) != 3 or sum(section) != head_dim // 2:
-        raise ConfigError(f"config.json: mrope_section {section} must be three numbers that add up to head_dim/2 = {head_dim // 2}")
+        raise ConfigError(
+            f"config.json: mrope_section {section} must be three numbers that add up to head_dim/2 = {head_dim // 2}"
+        )
     tied = config.get("tie_word_embeddings")
     if tied is None:
         tied = text.get("tie_word_embeddings", False)
@@ -164,7 +166,7 @@ def read_language(config: dict[str, Any]) -> LanguageSpec:
         vocab_size=require(text, "vocab_size", "the text fields"),
         norm_eps=text.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1000000.0))),
-        mrope_section=section,  # type: ignore[arg-type]
+        mrope_section=section,
         tied_embeddings=bool(tied),
     )
 

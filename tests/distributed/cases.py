@@ -1,0 +1,104 @@
+"""The parity table: named cases by number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FOUR = ["image", "text", "two_images", "video"]
+"""Four samples, as one row or as four."""
+MIXED_ROWS = [["mixed", "text"], ["image_between", "short_text"], ["two_images"], ["text", "short_text", "video"]]
+TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "short_text"]]
+"""On two data-parallel ranks the last micro-batch of the second rank has no image."""
+
+Q2, Q25 = "qwen2_vl", "qwen2_5_vl"
+
+
+def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:
+    return {"name": name, "family": family, "tied": False, "steps": steps or [MIXED_ROWS], "seq_len": 512, **layout}
+
+
+def kinds(kind: str) -> list[Any]:
+    return [[[kind]]]
+
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        *(case(f"one rank, {family}", family) for family in (Q25, Q2)),
+        *(
+            case(f"one rank, {kind}", steps=kinds(kind))
+            for kind in ("text", "image", "two_images", "image_between", "video", "mixed")
+        ),
+        case("four samples as one row", steps=[[FOUR]]),
+        case("four samples as four rows", steps=[[[kind] for kind in FOUR]]),
+        case("one rank, qwen2_vl video", Q2, steps=kinds("video")),
+        case("tied", tied=True),
+        case("vision frozen", freeze=["vision"]),
+        case("vision and merger frozen", freeze=["vision", "merger"]),
+        case("language frozen", freeze=["language"]),
+        case("merger alone", freeze=["vision", "language"]),
+        case("full recompute", recompute={"language": "full", "vision": "full"}),
+        case("selective recompute", recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]}),
+        case("overlap, three steps, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
+    ],
+    2: [
+        *(case(f"TP2, {family}", family, tp=2) for family in (Q25, Q2)),
+        case("TP2 + SP", tp=2, sequence_parallel=True),
+        case("TP2 + SP, tied, text and image rows", tied=True, tp=2, sequence_parallel=True, steps=[[["text"], ["image"]]]),
+        case("TP2 + SP, full recompute", tp=2, sequence_parallel=True, recompute={"language": "full", "vision": "full"}),
+        case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
+        *(case(f"PP2, {family}", family, pp=2) for family in (Q25, Q2)),
+        case("PP2 uneven", pp=2, layers=[1, 3]),
+        case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),
+        case("PP2 tied", tied=True, pp=2, layers=[1, 3]),
+        case("PP2 x VPP2", pp=2, vpp=2),
+        case("PP2 x VPP2 uneven, tied", tied=True, pp=2, vpp=2, layers=[0, 1, 1, 2]),
+        case("PP2, vision and merger frozen", pp=2, freeze=["vision", "merger"]),
+        case("PP2, language frozen", pp=2, freeze=["language"]),
+        case("DP2", steps=[MIXED_ROWS]),
+        case("DP2 without distributed optimizer", distributed_optimizer=False),
+        case("DP2, overlap, three steps, text-only last", steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS], overlap=True),
+        case(
+            "DP2, overlap, small buckets, tied",
+            tied=True,
+            steps=[TEXT_LAST, TEXT_LAST, TEXT_LAST],
+            overlap=True,
+            bucket_size=40_000,
+        ),
+        case(
+            "DP2, overlap, text-only step between",
+            steps=[TEXT_LAST, [["text"]] * 4, TEXT_LAST],
+            overlap=True,
+            distributed_optimizer=False,
+        ),
+        case("DP2, qwen2_vl, overlap", Q2, steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True),
+        case("DP2, vision frozen, overlap", steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True, freeze=["vision"]),
+    ],
+    4: [
+        *(
+            case(
+                f"TP2 x PP2 x VPP2 + SP, {family}",
+                family,
+                tp=2,
+                pp=2,
+                vpp=2,
+                sequence_parallel=True,
+                overlap=True,
+                steps=[MIXED_ROWS] * 3,
+            )
+            for family in (Q25, Q2)
+        ),
+        case("TP2 x PP2 uneven + SP, tied", tied=True, tp=2, pp=2, layers=[1, 3], sequence_parallel=True),
+        case("TP2 x PP2 x VPP2 uneven + SP, tied", tied=True, tp=2, pp=2, vpp=2, layers=[0, 2, 1, 1], sequence_parallel=True),
+        case("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
+        case("PP4", pp=4),
+        case("PP2 x DP2, overlap, text-only last", pp=2, layers=[1, 3], overlap=True, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS]),
+        case(
+            "TP2 x DP2 + SP, overlap, text-only last",
+            tp=2,
+            sequence_parallel=True,
+            overlap=True,
+            steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST],
+        ),
+        case("TP2 x PP2, full recompute", tp=2, pp=2, recompute={"language": "full", "vision": "full"}),
+    ],
+}

@@ -1,0 +1,80 @@
+"""Loss and gradients of every layout equal those of transformers, in real groups of processes.
+
+One group is started for each number of ranks and runs all of that number's cases; each test reads its case's result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters.convert import convert
+from tests.tiny import tiny_checkpoint
+from toolkit.parity.run import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Case, write_cases
+
+from .cases import CASES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TABLE = [(ranks, entry["name"]) for ranks, entries in CASES.items() for entry in entries]
+
+
+@pytest.fixture(scope="session")
+def run_group(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """``run_group(ranks)``: the results of all cases of that number of ranks."""
+    folder = tmp_path_factory.mktemp("parity")
+
+    @cache
+    def weights(hf: Path) -> Path:
+        full = folder / f"{hf.name}_full"
+        convert(hf, full)
+        return full
+
+    @cache
+    def run(ranks: int) -> dict[str, Any]:
+        cases = []
+        for entry in CASES[ranks]:
+            fields = dict(entry)
+            hf = tiny_checkpoint(fields.pop("family"), tied=fields.pop("tied"), dtype=torch.float32)
+            cases.append(Case(hf=str(hf), weights=str(weights(hf)), **fields))
+        given, out = folder / f"cases_{ranks}.json", folder / f"results_{ranks}.json"
+        write_cases(cases, given)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(
+            [*launch, "-m", "toolkit.parity.run", str(given), str(out)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        results = json.loads(out.read_text()) if out.exists() else {}
+        results["log"] = done.stdout[-4000:] + done.stderr[-8000:]
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize(("ranks", "name"), TABLE, ids=[f"{ranks}-{name}" for ranks, name in TABLE])
+def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: str) -> None:
+    results = run_group(ranks)
+    assert name in results, f"the group of {ranks} ranks ended before this case:\n{results['log']}"
+    result = results[name]
+    assert "error" not in result, result["error"]
+    for number, step in enumerate(result["steps"]):
+        assert not step["unexpected"], f"step {number}: gradients missing or not wanted: {step['unexpected']}"
+        assert step["loss_error"] <= LOSS_TOLERANCE, f"step {number}: loss {step['loss']} against {step['reference']}"
+        assert step["gradient_error"] <= GRADIENT_TOLERANCE, f"step {number}: {step['worst']}"
+        assert step["compared"] > 0
+
+
+def test_names_are_unique() -> None:
+    assert len({name for _, name in TABLE}) == len(TABLE)

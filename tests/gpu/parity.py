@@ -1,0 +1,101 @@
+"""Loss and gradients in bf16 with Transformer Engine against transformers in bf16, on real GPUs.
+
+    python -m tests.gpu.parity --ranks 1 [--out FOLDER]
+
+Head dimensions are the released ones (80 in the tower, 128 in the language model), every row has at least two samples
+and two pictures, RoPE is the fused one. Exit code 1 when a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.convert import convert
+from toolkit.parity.run import Case, write_cases
+from toolkit.tiny import write_tiny_checkpoint
+
+SIZES = {
+    "hidden_size": 1024,
+    "heads": 8,
+    "kv_heads": 4,
+    "mrope_section": (16, 24, 24),
+    "ffn_hidden_size": 2752,
+    "vision_hidden_size": 640,
+    "vision_heads": 8,
+    "vision_ffn_hidden_size": 1710,
+}
+ROWS = [["two_images", "mixed"], ["image", "image_between", "text"], ["two_images", "video", "short_text"], ["mixed", "image"]]
+TEXT_LAST = [*ROWS[:3], ["text", "short_text"]]
+
+TP2_PP2 = {"tp": 2, "pp": 2, "sequence_parallel": True, "overlap": True}
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"name": "one rank", "steps": [ROWS] * 2},
+        {"name": "one rank, qwen2_vl", "family": "qwen2_vl", "steps": [ROWS]},
+        {"name": "one rank, tied", "tied": True, "steps": [TEXT_LAST]},
+        {"name": "vision frozen", "freeze": ["vision"], "steps": [ROWS]},
+        {"name": "full recompute", "recompute": {"language": "full", "vision": "full"}, "steps": [ROWS]},
+        {
+            "name": "selective recompute",
+            "recompute": {"language": "selective", "language_modules": ["core_attn", "layernorm", "mlp"]},
+            "steps": [ROWS],
+        },
+        {"name": "overlap, three steps", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+    ],
+    2: [
+        {"name": "TP2 + SP", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
+        {"name": "PP2 x VPP2", "pp": 2, "vpp": 2, "steps": [ROWS]},
+        {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+    ],
+    8: [
+        {"name": "TP2 x PP2 x DP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {"name": "TP4 x PP2 + SP", **TP2_PP2, "tp": 4, "steps": [ROWS, TEXT_LAST]},
+        {"name": "TP2 x PP2 x VPP2 x DP2 + SP, tied", **TP2_PP2, "tied": True, "vpp": 2, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {"name": "DP8, qwen2_vl", "family": "qwen2_vl", "overlap": True, "steps": [ROWS * 2, TEXT_LAST * 2, ROWS * 2]},
+        {"name": "TP2 x PP4", "tp": 2, "pp": 4, "steps": [ROWS]},
+    ],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, choices=sorted(CASES), default=1)
+    parser.add_argument("--out", type=Path, default=None, help="folder for results; a temporary one when not given")
+    parser.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="gpu-parity-"))
+    cases = []
+    for entry in CASES[args.ranks]:
+        fields = dict(entry)
+        family, tied = fields.pop("family", "qwen2_5_vl"), fields.pop("tied", False)
+        hf = work / f"{family}{'_tied' if tied else ''}"
+        if not hf.exists():
+            write_tiny_checkpoint(hf, family, tied=tied, dtype=torch.float32, **SIZES)
+            convert(hf, work / f"{hf.name}_full")
+        cases.append(Case(hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields))
+    write_cases(cases, work / "cases.json")
+    out = (args.out or work) / f"parity_{args.ranks}.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    done = subprocess.run([*launch, "-m", "toolkit.parity.run", str(work / "cases.json"), str(out), args.platform], check=False)
+    for name, result in json.loads(out.read_text()).items():
+        for number, step in enumerate(result.get("steps", [])):
+            error, theirs = step["gradient_error"], step["transformers_bf16_gradient_error"]
+            print(
+                f"{'ok    ' if step['ok'] else 'FAILED'} {name} | step {number} | loss {step['loss']:.6f} transformers "
+                f"{step['reference']:.6f} ({step['loss_error']:.1e}) | gradient error {error:.3f} transformers {theirs:.3f} "
+                f"| worst {next(iter(step['worst']))}"
+            )
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

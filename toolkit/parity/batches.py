@@ -1,0 +1,61 @@
+"""Seeded samples of every kind: text, images, videos and mixtures, as small as windows and packing allow."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_vl.data.assemble import MediaItem, Sample
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.models.rope import Grid
+
+IMAGE_A, IMAGE_B = (1, 10, 14), (1, 4, 6)
+"""Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a window."""
+VIDEO = (2, 6, 10)
+
+KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
+    "text": ["text"],
+    "short_text": ["short"],
+    "image": [("image", IMAGE_A), "text"],
+    "two_images": [("image", IMAGE_B), ("image", IMAGE_A), "text"],
+    "image_between": ["text", ("image", IMAGE_A), "text"],
+    "video": [("video", VIDEO), "text"],
+    "mixed": ["short", ("image", IMAGE_B), "short", ("video", VIDEO), ("image", IMAGE_A), "text"],
+}
+"""Name -> what the sample is made of, in order."""
+
+
+def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
+    """A sample of ``kind`` with random tokens and pixels; about half of its text is learnt."""
+    generator = torch.Generator().manual_seed(seed * 1000 + sorted(KINDS).index(kind))
+    tokens: list[torch.Tensor] = []
+    learnt: list[torch.Tensor] = []
+    media: list[MediaItem] = []
+    for part in KINDS[kind]:
+        if isinstance(part, str):
+            ids = _text(spec, 9 if part == "short" else 30, generator)
+            mask = torch.rand(len(ids), generator=generator) < 0.5
+            mask[-1] = True
+        else:
+            ids, item = _medium(spec, *part, generator)
+            mask = torch.zeros(len(ids), dtype=torch.bool)
+            media.append(item)
+        tokens.append(ids)
+        learnt.append(mask)
+    return Sample(token_ids=torch.cat(tokens), loss_mask=torch.cat(learnt), media=media)
+
+
+def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Tensor:
+    special = {spec.image_token_id, spec.video_token_id, spec.vision_start_token_id, spec.vision_end_token_id}
+    limit = min(special)
+    return torch.randint(0, limit, (length,), generator=generator)
+
+
+def _medium(spec: ModelSpec, kind: str, thw: tuple[int, int, int], generator: torch.Generator) -> tuple[torch.Tensor, MediaItem]:
+    v = spec.vision
+    t, h, w = thw
+    grid = Grid(t, h, w, kind=kind, second_per_grid=1.0)  # type: ignore[arg-type]
+    frames = t * v.temporal_patch_size if kind == "video" else 1
+    planes = torch.randint(0, 256, (frames, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8)
+    pad = spec.image_token_id if kind == "image" else spec.video_token_id
+    ids = [spec.vision_start_token_id, *([pad] * grid.tokens(v.spatial_merge_size)), spec.vision_end_token_id]
+    return torch.tensor(ids), MediaItem(grid=grid, planes=planes)

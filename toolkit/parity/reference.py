@@ -1,0 +1,97 @@
+"""The reference: samples one by one through the Hugging Face model, gradients in canonical form.
+
+Gradients go through the converters' own rules (they are permutations and zero padding, so they apply to gradients as
+to weights); the padded rows and columns of the reference are zero, and so must the trained model's be.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from converters.convert import convert
+from megatron_vl.data.assemble import MediaItem, Sample
+from megatron_vl.data.pixels import PixelNorm, read_pixel_norm
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.weights import WeightReader
+
+
+def load_hf(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.Module:
+    """The Hugging Face model with SDPA attention, in training mode (Qwen-VL has no dropout by default)."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=dtype, attn_implementation="sdpa")
+    return model.to(device).train()
+
+
+def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "cpu") -> dict[str, Any]:
+    """The keyword arguments of the Hugging Face model for one sample.
+
+    ``mm_token_type_ids`` must be given: without it transformers 5.17 silently falls back to plain positions.
+    """
+    ids = sample.token_ids[None]
+    types = (ids == spec.image_token_id).int() + 2 * (ids == spec.video_token_id).int()
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+    for kind, pixels, grid in (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw")):
+        items = [item for item in sample.media if item.grid.kind == kind]
+        if items:
+            inputs[pixels] = torch.cat([hf_pixels(item, spec, norm) for item in items])
+            inputs[grid] = torch.tensor([[item.grid.t, item.grid.h, item.grid.w] for item in items])
+            if kind == "video" and spec.vision.tokens_per_second:
+                inputs["second_per_grid_ts"] = torch.tensor([item.grid.second_per_grid for item in items])
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def hf_pixels(item: MediaItem, spec: ModelSpec, norm: PixelNorm) -> Tensor:
+    """``pixel_values`` [patches, channels * time * patch * patch] of one medium, as the HF processor gives them."""
+    v = spec.vision
+    frames = item.planes
+    wanted = item.grid.t * v.temporal_patch_size
+    if frames.shape[0] < wanted:
+        frames = torch.cat([frames, frames[-1:].expand(wanted - frames.shape[0], -1, -1)])
+    pixels = norm.apply(frames).view(item.grid.t, v.temporal_patch_size, -1, v.in_channels, v.patch_size**2)  # [t, T, hw, C, pp]
+    return pixels.permute(0, 2, 3, 1, 4).reshape(-1, v.patch_dim)
+
+
+def reference(hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
+    """(mean loss over all loss tokens, canonical gradients) of samples run one by one."""
+    spec, norm = read_spec(hf_dir), read_pixel_norm(hf_dir)
+    device = str(next(model.parameters()).device)
+    model.zero_grad(set_to_none=True)
+    count = sum(int(s.loss_mask[1:].sum()) for s in samples)
+    total = 0.0
+    for sample in samples:
+        logits = model(**hf_inputs(sample, spec, norm, device), use_cache=False).logits[0, :-1].float()
+        losses = F.cross_entropy(logits, sample.token_ids[1:].to(device), reduction="none")
+        loss = (losses * sample.loss_mask[1:].to(device)).sum()
+        (loss / count).backward()
+        total += float(loss)
+    return total / count, canonical_gradients(model, hf_dir)
+
+
+def canonical_gradients(model: torch.nn.Module, hf_dir: str | Path) -> dict[str, Tensor]:
+    """Gradients of a Hugging Face model under canonical names; zeros where there is none."""
+    folder = Path(tempfile.mkdtemp(prefix="parity-gradients-"))
+    try:
+        hf = folder / "hf"
+        hf.mkdir()
+        shutil.copy(Path(hf_dir) / "config.json", hf / "config.json")
+        tied = read_spec(hf_dir).language.tied_embeddings
+        grads = {
+            name: (p.grad if p.grad is not None else torch.zeros_like(p)).detach().float().cpu().contiguous()
+            for name, p in model.named_parameters()
+            if not (tied and name == "lm_head.weight")
+        }
+        save_file(grads, hf / "model.safetensors", metadata={"format": "pt"})
+        convert(hf, folder / "full")
+        reader = WeightReader(folder / "full")
+        return {name: reader.get(name).clone() for name in reader.names()}
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,287 @@
+"""Runs named cases in a real process group and compares each with the reference.
+
+    torchrun --nproc-per-node 4 -m toolkit.parity.run CASES.json OUT.json [cpu|cuda]
+
+``CASES.json`` is a list of :class:`Case` fields. Every case runs the trainer's own schedule, DDP and gradient
+finalisation; nothing of the model is rebuilt for the comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.data.assemble import Sample, pack_row
+from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.models.tensors import tensor_table
+from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.platform import Platform, get_platform
+from megatron_vl.training import checkpoint
+from megatron_vl.training.feed import Feed
+from megatron_vl.training.optimizer import build_optimizer
+from megatron_vl.training.step import reduce_losses, run_schedule, wrap
+from megatron_vl.weights import WeightReader, unshard
+
+from .batches import make_sample
+from .reference import load_hf, reference
+
+LOSS_TOLERANCE = 1e-5
+"""Relative, fp32."""
+GRADIENT_TOLERANCE = 1e-4
+"""Relative L2 per parameter, fp32."""
+BF16_LOSS_TOLERANCE = 1e-2
+"""Relative, against transformers in bf16 on the same samples."""
+BF16_GRADIENT_RATIO = 1.5
+"""Our bf16 gradient error against the fp32 reference, at most this many times that of transformers in bf16."""
+
+
+@dataclass
+class Case:
+    """One layout, one model, and for each step the rows of the global batch, each a list of sample kinds."""
+
+    name: str
+    hf: str
+    """HF folder of the small model."""
+    weights: str
+    """Its Megatron weights (any layout)."""
+    steps: list[list[list[str]]]
+    """[step][row][sample kind]; rows go to data-parallel ranks in order, an equal number each."""
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    layers: list[int] | None = None
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+    overlap: bool = False
+    seq_len: int = 256
+    bucket_size: int | None = None
+    freeze: list[str] = field(default_factory=list)
+    """Of vision, merger, language."""
+    recompute: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+
+    @property
+    def config(self) -> TrainConfig:
+        return TrainConfig(
+            dtype=self.dtype,  # type: ignore[arg-type]
+            model=ModelConfig(
+                checkpoint=self.weights,
+                hf=self.hf,
+                freeze_vision="vision" in self.freeze,
+                freeze_merger="merger" in self.freeze,
+                freeze_language="language" in self.freeze,
+            ),
+            recompute=RecomputeConfig(**self.recompute),
+            parallel=ParallelConfig(
+                tp=self.tp,
+                pp=self.pp,
+                vpp=self.vpp,
+                layers=self.layers,
+                sequence_parallel=self.sequence_parallel,
+                distributed_optimizer=self.distributed_optimizer,
+                overlap_grad_reduce=self.overlap,
+                overlap_param_gather=self.overlap and self.distributed_optimizer,
+                bucket_size=self.bucket_size,
+            ),
+        )
+
+
+def run_case(case: Case, platform: Platform) -> dict[str, Any]:
+    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, gradient_error, worst}]}."""
+    config = case.config
+    spec = read_spec(case.hf)
+    layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers)
+    grid = make_grid(layout)
+    norm = read_pixel_norm(case.hf)
+    chunks = build_chunks(
+        platform,
+        spec,
+        layout,
+        seq_len=case.seq_len,
+        dtype=getattr(torch, case.dtype),
+        model=config.model,
+        recompute=config.recompute,
+        sequence_parallel=case.sequence_parallel,
+        pixel_mean=norm.mean,
+        pixel_std=norm.std,
+    )
+    tensors = chunk_tensors(chunks, layout, grid.pp_rank)
+    check_tensors(spec, layout, tensors)
+    checkpoint.load_weights(WeightReader(case.weights), tensors, grid)
+    wrapped = wrap(config, chunks)
+    optimizer = build_optimizer(config, platform, wrapped)
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0  # the weights stay, so every step can be compared with the reference
+    models = Reference(case, platform) if grid.rank == 0 else None
+    results = []
+    for number, rows in enumerate(case.steps):
+        samples = draw(rows, spec, number)
+        feed = Feed(
+            grid,
+            platform,
+            iter(local_rows(samples, grid, spec, case.seq_len)) if grid.owns_loader else None,
+            len(rows) // grid.dp,
+        )
+        data = feed.next_step()
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = run_schedule(wrapped, data.rows, seq_len=case.seq_len)
+        loss_sum, tokens = reduce_losses(reports, grid, platform.device)
+        gradients = collect_gradients(wrapped, tensors, grid)
+        optimizer.prepare_grads()
+        optimizer.step_with_ready_grads()
+        if grid.rank == 0:
+            results.append(compare(case, spec, layout, loss_sum / tokens, gradients, [s for row in samples for s in row], models))
+    return {"ok": all(r["ok"] for r in results), "steps": results}
+
+
+def draw(rows: list[list[str]], spec: ModelSpec, step: int) -> list[list[Sample]]:
+    """Samples of one step's rows; equal for every way of spreading the same kinds over rows."""
+    drawn, number = [], 0
+    for row in rows:
+        drawn.append([make_sample(kind, spec, seed=100 * step + number + i) for i, kind in enumerate(row)])
+        number += len(row)
+    return drawn
+
+
+def local_rows(samples: list[list[Sample]], grid: Grid, spec: ModelSpec, seq_len: int) -> list[Any]:
+    share = len(samples) // grid.dp
+    return [pack_row(row, spec, seq_len) for row in samples[grid.dp_rank * share : (grid.dp_rank + 1) * share]]
+
+
+def collect_gradients(
+    wrapped: list[Any], tensors: list[tuple[str, torch.nn.Parameter]], grid: Grid
+) -> dict[tuple[int, int, int], dict[str, Tensor]]:
+    """(pp, tp, copy) -> name -> gradient shard of data-parallel rank 0, gathered on rank 0.
+
+    With the distributed optimizer each rank holds only its reduced slice of every bucket; the slices are joined first.
+    """
+    for chunk in wrapped:
+        if chunk.ddp_config.use_distributed_optimizer:
+            for buffer in chunk.buffers:
+                for bucket in buffer.buckets:
+                    shards = bucket.grad_data.chunk(grid.dp)
+                    own = shards[grid.dp_rank].clone()
+                    dist.all_gather(list(shards), own, group=buffer.data_parallel_group)
+    mine: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+    if grid.dp_rank == 0:
+        copies: dict[str, int] = {}
+        for name, parameter in tensors:
+            if parameter.requires_grad:
+                copy = copies[name] = copies.get(name, -1) + 1
+                mine.setdefault((grid.pp_rank, grid.tp_rank, copy), {})[name] = parameter.main_grad.detach().float().cpu().clone()
+    everyone: list[Any] = [None] * grid.world_size
+    dist.all_gather_object(everyone, mine)
+    return {place: grads for part in everyone for place, grads in part.items()}
+
+
+def compare(
+    case: Case,
+    spec: ModelSpec,
+    layout: Layout,
+    loss: float,
+    gradients: dict[tuple[int, int, int], dict[str, Tensor]],
+    samples: list[Sample],
+    models: Any,
+) -> dict[str, Any]:
+    """Loss and every gradient against the reference; every copy of a replicated or tied tensor is compared."""
+    want_loss, want, noise = models(samples)
+    errors: dict[str, float] = {}
+    table = tensor_table(spec)
+    for (pp, tp, copy), grads in gradients.items():
+        if tp:
+            continue
+        for name in grads:
+            shards = [gradients[pp, t, copy][name] for t in range(layout.tp)]
+            info = table[name]
+            candidates = shards if info.split == "replicated" else [unshard(shards, info)]
+            scale = want[name].norm().item()
+            for candidate in candidates:
+                error = (candidate - want[name]).norm().item() / scale if scale else candidate.norm().item()
+                errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
+    trained = {name for name in table if not frozen(name, case.freeze)}
+    missing = sorted(trained - set(errors)) + sorted(set(errors) - trained)
+    worst = sorted(errors, key=errors.__getitem__, reverse=True)[:3]
+    loss_error = abs(loss - want_loss) / abs(want_loss)
+    gradient_error = max(errors.values())
+    bf16 = case.dtype == "bfloat16"
+    near = gradient_error <= max(noise.values()) * BF16_GRADIENT_RATIO if bf16 else gradient_error <= GRADIENT_TOLERANCE
+    return {
+        "ok": not missing and loss_error <= (BF16_LOSS_TOLERANCE if bf16 else LOSS_TOLERANCE) and near,
+        "loss": loss,
+        "reference": want_loss,
+        "loss_error": loss_error,
+        "gradient_error": gradient_error,
+        "worst": {name: errors[name] for name in worst},
+        "transformers_bf16_gradient_error": max(noise.values()) if noise else None,
+        "unexpected": missing,
+        "compared": len(errors),
+    }
+
+
+class Reference:
+    """``transformers`` for one case: the loss in the case's type, gradients in fp32, and how far bf16 alone takes them."""
+
+    def __init__(self, case: Case, platform: Platform) -> None:
+        self.case, self.device = case, str(platform.device)
+        self.exact = load_hf(case.hf, device=self.device)
+        self.half = load_hf(case.hf, torch.bfloat16, self.device) if case.dtype == "bfloat16" else None
+
+    def __call__(self, samples: list[Sample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+        """(loss, fp32 gradients, relative error of the bf16 gradients of transformers by tensor; empty in fp32)."""
+        loss, want = reference(self.case.hf, samples, self.exact)
+        if self.half is None:
+            return loss, want, {}
+        loss, near = reference(self.case.hf, samples, self.half)
+        return loss, want, {n: ((near[n] - w).norm() / w.norm().clamp(min=1e-30)).item() for n, w in want.items()}
+
+
+def frozen(name: str, parts: list[str]) -> bool:
+    part = "merger" if name.startswith("vision_model.merger.") else "vision" if name.startswith("vision_model.") else "language"
+    return part in parts
+
+
+def main(argv: list[str]) -> int:
+    """Runs all cases of a file; a case that raises is reported and the next one runs where that is possible."""
+    platform = get_platform(argv[2] if len(argv) > 2 else "cpu")
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    cases = [Case(**fields) for fields in json.loads(Path(argv[0]).read_text())]
+    results: dict[str, Any] = {}
+    for case in cases:
+        try:
+            results[case.name] = run_case(case, platform)
+        except Exception:
+            results[case.name] = {"ok": False, "error": traceback.format_exc()}
+            print(f"{case.name}: {results[case.name]['error']}", file=sys.stderr, flush=True)
+        gc.collect()
+        if dist.get_rank() == 0:
+            Path(argv[1]).write_text(json.dumps(results, indent=1))
+            print(case.name, "ok" if results[case.name]["ok"] else "FAILED", flush=True)
+    dist.destroy_process_group()
+    return 0 if all(result["ok"] for result in results.values()) else 1
+
+
+def write_cases(cases: list[Case], path: Path) -> None:
+    path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
