@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.cli import CommandError
@@ -120,12 +122,21 @@ def _export(args: argparse.Namespace) -> int:
     return _finish(args, lambda: export(args.checkpoint, args.hf, args.out, workers=args.workers, force=args.force))
 
 
-def _finish(args: argparse.Namespace, work) -> int:
-    """Runs a conversion and prints what was written."""
+@contextmanager
+def _disk_errors_told() -> Iterator[None]:
+    """A full disk or a missing permission is a message too; what the command line tells by itself passes through."""
     try:
-        report = work()
+        yield
+    except (FileNotFoundError, FileExistsError, NotADirectoryError):
+        raise
     except OSError as error:
         raise CommandError(str(error)) from error
+
+
+def _finish(args: argparse.Namespace, work) -> int:
+    """Runs a conversion and prints what was written."""
+    with _disk_errors_told():
+        report = work()
     if args.json:
         result = dataclasses.asdict(report) | {"out": str(report.out), "cast": [[*types, n] for types, n in report.cast.items()]}
         print(json.dumps(result))
@@ -147,10 +158,8 @@ def _finish(args: argparse.Namespace, work) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from converters.verify import check_hashes, compare
 
-    try:
+    with _disk_errors_told():
         result = compare(args.a, args.b, workers=args.workers) if args.b else check_hashes(args.a, workers=args.workers)
-    except OSError as error:
-        raise CommandError(str(error)) from error
     if args.json:
         print(json.dumps(dataclasses.asdict(result)))
     elif not result.differences:
