@@ -331,13 +331,19 @@ def video_planes(data: bytes, video: VideoInfo, grid: Grid, settings: PixelSetti
     Raises:
         PixelError: the file does not decode, or has fewer frames than ``video`` says.
     """
+    from av.video.reformatter import VideoReformatter
+
     wanted = frame_indices(video, settings)
     chosen: list[Tensor] = []
+    # A converter of our own, without threads: PyAV 19 keeps one for the whole process, and its threads do not survive the
+    # fork into loader workers (a worker then waits for ever when the parent has converted a frame before).
+    converter = VideoReformatter()
     try:
         with _open_video(data) as container:
             for i, frame in enumerate(container.decode(video=0)):
                 if i == wanted[len(chosen)]:
-                    chosen.append(torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1))
+                    rgb = converter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+                    chosen.append(torch.from_numpy(rgb).permute(2, 0, 1))
                     if len(chosen) == len(wanted):
                         break
     except Exception as error:
@@ -354,4 +360,7 @@ def _open_video(data: bytes) -> Any:
     import av
 
     # Playlists and other scripts that name further files stay closed: no such format, and no protocol to follow a name.
-    return av.open(io.BytesIO(data), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"})
+    container = av.open(io.BytesIO(data), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"})
+    for stream in container.streams.video:
+        stream.codec_context.thread_count = 1  # there is a process a core already
+    return container

@@ -65,6 +65,8 @@ class Row:
     """Real patches (0 for a text-only row, although the dummy has some)."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
     """Samples that could not be used since the last row, by reason."""
+    keys: list[str] = dataclasses.field(default_factory=list)
+    """The samples of the row in its order, by their key in the data set."""
 
     @property
     def seq_len(self) -> int:

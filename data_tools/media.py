@@ -1,0 +1,115 @@
+"""Media of a conversation: found inside the media root, decoded once, measured."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from megatron_vl.data.pixels import MAX_ASPECT, PixelError, decode_image, probe_video
+
+from .formats import RecordError
+
+SUFFIX = re.compile(r"[a-z0-9]{1,8}")
+VIDEO_SUFFIXES = {"mp4", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "m4v", "flv", "wmv", "ts", "gif", "ogv", "3gp"}
+
+
+@dataclass(frozen=True)
+class MediaInfo:
+    """A verified medium. Sizes are upright (EXIF applied), as the loader decodes them."""
+
+    kind: str
+    suffix: str
+    bytes: int
+    height: int
+    width: int
+    stored_height: int
+    """As in the file, before EXIF orientation."""
+    stored_width: int
+    format: str = ""
+    mode: str = ""
+    frames: int = 0
+    fps: float = 0.0
+
+    def record(self, key: str) -> dict[str, object]:
+        """What the loader needs to count tokens without decoding."""
+        out: dict[str, object] = {"key": key, "kind": self.kind, "height": self.height, "width": self.width}
+        return out | {"frames": self.frames, "fps": self.fps} if self.kind == "video" else out
+
+
+def resolve(reference: str, root: Path) -> Path:
+    """The file that ``reference`` names, links followed. ``root`` must be resolved.
+
+    Raises:
+        RecordError: it lies outside ``root``, or is missing, remote or no regular file.
+    """
+    if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
+        raise RecordError("remote medium", f"{reference}: only local files and data: URIs are read; download it first")
+    if reference.lower().startswith("file://"):
+        reference = unquote(urlsplit(reference).path)
+    try:
+        path = (root / reference).resolve()
+        inside = path.is_relative_to(root)
+        exists, regular = (path.exists(), path.is_file()) if inside else (False, False)
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a name too long, a loop of links
+        raise RecordError("bad media reference", f"{reference[:200]!r}: {error}") from error
+    if not inside:
+        raise RecordError("outside the media root", f"{reference} is not inside the media root")
+    if not exists:
+        raise RecordError("medium missing", f"{reference} does not exist in the media root")
+    if not regular:
+        raise RecordError("not a file", f"{reference} is not a regular file")
+    return path
+
+
+def read_media(reference: str, root: Path) -> bytes:
+    """The bytes of a medium: a file inside ``root``, or a base64 ``data:`` URI. Raises :class:`RecordError`."""
+    if reference[:5].lower() == "data:":
+        head, comma, body = reference.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise RecordError("bad media reference", "a data: URI must be base64")
+        try:
+            return base64.b64decode(unquote(body) if "%" in body else body, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise RecordError("bad media reference", f"a data: URI is not base64: {error}") from error
+    path = resolve(reference, root)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RecordError("medium unreadable", f"{reference}: {error.strerror}") from error
+
+
+def inspect(kind: str, reference: str, data: bytes) -> MediaInfo:
+    """Decodes a medium completely and measures it. Raises :class:`RecordError` when it cannot be used."""
+    shown = reference if len(reference) <= 200 else reference[:60] + "..."
+    try:
+        info = _image(data) if kind == "image" else _video(reference, data)
+    except PixelError as error:
+        raise RecordError(f"{kind} does not decode", f"{shown}: {error}") from error
+    if max(info.height, info.width) > MAX_ASPECT * min(info.height, info.width):
+        raise RecordError(f"{kind} too narrow", f"{shown}: {info.height} x {info.width} is more than {MAX_ASPECT} to 1")
+    return info
+
+
+def _image(data: bytes) -> MediaInfo:
+    from PIL import Image
+
+    pixels = decode_image(data)
+    with Image.open(io.BytesIO(data)) as image:
+        width, height = image.size
+        form, mode = image.format or "", image.mode
+    suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(form, form.lower())
+    suffix = suffix if SUFFIX.fullmatch(suffix) else "img"
+    return MediaInfo("image", suffix, len(data), pixels.shape[1], pixels.shape[2], height, width, form, mode)
+
+
+def _video(reference: str, data: bytes) -> MediaInfo:
+    info = probe_video(data)
+    written = Path(reference[-64:]).suffix[1:].lower()
+    suffix = written if written in VIDEO_SUFFIXES else "mp4"
+    size = (info.height, info.width, info.height, info.width)
+    return MediaInfo("video", suffix, len(data), *size, frames=info.frames, fps=info.fps)

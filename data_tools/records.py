@@ -1,0 +1,117 @@
+"""Conversation files, read as a stream: a JSON array or JSON lines, never whole in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+CHUNK = 1 << 20
+
+
+class ReadError(ValueError):
+    """A file that cannot be read on; the message names the file and the record."""
+
+
+class BadLine(str):
+    """What is wrong with one line of a JSON-lines file, in the place of its record."""
+
+
+def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[tuple[int, Any]]:
+    """Yields ``(number, record)``: the line number of JSON lines, the place in a JSON array, from 1.
+
+    A line that is no JSON comes as a :class:`BadLine`, and reading goes on. ``on_bytes`` is told how many bytes were read.
+
+    Raises:
+        ReadError: a JSON array that is broken (there is no telling where its next record begins), or an empty file.
+    """
+    with path.open("rb") as file:
+        start = file.read(CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        if not start:
+            raise ReadError(f"{path} is empty")
+        file.seek(0)
+        yield from _array(path, file, on_bytes) if start == b"[" else _lines(file, on_bytes)
+
+
+def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, 1):
+        on_bytes(len(line))
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield number, BadLine(error)
+
+
+def _array(path: Path, file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
+    buffer = _Buffer(file, on_bytes, path)
+    buffer.skip("[")
+    number = 0
+    while buffer.peek(number) != "]":
+        if number:
+            if buffer.peek(number) != ",":
+                raise ReadError(f"{path}: no comma after record {number}")
+            buffer.skip(",")
+        number += 1
+        yield number, buffer.record(number)
+
+
+class _Buffer:
+    """Text of a file from the place that is being read on; grows until a whole record is in it."""
+
+    def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None], path: Path) -> None:
+        import codecs
+
+        self.file, self.on_bytes, self.path = file, on_bytes, path
+        self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self.text, self.at, self.ended = "", 0, False
+        self.parser = json.JSONDecoder()
+
+    def grow(self, size: int) -> None:
+        data = self.file.read(size)
+        self.on_bytes(len(data))
+        self.ended = len(data) < size
+        try:
+            self.text = self.text[self.at :] + self.decode(data, self.ended)
+        except UnicodeDecodeError as error:
+            raise ReadError(f"{self.path} is not UTF-8: {error}") from error
+        self.at = 0
+
+    def peek(self, number: int) -> str:
+        """The next character that is no white space."""
+        while True:
+            while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
+                self.at += 1
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if self.ended:
+                raise ReadError(f"{self.path} ends within its array, after record {number}")
+            self.grow(CHUNK)
+
+    def skip(self, wanted: str) -> None:
+        if self.peek(0) == wanted:
+            self.at += 1
+
+    def record(self, number: int) -> Any:
+        self.peek(number - 1)
+        size = CHUNK
+        while True:
+            try:
+                value, end = self.parser.raw_decode(self.text, self.at)
+                # A number at the end of the buffer may go on in the next chunk.
+                if end < len(self.text) or self.ended:
+                    self.at = end
+                    return value
+            except RecursionError as error:
+                raise ReadError(f"{self.path}: record {number} is nested too deeply") from error
+            except json.JSONDecodeError as error:
+                # Cut at the end of the buffer, or broken: a cut leaves an open string, or fails within the last characters.
+                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
+                if self.ended or not cut:
+                    raise ReadError(f"{self.path}: record {number} is no valid JSON: {error.msg}") from error
+            size *= 2
+            self.grow(size)

@@ -1,0 +1,162 @@
+"""Tar shards and Energon's own files about them (``.nv-meta``).
+
+The index is written with Energon's index classes, in the order of the shards, so that the same input gives the same
+files whatever the number of processes. The splits are lists of shards (Energon's ratios may leave a split empty).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .media import MediaInfo, read_media
+
+
+@dataclass
+class Entry:
+    """One sample on its way into a shard."""
+
+    key: str
+    messages: list[dict[str, Any]]
+    references: list[tuple[str, str]]
+    infos: list[MediaInfo]
+    source: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        return sum(info.bytes for info in self.infos)
+
+
+@dataclass
+class Shard:
+    """A written shard and its rows for the index."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+    rows: list[Any] = field(default_factory=list, repr=False)
+
+
+class ShardError(ValueError):
+    """A shard that could not be written as planned; the message names the file."""
+
+
+def write_shard(name: str, index: int, entries: list[Entry], root: Path, out: Path) -> Shard:
+    """Writes one tar and its Energon ``.idx``; original bytes of media unchanged, no times or owners in the headers.
+
+    Raises:
+        ShardError: a medium changed after it was verified, or Energon does not find all samples again.
+    """
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
+
+    path = out / name
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for entry in entries:
+            keys = [f"{i}.{info.suffix}" for i, info in enumerate(entry.infos)]
+            _add(tar, f"{entry.key}.json", _sample_json(entry, keys))
+            for key, info, (_, reference) in zip(keys, entry.infos, entry.references, strict=True):
+                data = read_media(reference, root)
+                if len(data) != info.bytes:
+                    raise ShardError(f"{reference[:200]} changed while it was converted; start again")
+                _add(tar, f"{entry.key}.{key}", data)
+    rows = list(WebdatasetPreparator._preprocess_tar(name, {name: index}, EPath(out), max_parts=0))
+    found = next(row.shard_info.count for row in rows if isinstance(row, IndexShardInfo))
+    if found != len(entries):
+        raise ShardError(f"{path}: Energon finds {found} of {len(entries)} samples")
+    rows = [row for row in rows if not isinstance(row, IndexShardInfo)]
+    return Shard(name, len(entries), path.stat().st_size, _sha256(path), rows + _media_rows(entries))
+
+
+def _sample_json(entry: Entry, keys: list[str]) -> bytes:
+    """Messages whose media parts name their tar members, and the sizes of the media, so that packing decodes nothing."""
+    names = iter(keys)
+
+    def part(p: dict[str, Any]) -> dict[str, Any]:
+        return p if p["type"] == "text" else {"type": p["type"], p["type"]: next(names)}
+
+    messages = [
+        m if isinstance(m["content"], str) else {"role": m["role"], "content": [part(p) for p in m["content"]]}
+        for m in entry.messages
+    ]
+    media = [info.record(key) for key, info in zip(keys, entry.infos, strict=True)]
+    return json.dumps({"messages": messages, "media": media, "source": entry.source}, ensure_ascii=False).encode()
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def _media_rows(entries: list[Entry]) -> list[Any]:
+    """Sizes as Energon's own ``prepare`` would store them (images as in the file, before EXIF orientation)."""
+    from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata
+    from megatron.energon.media.metadata import AVMetadata, ImageMetadata, serialize_media_metadata
+
+    rows = []
+    for entry in entries:
+        for i, info in enumerate(entry.infos):
+            if info.kind == "image":
+                meta: Any = ImageMetadata(width=info.stored_width, height=info.stored_height, format=info.format, mode=info.mode)
+            else:
+                size = {"video_width": info.width, "video_height": info.height}
+                meta = AVMetadata(video_duration=info.frames / info.fps, video_num_frames=info.frames, video_fps=info.fps, **size)
+            kind, text = serialize_media_metadata(meta)
+            rows.append(
+                IndexMediaMetadata(entry_key=f"{entry.key}.{i}.{info.suffix}", metadata_type=kind.value, metadata_json=text)
+            )
+    return rows
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class IndexWriter:
+    """Energon's ``.nv-meta`` for shards that come in order."""
+
+    def __init__(self, out: Path) -> None:
+        from megatron.energon.epathlib import EPath
+        from megatron.energon.flavors.webdataset.indexing import SqliteIndexWriter
+
+        self.meta = out / ".nv-meta"
+        self.meta.mkdir()
+        self.sqlite = SqliteIndexWriter(EPath(self.meta / "index.sqlite"), enable_media_metadata=True)
+        self.shards: list[Shard] = []
+
+    def add(self, shard: Shard) -> None:
+        from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata, IndexSample, IndexSamplePart
+
+        def rows(kind: type) -> list[Any]:
+            return [row for row in shard.rows if isinstance(row, kind)]
+
+        self.sqlite.append_samples(rows(IndexSample))
+        self.sqlite.append_parts(rows(IndexSamplePart))
+        self.sqlite.append_media_metadata_batch(rows(IndexMediaMetadata))
+        shard.rows = []
+        self.shards.append(shard)
+
+    def finish(self) -> None:
+        """Closes the index and writes the data set's description; only then can Energon open the folder."""
+        from megatron.energon import __version__
+
+        self.sqlite.close()
+        digest = "".join(f"{shard.name} {shard.sha256}\n" for shard in self.shards)
+        (self.meta / "index.uuid").write_text(str(uuid.uuid5(uuid.NAMESPACE_OID, digest)))
+        counts = {shard.name: shard.samples for shard in self.shards}
+        (self.meta / ".info.json").write_text(json.dumps({"energon_version": __version__, "shard_counts": counts}, indent=2))
+        splits = {part: [s.name for s in self.shards if s.name.startswith(part)] for part in ("train", "val")}
+        (self.meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": splits, "exclude": []}, sort_keys=False))
+        dataset = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+        (self.meta / "dataset.yaml").write_text(yaml.safe_dump(dataset, sort_keys=False))
