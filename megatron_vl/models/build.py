@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform
@@ -92,6 +93,9 @@ def build_chunks(
         chunk = VisionLanguageModel(config, language, tower)
         chunks.append(chunk.to(device=platform.device, dtype=dtype))
     _freeze(chunks, model)
+    if platform.transformer_engine:
+        for chunk in chunks:
+            fuse_weight_gradients(chunk)
     return chunks
 
 

@@ -28,7 +28,8 @@ def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: fl
         "apply_rope_fusion": cuda,
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": cuda,
+        # Set on Transformer Engine's linears alone: megatron_vl/core_fixes/wgrad_fusion.py says why.
+        "gradient_accumulation_fusion": False,
         "persist_layer_norm": cuda,
         "calculate_per_token_loss": True,
         "use_cpu_initialization": False,

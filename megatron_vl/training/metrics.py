@@ -110,8 +110,8 @@ class MetricsLog:
             else f"{n['tflops_per_rank']:.3f} TFLOP/s"
         )
         line = (
-            f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f} | lr {n['lr']:.3e} | "
-            f"{n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU | {speed} | {n['memory_gib']:.1f} GiB | "
+            f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f} | lr {n['lr']:.3e} "
+            f"| {n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU | {speed} | {n['memory_gib']:.1f} GiB | "
             f"data wait {n['data_wait_s'] * 1e3:.0f} ms"
         )
         line += f" | dropped {dropped}" if dropped else ""

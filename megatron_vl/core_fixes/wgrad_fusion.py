@@ -1,0 +1,25 @@
+"""Gradient-accumulation fusion without APEX (Megatron-core 0.19.2).
+
+Core's config switch is for all linears at once, and its own ColumnParallelLinear (the output layer of GPTModel) then
+wants a CUDA extension of APEX. Transformer Engine's linears can add weight gradients into ``main_grad`` by themselves,
+so the switch stays off and only they are told. Can go when GPTModel takes a Transformer Engine output layer.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def fuse_weight_gradients(model: nn.Module) -> int:
+    """Lets every Transformer Engine linear of ``model`` accumulate into ``main_grad``. Returns how many there are.
+
+    ``main_grad`` must exist before the first backward pass: wrap the model in Megatron-core's DDP.
+    """
+    count = 0
+    for module in model.modules():
+        if type(module).__module__.startswith(("transformer_engine.", "megatron.core.extensions.")) and hasattr(
+            module, "fuse_wgrad_accumulation"
+        ):
+            module.fuse_wgrad_accumulation = True
+            count += 1
+    return count

@@ -1,0 +1,1 @@
+"""Speed of real-size models with random weights on a seeded workload."""
