@@ -11,7 +11,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     text = "train a small Qwen2.5-VL under tensor x pipeline parallelism on CPU and check every step of the way"
     parser = subparsers.add_parser("demo", help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("--dir", type=Path, default=Path(".demo"), help="folder for everything it writes (default: .demo)")
-    parser.add_argument("--steps", type=_steps, default=120, metavar="N", help="training steps (default: 120; fewer may not fit)")
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        default=60,
+        metavar="N",
+        help="training steps (default: 60; fewer may not be enough to learn the answers)",
+    )
     parser.set_defaults(run=_run)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -33,7 +33,7 @@ SIZES = TinySizes(
     heads=4,
     kv_heads=2,
     mrope_section=(4, 6, 6),
-    text_vocab_size=600,
+    text_vocab_size=400,
     # 81 tokens a picture at most: a laptop's worth.
     max_pixels=252 * 252,
 )
@@ -59,7 +59,7 @@ class Demo:
 
     folder: Path
     steps: int
-    console: Console = field(default_factory=lambda: Console(highlight=False))
+    console: Console = field(default_factory=lambda: Console(highlight=False, width=max(110, Console().width)))
     checks: list[Check] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -91,13 +91,13 @@ class Demo:
             raise CommandError(f"the command above ended with exit code {code}; what it printed says why")
         return code
 
-    def start(self, *command: str | Path) -> subprocess.Popen[bytes]:
+    def start(self, *command: str | Path, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+        """Shows a command and starts it, with the programs of this very environment, activated or not."""
         words = [str(word) for word in command]
         self.console.print(f"[bold green]$[/] {shlex.join(words)}", soft_wrap=True)
-        # The programs of this very environment, whether or not it is activated.
         modules = {"megatron-vl": "toolkit.cli", "torchrun": "torch.distributed.run"}
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return subprocess.Popen([sys.executable, "-m", modules[words[0]], *words[1:]], env=environment)
+        return subprocess.Popen([sys.executable, "-m", modules[words[0]], *words[1:]], env=environment, stderr=stderr)
 
     def torchrun(self, *options: str | Path) -> tuple[str | Path, ...]:
         """The trainer's command line for this demo's group of processes."""
@@ -127,15 +127,19 @@ def run_demo(folder: Path, steps: int) -> int:
         demo.shell("megatron-vl", "data", "convert", *source, "--out", demo.dataset, "--val-fraction", "0")
     with demo.part(f"Weights: Hugging Face -> Megatron -> TP{TP} x PP{PP} shards, and back"):
         round_trip(demo)
+    with demo.part("The trainer's loss before training"):
+        before = evaluate(demo, demo.folder / "shards", "before")
     with demo.part(f"Training in {TP * PP} processes, killed on the way"):
         train_until_killed(demo)
     with demo.part("The same command again resumes"):
         demo.shell(*demo.torchrun())
         check_training(demo)
-    with demo.part("Export, and the trainer's own loss of the final weights"):
-        evaluated = export(demo)
-    with demo.part("The exported folder in transformers"):
-        compare(demo, evaluated)
+    with demo.part("Export, and the trainer's loss of the final weights"):
+        after = export(demo)
+    with demo.part("Both folders in transformers"):
+        compare_losses(demo, demo.hf, "before training", before)
+        compare_losses(demo, demo.exported, "after", after)
+        compare_answers(demo)
     demo.seconds["in all"] = round(time.perf_counter() - start, 1)
     return report(demo)
 
@@ -210,17 +214,18 @@ def round_trip(demo: Demo) -> None:
 
 def train_until_killed(demo: Demo) -> None:
     """Starts the training and ends it without warning a few steps behind its first checkpoint."""
-    process = demo.start(*demo.torchrun())
-    goal = min(demo.save_at + 3, demo.steps - 1)
-    while process.poll() is None and not any(line["step"] >= goal for line in read_metrics(demo.run_dir)):
-        time.sleep(0.2)
-    if process.poll() is not None:
-        raise CommandError(f"the training ended by itself with exit code {process.returncode}; what it printed says why")
-    process.send_signal(signal.SIGTERM)
-    process.wait()
-    demo.console.print(
-        f"(killed behind step {read_metrics(demo.run_dir)[-1]['step']}; the last checkpoint is of step {demo.save_at})"
-    )
+    log = demo.folder / "killed.log"
+    with log.open("wb") as stderr:
+        process = demo.start(*demo.torchrun(), stderr=stderr)
+        goal = min(demo.save_at + 3, demo.steps - 1)
+        while process.poll() is None and not any(line["step"] >= goal for line in read_metrics(demo.run_dir)):
+            time.sleep(0.2)
+        if process.poll() is not None:
+            raise CommandError(f"the training ended by itself with exit code {process.returncode}; {log} says why")
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+    last = read_metrics(demo.run_dir)[-1]["step"]
+    demo.console.print(f"(killed behind step {last}, see {log}; the last checkpoint is of step {demo.save_at})")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -251,47 +256,54 @@ def check_training(demo: Demo) -> None:
 
 
 def export(demo: Demo) -> dict[str, Any]:
-    """Exports the final weights; returns the metrics of one step at learning rate 0 over every conversation once."""
+    """Exports the final weights; returns the trainer's metrics of them."""
     demo.shell("megatron-vl", "export", "--checkpoint", demo.run_dir, "--hf", demo.hf, "--out", demo.exported)
     untouched = demo.shell("megatron-vl", "verify", demo.hf, demo.exported, "--show", "2", fails=True)
     demo.check("verify sees that training changed the weights", f"exit code {untouched}", untouched == 1)
-    weights = demo.run_dir / f"step_{demo.steps:08d}" / "weights"
-    samples = len(_samples(demo))
-    start = ("--model.checkpoint", weights, "--checkpoint.dir", demo.folder / "evaluation", "--steps", "1")
+    return evaluate(demo, demo.run_dir / f"step_{demo.steps:08d}" / "weights", "after")
+
+
+def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
+    """The trainer's metrics of one step at learning rate 0 over every conversation once, each in a row of its own."""
+    folder = demo.folder / f"evaluation_{name}"
+    start = ("--model.checkpoint", weights, "--checkpoint.dir", folder, "--steps", "1")
     still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
-    rows = ("--data.pack", "false", "--data.shuffle_buffer", "0", "--global_batch_size", str(samples))
+    rows = ("--data.pack", "false", "--data.shuffle_buffer", "0", "--global_batch_size", str(len(_samples(demo))))
     demo.shell(*demo.torchrun(*start, *still, *rows))
-    return read_metrics(demo.folder / "evaluation")[-1]
+    return read_metrics(folder)[-1]
 
 
-def compare(demo: Demo, evaluated: dict[str, Any]) -> None:
-    """Loss and answers of the exported folder in transformers."""
-    reference = Reference(demo.exported, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
-    media, samples = demo.raw / "media", _samples(demo)
-    losses = {sample["id"]: reference.loss(sample, media) for sample in samples}
-    tokens = sum(count for _, count in losses.values())
-    loss = sum(total for total, _ in losses.values()) / tokens
+def compare_losses(demo: Demo, hf: Path, when: str, evaluated: dict[str, Any]) -> None:
+    """The loss of a folder in transformers against the trainer's."""
+    reference = Reference(hf, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
+    samples = _samples(demo)
+    losses = [reference.loss(sample, demo.raw / "media") for sample in samples]
+    tokens = sum(count for _, count in losses)
+    loss = sum(total for total, _ in losses) / tokens
     error = abs(loss - evaluated["loss"]) / loss
     demo.check(
-        f"Loss of all {len(samples)} conversations: transformers' equals the trainer's",
+        f"Loss {when}: transformers' equals the trainer's",
         f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']} tokens",
         error < LOSS_TOLERANCE and tokens == evaluated["loss_tokens"] and evaluated["samples"] == len(samples),
     )
+
+
+def compare_answers(demo: Demo) -> None:
+    """What the exported folder generates in transformers against what it was taught."""
+    reference = Reference(demo.exported, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
     right = []
-    for sample in samples:
-        answer, wanted = reference.answer(sample, media), sample["conversations"][1]["value"]
+    for sample in _samples(demo):
+        answer, wanted = reference.answer(sample, demo.raw / "media"), sample["conversations"][1]["value"]
         right.append(answer == wanted)
         mark = "[green]as taught[/]" if right[-1] else f"[red]taught: {wanted}[/]"
         demo.console.print(
             f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {answer!r} {mark}", soft_wrap=True
         )
     count = len(data.PICTURES)
-    seen = sum(right[:count])
+    seen, others = sum(right[:count]), sum(right[count:])
     demo.check("One question about five photographs: transformers generates each answer", f"{seen} of {count}", seen == count)
-    others = sum(right[count:])
-    demo.check(
-        "Several images, text only, video: answers as taught", f"{others} of {len(right) - count}", others == len(right) - count
-    )
+    left = len(right) - count
+    demo.check("Several images, text only, video: answers as taught", f"{others} of {left}", others == left)
 
 
 def report(demo: Demo) -> int:
