@@ -330,15 +330,12 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     common: dict[str, Any] = {"worker_config": config, "task_encoder": encoder, "batch_size": None, "packing_buffer_size": buffer}
     if split != "train":
         return get_val_dataset(data.path, split_part=split, **common)
-    shuffle = data.shuffle_buffer > 0
-    return get_train_dataset(
-        data.path,
-        split_part=split,
-        shuffle_buffer_size=data.shuffle_buffer if shuffle else None,
-        shuffle_over_epochs_multiplier=1 if shuffle else None,
-        max_samples_per_sequence=100 if shuffle else None,
-        **common,
-    )
+    if data.shuffle_buffer > 0:
+        order = {"shuffle_buffer_size": data.shuffle_buffer, "shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
+    else:  # Energon reads 16 places of a data set in turn unless told otherwise
+        order = {"shuffle_buffer_size": None, "shuffle_over_epochs_multiplier": None, "max_samples_per_sequence": None}
+        order["parallel_shard_iters"] = 1
+    return get_train_dataset(data.path, split_part=split, **order, **common)
 
 
 def _split_size(path: Path, split: str) -> tuple[int | None, str]:

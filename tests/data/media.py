@@ -18,7 +18,7 @@ def picture(height: int, width: int, seed: int = 0, channels: int = 3) -> np.nda
 
 
 def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
-    """An image file. Kinds: png, jpeg, jpeg420, grey, grey_jpeg, rgba, palette, cmyk, exif, webp, grey16, bilevel, progressive."""
+    """An image file of one of the kinds below."""
     rgb = Image.fromarray(picture(height, width, seed))
     out = io.BytesIO()
     if kind in ("png", "webp"):

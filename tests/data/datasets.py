@@ -1,0 +1,61 @@
+"""Data sets for the tests: records with drawn media, converted by the data tool itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_tools.convert import Options, Report, convert
+
+from .media import encoded, video, write
+
+KINDS = ["jpeg", "png", "rgba", "exif", "grey"]
+
+
+def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
+    """Conversations of every kind in turn: one image, text only, two images, a video, OpenAI parts with all of them."""
+    records: list[dict[str, Any]] = []
+    for i in range(count):
+        write(root / f"images/{i}.img", encoded(40 + 11 * (i % 7), 60 + 17 * (i % 5), KINDS[i % 5], seed=i))
+        write(root / "clips/a.mp4", video(12, 56, 84))
+        one, two = f"images/{i}.img", "images/0.img"
+        answer = {"from": "gpt", "value": f"Answer number {i}."}
+        records.append(
+            [
+                {"image": one, "conversations": [{"from": "human", "value": "<image>\nWhat is this?"}, answer]},
+                {"conversations": [{"from": "human", "value": f"Say {i}"}, answer], "system": "Be brief."},
+                {
+                    "images": [one, two],
+                    "conversations": [
+                        {"from": "human", "value": "First <image> then <image>?"},
+                        answer,
+                        {"from": "human", "value": "And?"},
+                        answer,
+                    ],
+                },
+                {"video": ["clips/a.mp4"], "conversations": [{"from": "human", "value": "<video>Describe."}, answer]},
+                {
+                    "messages": [
+                        {
+                            "role": "user",
+                            "content": [
+                                {"type": "text", "text": "Compare "},
+                                {"type": "video", "video": "clips/a.mp4"},
+                                {"type": "image_url", "image_url": {"url": one}},
+                            ],
+                        },
+                        {"role": "assistant", "content": f"Both show {i}."},
+                    ]
+                },
+            ][i % 5]
+        )
+    return records
+
+
+def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, Report]:
+    """Runs the data tool on ``records``; their media lie under ``folder/media``."""
+    (folder / "in.json").write_text(json.dumps(records))
+    (folder / "media").mkdir(exist_ok=True)
+    report = convert([folder / "in.json"], Options(folder / "media", folder / "out", **options))
+    return folder / "out", report

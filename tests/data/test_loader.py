@@ -1,0 +1,273 @@
+"""Data tool -> loader -> rows, against the HF processor on the same conversations."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from itertools import islice
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.image_utils import load_image
+from transformers.video_utils import VideoMetadata
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import LoaderError, build_loader, pack_greedily
+from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.data.state import StateError, from_json, to_json
+from megatron_vl.models.families import read_spec
+from tests.tiny import tiny_checkpoint
+
+from .datasets import converted, mixed_records
+from .media import encoded, video, write
+
+PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    out, report = converted(folder, mixed_records(folder / "media", COUNT), val_fraction=0.2, samples_per_shard=7)
+    assert report.samples == COUNT and not report.refused
+    return out
+
+
+def config(path, **changes) -> DataConfig:
+    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 6, "shuffle_buffer": 5, **PIXELS, **changes}
+    return DataConfig(path=str(path), **settings)
+
+
+def loader(path, family="qwen2_5_vl", split="train", dp=(0, 1), **changes):
+    folder = tiny_checkpoint(family)
+    return build_loader(config(path, **changes), read_spec(folder), folder, dp_rank=dp[0], dp_size=dp[1], split=split)
+
+
+def stored(path):
+    """key -> (record, members) of all samples of a data set."""
+    out: dict[str, dict[str, bytes]] = {}
+    for shard in sorted(path.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                key, _, part = member.name.partition(".")
+                out.setdefault(key, {})[part] = tar.extractfile(member).read()
+    return {key: (json.loads(parts["json"]), parts) for key, parts in out.items()}
+
+
+def hf_inputs(folder, record, parts):
+    """What the HF processor makes of a stored conversation, with this loader's limits."""
+    from PIL import Image
+
+    processor = AutoProcessor.from_pretrained(folder)
+    images = [load_image(Image.open(io.BytesIO(parts[m["key"]]))) for m in record["media"] if m["kind"] == "image"]
+    clips = [(_frames(parts[m["key"]]), m) for m in record["media"] if m["kind"] == "video"]
+    extra = {}
+    if clips:
+        metadata = [VideoMetadata(total_num_frames=m["frames"], fps=m["fps"]) for _, m in clips]
+        extra = {"videos": [frames for frames, _ in clips], "video_metadata": metadata}
+        extra |= {"do_sample_frames": True, "fps": 2.0, "max_frames": 32}
+    text = processor.apply_chat_template(record["messages"], tokenize=False)
+    out = processor(text=[text], images=images or None, return_tensors="pt", **PIXELS, **extra)
+    return out
+
+
+def _frames(data: bytes) -> torch.Tensor:
+    import av
+
+    with av.open(io.BytesIO(data)) as container:
+        return torch.stack(
+            [torch.from_numpy(f.to_ndarray(format="rgb24", threads=1)).permute(2, 0, 1) for f in container.decode(video=0)]
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_rows_equal_the_hf_processor(dataset, family):
+    """Tokens, M-RoPE positions and pixels of every sample of the rows, and all samples are there."""
+    folder = tiny_checkpoint(family)
+    spec, norm, samples = read_spec(folder), read_pixel_norm(folder), stored(dataset)
+    with torch.device("meta"):
+        from transformers import AutoConfig
+
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).model
+    rows = list(loader(dataset, family, split="val"))
+    seen = [key for row in rows for key in row.keys]
+    assert len(seen) == len(set(seen)) == 4 and any(row.num_samples > 1 for row in rows)
+    for row in rows:
+        features = pixel_table(row, spec, norm)
+        for i, key in enumerate(row.keys):
+            start, end = row.cu_seqlens[i], row.cu_seqlens[i + 1]
+            hf = hf_inputs(folder, *samples[key])
+            assert row.tokens[start:end].tolist() == hf["input_ids"][0].tolist()
+            names = ("image_grid_thw", "video_grid_thw") + (("second_per_grid_ts",) if family == "qwen2_5_vl" else ())
+            grids = {n: torch.as_tensor(hf[n]) for n in names if n in hf}
+            positions = model.get_rope_index(hf["input_ids"], mm_token_type_ids=hf["mm_token_type_ids"], **grids)[0]
+            assert torch.equal(row.position_ids[:, start:end], positions[:, 0])
+            for token, name in ((spec.image_token_id, "pixel_values"), (spec.video_token_id, "pixel_values_videos")):
+                places = (row.tokens[start:end] == token).nonzero().flatten() + start
+                if len(places):
+                    got = torch.cat([features[int(p)] for p in places])
+                    assert (got - hf[name]).abs().max() < 2e-6
+
+
+def pixel_table(row, spec, norm):
+    """Token position -> the normalised patches [merge_unit, patch_dim] of its merge unit, in HF's element order."""
+    planes = norm.apply(row.vision.planes)[row.vision.plane_index.long()]
+    patches = planes.unflatten(-1, (3, -1)).transpose(1, 2).flatten(1).view(-1, spec.vision.merge_unit, spec.vision.patch_dim)
+    return {int(place): patch for place, patch in zip(row.vision.feature_index, patches, strict=False)}
+
+
+def test_loss_covers_the_answers_only(dataset):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    samples = stored(dataset)
+    for row in loader(dataset, split="val"):
+        for i, key in enumerate(row.keys):
+            span = slice(int(row.cu_seqlens[i]), int(row.cu_seqlens[i + 1]))
+            learnt = tokenizer.decode(row.labels[span][row.loss_mask[span].bool()])
+            answers = [m["content"] for m in samples[key][0]["messages"] if m["role"] == "assistant"]
+            assert learnt == "".join(f"{a}<|im_end|>" for a in answers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_continues_with_the_same_rows(dataset, workers):
+    first = loader(dataset, num_workers=workers)
+    for _ in range(5):
+        next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    wanted = [next(first) for _ in range(7)]
+    first.close()
+    # A save right after a restore, before every worker has spoken, must not rewind the silent ones.
+    second = loader(dataset, num_workers=workers)
+    second.load_state_dict(state)
+    assert same(next(second), wanted[0])
+    again = json.loads(json.dumps(second.state_dict()))
+    second.close()
+    third = loader(dataset, num_workers=workers)
+    third.load_state_dict(again)
+    assert all(same(next(third), row) for row in wanted[1:])
+    third.close()
+
+
+def same(a, b) -> bool:
+    tensors = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
+    vision = ("planes", "plane_index", "feature_index", "cu_window_seqlens")
+    return (
+        a.keys == b.keys
+        and all(torch.equal(getattr(a, n), getattr(b, n)) for n in tensors)
+        and all(torch.equal(getattr(a.vision, n), getattr(b.vision, n)) for n in vision)
+    )
+
+
+def test_a_state_of_another_topology_is_refused(dataset):
+    state = loader(dataset, dp=(0, 2)).state_dict()
+    with pytest.raises(StateError, match="dp_size = 2"):
+        loader(dataset).load_state_dict(state)
+    with pytest.raises(StateError, match="seq_len"):
+        loader(dataset, dp=(0, 2), seq_len=512).load_state_dict(state)
+    started = loader(dataset)
+    next(started)
+    with pytest.raises(StateError, match="before the first row"):
+        started.load_state_dict(started.state_dict())
+
+
+def test_state_holds_no_foreign_objects():
+    assert from_json(json.loads(json.dumps(to_json((1, b"x", {"a": [None, 2.5]}))))) == (1, b"x", {"a": [None, 2.5]})
+    with pytest.raises(StateError, match="Counter|set"):
+        to_json({"a": {1, 2}})
+    with pytest.raises(StateError, match="another version"):
+        from_json({"object": "os.system", "fields": {}})
+
+
+def test_ranks_and_epochs_see_every_sample(dataset):
+    train = {key for key, _ in stored(dataset).items()}
+    val = {key for row in loader(dataset, split="val") for key in row.keys}
+    seen: Counter[str] = Counter()
+    for rank in range(2):
+        for row in islice(loader(dataset, dp=(rank, 2)), 8):
+            seen.update(row.keys)
+    assert set(seen) == train - val
+
+
+def test_unpacked_rows_hold_one_sample(dataset):
+    rows = list(islice(loader(dataset, pack=False), 6))
+    assert all(row.num_samples == 1 for row in rows) and len({k for row in rows for k in row.keys}) > 3
+
+
+def test_order_of_the_data_set_without_shuffling(dataset):
+    rows = list(islice(loader(dataset, pack=False, shuffle_buffer=0), 6))
+    keys = [row.keys[0] for row in rows]
+    assert keys == sorted(keys)
+
+
+def test_budgets_hold(dataset):
+    for row in islice(loader(dataset, max_patches=120), 8):
+        assert row.num_patches <= 120 and row.tokens.numel() == 320
+    bins = pack_greedily([(5, 1), (4, 9), (3, 1), (2, 9), (1, 1)], tokens=8, patches=10)
+    assert sorted(i for b in bins for i in b) == list(range(5))
+    assert all(sum((5, 4, 3, 2, 1)[i] for i in b) <= 8 and sum((1, 9, 1, 9, 1)[i] for i in b) <= 10 for b in bins)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_too_long_is_counted_not_lost(tmp_path, workers):
+    turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
+    path, _ = converted(tmp_path, [{"conversations": turns(400 if i % 4 == 0 else 5)} for i in range(16)])
+    rows, seen, dropped = loader(path, num_workers=workers, shuffle_buffer=0, packing_buffer=4), Counter(), 0
+    for row in islice(rows, 6):
+        seen.update(row.keys)
+        dropped += sum(row.dropped.values())
+        assert set(row.dropped) <= {"longer than seq_len"}
+    rows.close()
+    assert dropped >= 4 and {f"{i:09d}" for i in range(0, 16, 4)}.isdisjoint(seen)
+
+
+def test_only_unusable_samples_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_vl.data.loader.MOST_REFUSED_IN_A_ROW", 20)
+    turns = [{"from": "human", "value": "x " * 400}, {"from": "gpt", "value": "y"}]
+    path, _ = converted(tmp_path, [{"conversations": turns}] * 4)
+    with pytest.raises(Exception, match="20 samples in a row cannot be used"):
+        next(loader(path))
+
+
+def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
+    """Same size in bytes, other bytes: what happens when storage goes bad after conversion."""
+    write(tmp_path / "media/a.png", encoded(64, 64))
+    record = {"image": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "y"}]}
+    text = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "learnt"}]}
+    path, _ = converted(tmp_path, [record, text])
+    shard = path / "train-000000.tar"
+    data = shard.read_bytes()
+    at = data.index(b"\x89PNG")
+    shard.write_bytes(data[:at] + bytes(200) + data[at + 200 :])
+    row = next(loader(path, shuffle_buffer=0, packing_buffer=2))
+    assert row.dropped == {"image does not decode": 1} and row.num_samples == 2
+    damaged = slice(int(row.cu_seqlens[0]), int(row.cu_seqlens[1]))
+    assert row.loss_mask[damaged].sum() == 0 and row.loss_mask.sum() > 0
+    assert row.vision.planes.unique().tolist() == [128]
+
+
+def test_more_ranks_than_samples_and_wrong_folders_are_explained(dataset, tmp_path):
+    with pytest.raises(LoaderError, match="4 samples in val, but 3 data-parallel ranks x 2 workers need at least 6"):
+        loader(dataset, split="val", dp=(0, 3), num_workers=2)
+    with pytest.raises(LoaderError, match="is no data set"):
+        loader(tmp_path)
+    path, _ = converted(tmp_path, [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 3)
+    with pytest.raises(LoaderError, match="'val' is empty"):
+        loader(path, split="val")
+
+
+def test_video_in_a_worker_after_the_parent_decoded_one(tmp_path):
+    """The parent has started converter threads; they do not survive the fork."""
+    import av
+
+    data = video(12, 480, 640)
+    with av.open(io.BytesIO(data)) as container:
+        next(container.decode(video=0)).to_ndarray(format="rgb24")
+    write(tmp_path / "media/a.mp4", data)
+    record = {"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "y"}]}
+    path, _ = converted(tmp_path, [record] * 4)
+    rows = loader(path, num_workers=2)
+    assert next(rows).num_images >= 1
+    rows.close()
