@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 CHUNK = 1 << 20
+LARGEST_RECORD = 1 << 30
 
 
 class ReadError(ValueError):
@@ -113,5 +114,7 @@ class _Buffer:
                 cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
                 if self.ended or not cut:
                     raise ReadError(f"{self.path}: record {number} is no valid JSON: {error.msg}") from error
+            if len(self.text) - self.at > LARGEST_RECORD:
+                raise ReadError(f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; is a quote missing?")
             size *= 2
             self.grow(size)

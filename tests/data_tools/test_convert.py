@@ -1,0 +1,332 @@
+"""The data tool: formats, splits, refusals, and what Energon finds afterwards."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import sqlite3
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_tools.convert import ConvertError, Options, convert
+from data_tools.formats import RecordError, read_conversation
+from data_tools.records import BadLine, ReadError, read_records
+from tests.data.datasets import converted, mixed_records
+from tests.data.media import encoded, video, write
+from toolkit.cli import main
+
+HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+TEXT = {"conversations": [HUMAN, GPT]}
+
+
+def shards(path: Path) -> dict[str, bytes]:
+    out: dict[str, bytes] = {}
+    for tar_path in sorted(path.glob("*.tar")):
+        with tarfile.open(tar_path) as tar:
+            for member in tar:
+                assert member.name not in out
+                out[member.name] = tar.extractfile(member).read()
+    return out
+
+
+def refused(path: Path) -> dict[int, str]:
+    lines = [json.loads(line) for line in (path / "quarantine.jsonl").read_text().splitlines()]
+    return {line["record"]: line["reason"] for line in lines}
+
+
+# ----------------------------------------------------------------------------------------------------- formats
+
+
+def test_sharegpt_markers_become_parts_in_the_order_of_the_text():
+    record = {
+        "system": "Be brief.",
+        "images": ["a.jpg", "b.jpg"],
+        "video": "c.mp4",
+        "conversations": [
+            {"from": "human", "value": "<image>\nFirst <video> then <image>"},
+            {"from": "gpt", "value": "Yes."},
+            {"from": "user", "value": "Thanks"},
+            {"from": "assistant", "value": "Bye"},
+        ],
+    }
+    conversation = read_conversation(record)
+    assert conversation.media == [("image", "a.jpg"), ("video", "c.mp4"), ("image", "b.jpg")]
+    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
+    kinds = [(p["type"], p.get("text")) for p in conversation.messages[1]["content"]]
+    assert kinds == [("image", None), ("text", "\nFirst "), ("video", None), ("text", " then "), ("image", None)]
+    assert conversation.messages[2]["content"] == "Yes."
+
+
+def test_openai_parts_in_every_spelling():
+    parts = [
+        {"type": "text", "text": "See "},
+        {"type": "image", "image": "a.jpg"},
+        {"type": "image_url", "image_url": {"url": "b.jpg"}},
+        {"type": "image_url", "image_url": "c.jpg"},
+        {"type": "video", "video": "d.mp4"},
+        {"type": "video_url", "video_url": {"url": "e.mp4"}},
+        {"type": "image", "path": "f.jpg"},
+    ]
+    record = {
+        "messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "ok"}]}]
+    }
+    conversation = read_conversation(record)
+    assert [ref for _, ref in conversation.media] == ["a.jpg", "b.jpg", "c.jpg", "d.mp4", "e.mp4", "f.jpg"]
+    assert conversation.messages[0]["content"][0] == {"type": "text", "text": "See "}
+
+
+def test_messages_with_listed_images():
+    turns = [{"role": "user", "content": "<image> and"}, {"role": "user", "content": [{"type": "image"}]}]
+    record = {"images": ["a.png", "b.png"], "messages": [*turns, {"role": "assistant", "content": "ok"}]}
+    assert [ref for _, ref in read_conversation(record).media] == ["a.png", "b.png"]
+    literal = {"messages": [{"role": "user", "content": "what is <image>?"}, {"role": "assistant", "content": "a tag"}]}
+    assert read_conversation(literal).messages[0]["content"] == "what is <image>?"
+
+
+BAD = [
+    ([], "not an object"),
+    ({"x": 1}, "no conversation"),
+    ({"conversations": []}, "no conversation"),
+    ({"conversations": ["hi"]}, "bad turn"),
+    ({"conversations": [{"from": "tool", "value": "x"}, GPT]}, "unknown role"),
+    ({"conversations": [{"from": ["human"], "value": "x"}, GPT]}, "unknown role"),
+    ({"conversations": [{"from": "human", "value": 3}, GPT]}, "bad text"),
+    ({"conversations": [{"from": "human", "value": "a\ud800b"}, GPT]}, "bad text"),
+    ({"conversations": [{"from": "human", "value": "<|image_pad|>"}, GPT]}, "placeholder token in text"),
+    ({"conversations": [HUMAN]}, "no assistant turn"),
+    ({"image": "a.jpg", **TEXT}, "markers and media differ"),
+    ({"conversations": [{"from": "human", "value": "<image>"}, GPT]}, "markers and media differ"),
+    ({"image": "a.jpg", "conversations": [{"from": "human", "value": "<image><image>"}, GPT]}, "markers and media differ"),
+    ({"image": 5, "conversations": [{"from": "human", "value": "<image>"}, GPT]}, "bad media reference"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "audio"}]}, {"role": "assistant", "content": "x"}]},
+        "unknown content part",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "x"}]},
+        "bad media reference",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "video", "video": ["1.jpg"]}]}]}, "bad media reference"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]}, "bad text"),
+]
+
+
+@pytest.mark.parametrize("record,reason", BAD, ids=[f"{i} {r}" for i, (_, r) in enumerate(BAD)])
+def test_records_that_cannot_be_used_say_why(record, reason):
+    with pytest.raises(RecordError) as error:
+        read_conversation(record)
+    assert error.value.reason == reason
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_arrays_are_read_in_any_chunks(tmp_path, monkeypatch, chunk, indent):
+    monkeypatch.setattr("data_tools.records.CHUNK", chunk)
+    records = [{"a": "x" * n, "b": [1.5, None, {"é": ']},{ \\" 漢'}]} for n in range(0, 90, 13)] + [12, "s", True]
+    path = tmp_path / "a.json"
+    path.write_text("\ufeff" + json.dumps(records, indent=indent, ensure_ascii=False))
+    assert [record for _, record in read_records(path)] == records
+
+
+def test_lines_go_on_after_a_broken_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n{broken\n\xff\xfe\n{"a": 2}')
+    found = list(read_records(path))
+    assert [n for n, _ in found] == [1, 3, 4, 5] and found[0][1] == {"a": 1} and found[3][1] == {"a": 2}
+    assert isinstance(found[1][1], BadLine) and isinstance(found[2][1], BadLine)
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}, {"a": ', '[{"a": 1}, {a: 2}, {"a": 3}]', '[{"a": 1}', '[{"a": 1} {"a": 2}]', ""])
+def test_broken_arrays_name_the_record(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ReadError, match="a.json"):
+        list(read_records(path))
+
+
+# --------------------------------------------------------------------------------------------------- conversion
+
+
+def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
+    records = mixed_records(tmp_path / "media", 10)
+    out, report = converted(tmp_path, records, val_fraction=0.2)
+    assert (report.samples, report.images, report.videos, report.refused) == (10, 8, 4, {})
+    members = shards(out)
+    first = json.loads(members["000000000.json"])
+    assert members["000000000.0.jpg"] == (tmp_path / "media/images/0.img").read_bytes()
+    assert first["media"] == [{"key": "0.jpg", "kind": "image", "height": 40, "width": 60}]
+    assert first["messages"][0]["content"] == [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": "\nWhat is this?"}]
+    assert first["source"] == {"file": "in.json", "record": 1}
+    clip = json.loads(members["000000003.json"])["media"][0]
+    assert clip == {"key": "0.mp4", "kind": "video", "height": 56, "width": 84, "frames": 12, "fps": 10.0}
+    assert all(name.count(".") in (1, 2) and name.split(".")[0].isdigit() for name in members)
+
+
+def test_energon_finds_all_of_it(tmp_path):
+    """The files are what `energon prepare` would write: counts, offsets, image sizes."""
+    out, report = converted(tmp_path, mixed_records(tmp_path / "media", 11), val_fraction=0.3, samples_per_shard=3)
+    counts = json.loads((out / ".nv-meta/.info.json").read_text())["shard_counts"]
+    splits = yaml.safe_load((out / ".nv-meta/split.yaml").read_text())["split_parts"]
+    assert sum(counts.values()) == 11 and sorted(splits["train"] + splits["val"]) == sorted(counts)
+    assert sum(counts[name] for name in splits["val"]) == report.val == 3
+    with sqlite3.connect(out / ".nv-meta/index.sqlite") as db:
+        parts = db.execute(
+            "select tar_file_id, content_byte_offset, content_byte_size, part_name, sample_index from sample_parts"
+        ).fetchall()
+        names = list(counts)
+        by_name = shards(out)
+        assert len(parts) == len(by_name)
+        for tar, offset, size, _, _ in parts:
+            assert (out / names[tar]).read_bytes()[offset : offset + size] in by_name.values()
+        sizes = dict(db.execute("select entry_key, metadata_json from media_metadata").fetchall())
+    assert json.loads(sizes["000000000.0.jpg"]) == {"width": 60, "height": 40, "format": "JPEG", "mode": "RGB"}
+    assert len(sizes) == report.images + report.videos
+
+
+def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
+    records = mixed_records(tmp_path / "media", 40) + [{"bad": 1}]
+    digests = []
+    for workers in (1, 3):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        (folder / "media").symlink_to(tmp_path / "media")
+        out, report = converted(folder, records, workers=workers, val_fraction=0.1, samples_per_shard=9)
+        assert report.samples == 40
+        files = sorted(p for p in out.rglob("*") if p.is_file())
+        digests.append([(p.relative_to(out), hashlib.sha256(p.read_bytes()).hexdigest()) for p in files])
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    "count,fraction,val", [(2, 0.01, 1), (9, 0.1, 1), (10, 0.1, 1), (2, 0.99, 1), (7, 0.9, 6), (100, 0.05, 5), (5, 0.0, 0)]
+)
+def test_no_split_is_empty(tmp_path, count, fraction, val):
+    out, report = converted(tmp_path, [TEXT] * count, val_fraction=fraction, samples_per_shard=1)
+    assert (report.train, report.val) == (count - val, val) and report.train >= 1
+    splits = yaml.safe_load((out / ".nv-meta/split.yaml").read_text())["split_parts"]
+    assert bool(splits["val"]) == bool(val) and splits["train"]
+
+
+def test_bad_media_are_refused_one_by_one(tmp_path):
+    media = tmp_path / "media"
+    secret = write(tmp_path / "secret.png", encoded(30, 30))
+    write(media / "good.png", encoded(30, 30))
+    write(media / "cut.jpg", encoded(90, 90, "jpeg")[:600])
+    write(media / "thin.png", encoded(1, 300))
+    write(media / "page.png", b"<html></html>")
+    write(media / "cut.mp4", video(10)[:500])
+    write(media / "folder/x.png", encoded(30, 30))
+    (media / "link.png").symlink_to(secret)
+    (media / "inner.png").symlink_to(media / "good.png")
+    (media / "loop.png").symlink_to(media / "loop.png")
+    os.mkfifo(media / "pipe.png")
+    uri = "data:image/png;base64," + base64.b64encode(encoded(30, 30)).decode()
+    cases = {
+        "good.png": None,
+        "inner.png": None,
+        "folder/../good.png": None,
+        f"file://{media / 'good.png'}": None,
+        uri: None,
+        "../secret.png": "outside the media root",
+        str(secret): "outside the media root",
+        f"file://{secret}": "outside the media root",
+        "link.png": "outside the media root",
+        "/etc/passwd": "outside the media root",
+        "none.png": "medium missing",
+        "folder": "not a file",
+        "pipe.png": "not a file",
+        "loop.png": None,
+        "a\0b.png": "bad media reference",
+        "https://example.com/a.png": "remote medium",
+        "data:image/png;base64,@@@": "bad media reference",
+        "data:image/png,raw": "bad media reference",
+        "cut.jpg": "image does not decode",
+        "page.png": "image does not decode",
+        "thin.png": "image too narrow",
+    }
+    records = [{"image": ref, "conversations": [{"from": "human", "value": "<image>"}, GPT]} for ref in cases]
+    records.append({"video": "cut.mp4", "conversations": [{"from": "human", "value": "<video>"}, GPT]})
+    out, report = converted(tmp_path, records)
+    expected = {i: reason for i, reason in enumerate(cases.values(), 1) if reason} | {len(records): "video does not decode"}
+    found = refused(out)
+    loop = list(cases).index("loop.png") + 1
+    assert found.pop(loop) in ("medium missing", "bad media reference")
+    assert found == expected
+    assert report.samples + len(found) + 1 == report.records == len(records)
+    assert sum(sum(r.values()) for r in report.refused.values()) == len(found) + 1
+    assert encoded(30, 30) in shards(out).values()
+
+
+def test_inputs_follow_each_other_and_broken_lines_are_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(TEXT) + "\n{\n" + json.dumps(TEXT) + "\n")
+    (tmp_path / "b.json").write_text(json.dumps([TEXT]))
+    (tmp_path / "m").mkdir()
+    report = convert([tmp_path / "a.jsonl", tmp_path / "b.json"], Options(tmp_path / "m", tmp_path / "out"))
+    assert report.samples == 3 and report.refused == {"a.jsonl": {"not JSON": 1}}
+    sources = [json.loads(v)["source"] for v in shards(tmp_path / "out").values()]
+    assert sources[-1] == {"file": "b.json", "record": 1}
+
+
+def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
+    (tmp_path / "in.json").write_text(json.dumps([TEXT]))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").write_text("mine")
+    base = Options(tmp_path / "m", tmp_path / "out")
+    with pytest.raises(ConvertError, match="not an empty folder"):
+        convert([tmp_path / "in.json"], Options(tmp_path / "m", tmp_path / "used"))
+    with pytest.raises(ConvertError, match="val-fraction 1.0"):
+        convert([tmp_path / "in.json"], Options(tmp_path / "m", tmp_path / "out", val_fraction=1.0))
+    with pytest.raises(ConvertError, match="media-root"):
+        convert([tmp_path / "in.json"], Options(tmp_path / "nowhere", tmp_path / "out"))
+    with pytest.raises(ConvertError, match="not a file"):
+        convert([tmp_path / "nothing.json"], base)
+
+
+# -------------------------------------------------------------------------------------------------- command line
+
+
+def run(tmp_path, records, *options: str) -> int:
+    (tmp_path / "in.json").write_text(json.dumps(records))
+    (tmp_path / "m").mkdir(exist_ok=True)
+    base = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "m"), "--out", str(tmp_path / "out")]
+    return main(["data", "convert", *base, "--workers", "1", *options])
+
+
+def test_command_reports_as_text_and_json(tmp_path, capsys):
+    assert run(tmp_path, [TEXT, TEXT, {}], "--json", "--val-fraction", "0.5") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["train"], report["val"], report["records"]) == (2, 1, 1, 3)
+    assert report["refused"] == {"in.json": {"no conversation": 1}}
+
+
+def test_command_lists_what_was_refused(tmp_path, capsys):
+    assert run(tmp_path, [TEXT, {}]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 2 records" in out and "no conversation" in out and "quarantine.jsonl" in out
+
+
+def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
+    assert run(tmp_path, [{}, {}]) == 1
+    assert "none of 2 records could be used" in capsys.readouterr().err
+
+
+def test_command_fails_when_one_sample_cannot_be_split(tmp_path, capsys):
+    assert run(tmp_path, [TEXT], "--val-fraction", "0.5") == 1
+    assert "too few for a validation split" in capsys.readouterr().err
+
+
+def test_command_fails_on_a_broken_file(tmp_path, capsys):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "in.json").write_text('[{"a": 1}, {"a"')
+    base = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "m"), "--out", str(tmp_path / "out")]
+    assert main(["data", "convert", *base]) == 1
+    assert "record 2 is no valid JSON" in capsys.readouterr().err
