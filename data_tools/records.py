@@ -115,6 +115,8 @@ class _Buffer:
                 if self.ended or not cut:
                     raise ReadError(f"{self.path}: record {number} is no valid JSON: {error.msg}") from error
             if len(self.text) - self.at > LARGEST_RECORD:
-                raise ReadError(f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; is a quote missing?")
+                raise ReadError(
+                    f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; is a quote missing?"
+                )
             size *= 2
             self.grow(size)

@@ -114,7 +114,7 @@ class ChatEncoder:
 
     def _check_placeholders(self, text: str, grids: Sequence[Grid]) -> None:
         written = ["image" if token == self.image_token else "video" for token in self._placeholder.findall(text)]
-        given = [grid.kind for grid in grids]
+        given: list[str] = [grid.kind for grid in grids]
         if written != given:
             raise ChatError(f"the text has placeholders for {_listed(written)}, the conversation brings {_listed(given)}")
 

@@ -331,7 +331,11 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     if split != "train":
         return get_val_dataset(data.path, split_part=split, **common)
     if data.shuffle_buffer > 0:
-        order = {"shuffle_buffer_size": data.shuffle_buffer, "shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
+        order: dict[str, int | None] = {
+            "shuffle_buffer_size": data.shuffle_buffer,
+            "shuffle_over_epochs_multiplier": 1,
+            "max_samples_per_sequence": 100,
+        }
     else:  # Energon reads 16 places of a data set in turn unless told otherwise
         order = {"shuffle_buffer_size": None, "shuffle_over_epochs_multiplier": None, "max_samples_per_sequence": None}
         order["parallel_shard_iters"] = 1

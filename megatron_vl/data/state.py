@@ -48,7 +48,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {"flex" if isinstance(value, FlexState) else "dict": [[to_json(k), to_json(v)] for k, v in value.items()]}
     name = type(value).__name__
-    if _classes().get(name) is type(value):
+    if _classes().get(name) is type(value) and dataclasses.is_dataclass(value):
         return {"object": name, "fields": {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}}
     raise StateError(f"the loader state holds a {type(value).__module__}.{name}, which this version cannot write")
 

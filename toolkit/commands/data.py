@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolkit.cli import CommandError
+if TYPE_CHECKING:
+    from data_tools.convert import Report
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -38,7 +40,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    from data_tools.convert import Options, Report, convert, default_workers
+    from data_tools.convert import ConvertError, Options, convert, default_workers
 
     options = Options(
         media_root=args.media_root,
@@ -48,15 +50,15 @@ def run_convert(args: argparse.Namespace) -> int:
         samples_per_shard=args.samples_per_shard,
         bytes_per_shard=args.shard_mb << 20,
     )
-    report: Report = convert(args.input, options, _show)
+    report = convert(args.input, options, _show)
     if args.json:
         print(json.dumps(report.as_json()))
     else:
         _print(report, args.out)
     if not report.samples:
-        raise CommandError(f"none of {report.records} records could be used; see {args.out / 'quarantine.jsonl'}")
+        raise ConvertError(f"none of {report.records} records could be used; see {args.out / 'quarantine.jsonl'}")
     if args.val_fraction and not report.val:
-        raise CommandError(f"{report.samples} sample is too few for a validation split; give more, or leave out --val-fraction")
+        raise ConvertError(f"{report.samples} sample is too few for a validation split; give more, or leave out --val-fraction")
     return 0
 
 
@@ -66,7 +68,7 @@ def _show(line: str) -> None:
     )
 
 
-def _print(report, out: Path) -> None:
+def _print(report: Report, out: Path) -> None:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     print(f"{report.samples} of {report.records} records written to {out} in {report.seconds:.1f} s")
