@@ -111,6 +111,8 @@ def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool) -> 
     if name == "auto":
         if platform == "cpu":
             return "sdpa"
+        if head_dim % 8:
+            return "sdpa"  # no fused kernel takes such heads
         return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")

@@ -92,6 +92,7 @@ def build_chunks(
         language.rotary_pos_emb = MRope(spec.language)
         chunk = VisionLanguageModel(config, language, tower)
         chunks.append(chunk.to(device=platform.device, dtype=dtype))
+    _zero_padding(chunks, spec, layout, mpu.get_tensor_model_parallel_rank())
     _freeze(chunks, model)
     if platform.transformer_engine:
         for chunk in chunks:
@@ -104,6 +105,25 @@ def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
     tower = ProcessGroupCollection()
     tower.tp, tower.cp, tower.pp = pg.tp, pg.cp, None
     return tower
+
+
+@torch.no_grad()
+def _zero_padding(chunks: Iterable[VisionLanguageModel], spec: ModelSpec, layout: Layout, tp_rank: int) -> None:
+    """Zeroes the padded FFN rows and columns of random weights. They stay zero: their gradients are zero."""
+    v = spec.vision
+    if v.padded_ffn_hidden_size == v.ffn_hidden_size:
+        return
+    real = (torch.arange(v.padded_ffn_hidden_size) < v.ffn_hidden_size).chunk(layout.tp)[tp_rank]
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if not name.startswith("vision_model.decoder."):
+                continue
+            mask = real.to(device=parameter.device, dtype=parameter.dtype)
+            if name.endswith(("linear_fc1.weight", "linear_fc1.bias")):
+                rows = mask.repeat(2) if v.gated_mlp else mask
+                parameter.mul_(rows.view(-1, *[1] * (parameter.dim() - 1)))
+            elif name.endswith("linear_fc2.weight"):
+                parameter.mul_(mask)
 
 
 def _freeze(chunks: Iterable[VisionLanguageModel], model: ModelConfig) -> None:

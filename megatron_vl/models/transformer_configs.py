@@ -72,7 +72,7 @@ def language_config(
         pipeline_model_parallel_layout=layout.core_string() if layout.pp > 1 else None,
         cross_entropy_loss_fusion=platform.name == "cuda",
         cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
-        **_recompute(recompute.language, recompute.language_modules),
+        **_recompute(platform, recompute.language, recompute.language_modules),
         **_common(platform, layout, dtype, spec.initializer_range),
     )
     # Overlapped p2p of the interleaved schedule needs unbatched sends; batched ones are what 1F1B uses on CUDA.
@@ -102,12 +102,15 @@ def vision_config(
         bias_activation_fusion=platform.name == "cuda" and v.gated_mlp,
         sequence_parallel=False,
         pipeline_model_parallel_size=1,
-        **_recompute(recompute.vision, []),
+        **_recompute(platform, recompute.vision, []),
         **_common(platform, layout, dtype, spec.initializer_range),
     )
 
 
-def _recompute(kind: str, modules: list[str]) -> dict[str, Any]:
+def _recompute(platform: Platform, kind: str, modules: list[str]) -> dict[str, Any]:
+    if kind == "selective" and "layernorm" in modules and not platform.transformer_engine:
+        # Core 0.19.2: CheckpointWithoutOutput takes an argument only with Transformer Engine and fails in the backward pass.
+        raise ValueError("recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp")
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if kind == "selective":

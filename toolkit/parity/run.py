@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
+from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors, part_of
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
@@ -216,7 +216,7 @@ def compare(
             for candidate in candidates:
                 error = (candidate - want[name]).norm().item() / scale if scale else candidate.norm().item()
                 errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
-    trained = {name for name in table if not frozen(name, case.freeze)}
+    trained = {name for name in table if part_of(name) not in case.freeze}
     missing = sorted(trained - set(errors)) + sorted(set(errors) - trained)
     worst = sorted(errors, key=errors.__getitem__, reverse=True)[:3]
     loss_error = abs(loss - want_loss) / abs(want_loss)
@@ -251,11 +251,6 @@ class Reference:
             return loss, want, {}
         loss, near = reference(self.case.hf, samples, self.half)
         return loss, want, {n: ((near[n] - w).norm() / w.norm().clamp(min=1e-30)).item() for n, w in want.items()}
-
-
-def frozen(name: str, parts: list[str]) -> bool:
-    part = "merger" if name.startswith("vision_model.merger.") else "vision" if name.startswith("vision_model.") else "language"
-    return part in parts
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,113 @@
+"""Schedules, and what happens at a step that must not be taken."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+
+from megatron_vl.training.optimizer import learning_rate
+from tests.training.process import run_single
+
+SHAPE = {"peak": 3e-4, "final": 3e-5, "steps": 100, "warmup": 10}
+
+
+def test_cosine_reaches_peak_and_final() -> None:
+    rates = [learning_rate(step, schedule="cosine", **SHAPE) for step in range(101)]
+    assert rates[0] == pytest.approx(3e-5)  # a tenth of the peak: never zero, or the first step would be lost
+    assert max(rates) == rates[9] == rates[10] == pytest.approx(3e-4)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[100] == pytest.approx(3e-5)
+    assert rates[55] == pytest.approx((3e-4 + 3e-5) / 2)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
+    """transformers decays to zero and starts its warm-up at zero; apart from that the curves are one."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    if schedule == "cosine":
+        reference = get_cosine_schedule_with_warmup(optimizer, 10, 100)
+    else:
+        reference = get_constant_schedule_with_warmup(optimizer, 10)
+    for step in range(100):
+        if step >= 10:
+            ours = learning_rate(step, peak=1.0, final=0.0, steps=100, warmup=10, schedule=schedule)
+            assert ours == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        reference.step()
+
+
+STEP = """
+import itertools, json, math, torch
+from megatron_vl.config import *
+from megatron_vl.platform import get_platform
+platform = get_platform("cpu")
+from megatron_vl.data.assemble import pack_row
+from megatron_vl.models.build import build_chunks
+from megatron_vl.models.families import read_spec
+from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.parallel.layout import make_layout
+from megatron_vl.training.feed import Feed
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.step import train_step, wrap
+from toolkit.parity.batches import make_sample
+
+spec = read_spec(HF)
+layout = make_layout(spec)
+init_distributed(platform)
+grid = make_grid(layout)
+config = TrainConfig(dtype="float32", steps=10, global_batch_size=2,
+                     optimizer=OptimizerConfig(lr=1e-3, vision_lr=5e-4, merger_lr=2e-4, weight_decay=0.1, schedule="constant"))
+chunks = build_chunks(platform, spec, layout, seq_len=256, dtype=torch.float32, model=config.model, recompute=config.recompute,
+                      sequence_parallel=False, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
+wrapped = wrap(config, chunks)
+optimizer = build_optimizer(config, platform, wrapped)
+rows = itertools.cycle([pack_row([make_sample(kind, spec, 0)], spec, 256) for kind in ("image", "text")])
+feed = Feed(grid, platform, rows, 2)
+"""
+
+
+def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> None:
+    out = run_single(
+        STEP
+        + """
+def weights(): return {n: p.detach().clone() for n, p in chunks[0].named_parameters()}
+results = []
+for step in range(3):
+    data = feed.next_step()
+    hooks = [chunks[0].language_model.register_forward_hook(lambda m, i, out: out * math.nan)] if step == 1 else []
+    set_learning_rates(optimizer, config, step)
+    before = weights()
+    result = train_step(wrapped, optimizer, data.rows, grid, 256)
+    for hook in hooks: hook.remove()
+    changed = any(not torch.equal(before[n], p) for n, p in weights().items())
+    results.append({"updated": result.updated, "changed": changed, "finite": math.isfinite(result.loss)})
+RESULT = results
+""",
+        HF=str(tiny_checkpoint("qwen2_5_vl")),
+    )
+    assert [r["updated"] for r in out] == [True, False, True]
+    assert [r["changed"] for r in out] == [True, False, True]
+    assert [r["finite"] for r in out] == [True, False, True]
+
+
+def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint) -> None:
+    out = run_single(
+        STEP
+        + """
+set_learning_rates(optimizer, config, 0)
+names = {id(p): n for n, p in chunks[0].named_parameters()}
+from megatron_vl.training.checkpoint import optimizer_slices
+RESULT = {}
+for piece in optimizer_slices(optimizer, [(n, p) for n, p in chunks[0].named_parameters()]):
+    RESULT[piece.name] = [piece.group["lr"], piece.group["weight_decay"], piece.parameter.dim()]
+""",
+        HF=str(tiny_checkpoint("qwen2_5_vl")),
+    )
+    assert len(out) == 77
+    for name, (rate, decay, dimensions) in out.items():
+        want = 2e-4 if ".merger." in name else 5e-4 if name.startswith("vision_model.") else 1e-3
+        assert math.isclose(rate, want), name
+        assert decay == (0.1 if dimensions > 1 else 0.0), name

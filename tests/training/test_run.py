@@ -1,0 +1,164 @@
+"""The trainer as users start it: real data, four ranks, checkpoints, resume, export."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from converters.convert import convert, export
+from converters.verify import compare
+from data_tools.convert import Options
+from data_tools.convert import convert as convert_data
+from megatron_vl.weights import WeightReader
+from tests.data.media import encoded
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.layers", "[1,3]", "--parallel.sequence_parallel", "true"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    """A tied model, its weights in another layout than the run's, and a small data set of pictures and text."""
+    folder = tmp_path_factory.mktemp("run")
+    records = []
+    (folder / "media").mkdir()
+    for i in range(24):
+        name = f"{i}.png"
+        (folder / "media" / name).write_bytes(encoded(60 + 14 * (i % 5), 80 + 28 * (i % 3), seed=i))
+        question = "<image>\nWhat is this?" if i % 4 else "Hello, how are you?"
+        record: dict[str, Any] = {
+            "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": f"It is number {i}."}]
+        }
+        if i % 4:
+            record["image"] = name
+        records.append(record)
+    (folder / "data.json").write_text(json.dumps(records))
+    convert_data([folder / "data.json"], Options(out=folder / "data", media_root=folder / "media", workers=1))
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+    convert(hf, folder / "weights", {"tp": 1, "pp": 4})
+    return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}
+
+
+def train(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
+    common = ["--model.hf", prepared["hf"], "--model.checkpoint", prepared["weights"], "--data.path", prepared["data"]]
+    shape = ["--data.seq_len", "128", "--global_batch_size", "4", "--steps", "6", "--dtype", "float32", "--platform", "cpu"]
+    rest = ["--optimizer.lr", "1e-3", "--optimizer.warmup_steps", "2", "--data.shuffle_buffer", "8", "--data.packing_buffer", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "megatron_vl.train",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    arguments = [str(part) for part in (*command, *common, *shape, *rest, "--checkpoint.dir", run, *options)]
+    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300, cwd=prepared["folder"])
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(prepared: dict[str, Path]) -> Path:
+    """A run of six steps that nothing disturbed."""
+    run = prepared["folder"] / "whole"
+    done = train(prepared, run, *LAYOUT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run
+
+
+def test_one_line_a_step(whole: Path) -> None:
+    lines = metrics(whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    for line in lines:
+        assert line["updated"] and line["grad_norm"] > 0 and line["tokens_per_s_per_rank"] > 0
+        assert line["samples"] > 0 and line["tflops_per_rank"] > 0
+
+
+def test_resumed_run_equals_the_undisturbed_one(prepared: dict[str, Path], whole: Path) -> None:
+    """Stopped after three steps and started again: same losses, norms and samples, bit for bit, and the same weights."""
+    run = prepared["folder"] / "resumed"
+    for options in (["--stop_after", "3"], []):
+        done = train(prepared, run, *LAYOUT, *options)
+        assert done.returncode == 0, done.stderr[-4000:]
+    assert "resumed at step 3" in done.stdout
+    keys = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
+    assert [[line[k] for k in keys] for line in metrics(run)] == [[line[k] for k in keys] for line in metrics(whole)]
+    a, b = WeightReader(run), WeightReader(whole)
+    for name in a.names():
+        assert torch.equal(a.get(name), b.get(name)), name
+
+
+def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -> None:
+    """Each element of each shard is owned once: the ranges of a tensor's slices join without gap or overlap."""
+    ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for rank in range(4):
+        with safe_open(whole / "step_00000006" / "optimizer" / f"rank_{rank:05d}.safetensors", framework="pt") as file:
+            for key in file.keys():
+                if key.endswith("/exp_avg"):
+                    name, span = key.removesuffix("/exp_avg").rstrip("]").split("[")
+                    start, end = map(int, span.split(":"))
+                    assert file.get_tensor(key).numel() == end - start
+                    assert int(file.get_tensor(key.replace("exp_avg", "step"))) == 6
+                    ranges.setdefault((rank, name), []).append((start, end))
+    reader = WeightReader(whole)
+    held = {name for _, name in ranges}
+    assert held == set(reader.names())
+    for (_, name), spans in ranges.items():
+        assert spans == [(0, reader.get(name, 0, 2).numel())]  # no data parallelism here, so each rank owns all of its shard
+
+
+def test_another_layout_is_refused(prepared: dict[str, Path], whole: Path) -> None:
+    done = train(prepared, whole, "--parallel.tp", "1", ranks=1)
+    assert done.returncode != 0
+    assert "was saved with layout" in done.stderr and "weights" in done.stderr
+
+
+def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], whole: Path) -> None:
+    out = prepared["folder"] / "exported"
+    export(whole, prepared["hf"], out)
+    assert compare(out, prepared["hf"]).differences  # it was trained
+    back = prepared["folder"] / "back"
+    convert(out, back)
+    ours, theirs = WeightReader(back), WeightReader(whole)
+    for name in ours.names():
+        assert torch.equal(ours.get(name), theirs.get(name)), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--parallel.tp", "3"], "do not divide the world size"),
+        (["--parallel.layers", "[1,1]", "--parallel.pp", "2", "--parallel.tp", "2"], "add up to 2"),
+        (["--data.path", "nowhere", *LAYOUT], "does not exist"),
+        (["--global_batch_size", "3"], "multiple of the data-parallel size"),
+    ],
+)
+def test_impossible_runs_are_refused_before_a_group_starts(
+    prepared: dict[str, Path], tmp_path: Path, options: list[str], message: str
+) -> None:
+    """Called without a launcher, so a process group of four could not have been formed."""
+    common = ["--model.hf", str(prepared["hf"]), "--data.path", str(prepared["data"]), "--platform", "cpu", *options]
+    environment = {**os.environ, "WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_vl.train", *common],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1 and message in done.stderr
