@@ -18,23 +18,8 @@ from torch import Tensor
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.tensors import TensorInfo, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
-from megatron_vl.weights import (
-    FORMAT,
-    MANIFEST,
-    TensorWriter,
-    WeightReader,
-    WeightsError,
-    Window,
-    dtype_name,
-    file_entry,
-    gather,
-    make_header,
-    matrix_shape,
-    rank_file_name,
-    read_header,
-    shard_blocks,
-    write_manifest,
-)
+from megatron_vl.tensor_files import TensorWriter, WeightsError, Window, dtype_name, make_header, matrix_shape, read_header
+from megatron_vl.weights import FORMAT, MANIFEST, WeightReader, file_entry, gather, rank_file_name, shard_blocks, write_manifest
 
 from .hf import HfCheckpoint
 from .stream import Job, Progress, default_workers, run_jobs, writing

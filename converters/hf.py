@@ -18,14 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.weights import (
-    Block,
-    TensorReader,
-    WeightsError,
-    Window,
-    gather,
-    row_windows,
-)
+from megatron_vl.tensor_files import TensorReader, WeightsError, Window, row_windows
+from megatron_vl.weights import Block, gather
 
 from . import rules_for
 from .rules import HF_EMBEDDING, HF_OUTPUT, Rule
@@ -202,7 +196,7 @@ class HfCheckpoint:
         return common
 
     def window(self, name: str, window: Window) -> Tensor:
-        """A window of a full canonical tensor taken as a matrix; may be a view of a mapped file."""
+        """A window of a full canonical tensor taken as a matrix."""
         read = lambda hf, w: self.folder.window(self.stored[str(hf)], w)  # noqa: E731
         return gather(self.rules[name].blocks, window, read, self.dtype(name))
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.models.tensors import EMBEDDING, OUTPUT, TensorInfo, tensor_table
-from megatron_vl.weights import Block, Window, matrix_shape
+from megatron_vl.tensor_files import Window, matrix_shape
+from megatron_vl.weights import Block
 
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"

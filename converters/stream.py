@@ -1,7 +1,7 @@
 """Moving tensors from a source to files, a few megabytes at a time, several at once, with progress.
 
 Memory is bounded by :data:`~megatron_vl.weights.CHUNK_BYTES` times a small constant times the number of workers,
-whatever the size of the model: sources are memory maps and files are written in place.
+whatever the size of the model: windows of mapped files are read, and files are filled in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-from megatron_vl.weights import TensorWriter, WeightsError, Window, matrix_shape, row_windows
+from megatron_vl.tensor_files import TensorWriter, WeightsError, Window, matrix_shape, row_windows
 
 
 class Progress:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.weights import CODES, LATEST, MANIFEST, TensorReader, WeightReader, Window, matrix_shape, row_windows
+from megatron_vl.tensor_files import CODES, TensorReader, Window, matrix_shape, row_windows
+from megatron_vl.weights import LATEST, MANIFEST, WeightReader
 
 from .hf import TensorFolder
 from .stream import Progress, default_workers

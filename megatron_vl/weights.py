@@ -13,51 +13,41 @@ Nothing here imports Megatron-core, and nothing is unpickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.models.tensors import TensorInfo, check_tp, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.tensor_files import (
+    CODES,
+    NAMES,
+    TensorReader,
+    TensorWriter,
+    WeightsError,
+    Window,
+    dtype_name,
+    make_header,
+    matrix_shape,
+    row_windows,
+)
 
 FORMAT = "megatron-vl-weights"
 VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
-CHUNK_BYTES = 8 << 20
-"""Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a conversion."""
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""safetensors' code -> torch's type, of the types that weights may have."""
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
-
-
-class WeightsError(ValueError):
-    """Weights that cannot be read or written; the message names the file or tensor and says what to do."""
 
 
 # --- Rectangles -----------------------------------------------------------------------------------------------------
-
-
-class Window(NamedTuple):
-    """Rows ``row:row_end`` and columns ``col:col_end`` of a matrix."""
-
-    row: int
-    row_end: int
-    col: int
-    col_end: int
 
 
 class Block(NamedTuple):
@@ -75,21 +65,6 @@ class Block(NamedTuple):
     def inverted(self, whole: str | int) -> Block:
         """The same rectangle seen from the part: ``whole`` becomes the part."""
         return Block(whole, self.rows, self.cols, self.part_row, self.part_col, self.row, self.col)
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape as a matrix: dim 0 by all others; a vector is one column, a scalar one element."""
-    if not shape:
-        return 1, 1
-    columns = 1
-    for n in shape[1:]:
-        columns *= n
-    return shape[0], columns
-
-
-def full_window(shape: Sequence[int]) -> Window:
-    rows, cols = matrix_shape(shape)
-    return Window(0, rows, 0, cols)
 
 
 def gather(blocks: Sequence[Block], window: Window, read: Callable[[str | int, Window], Tensor], dtype: torch.dtype) -> Tensor:
@@ -115,14 +90,6 @@ def gather(blocks: Sequence[Block], window: Window, read: Callable[[str | int, W
             out = torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
         out[top - window.row : bottom - window.row, left - window.col : right - window.col] = data
     return out if out is not None else torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
-
-
-def row_windows(shape: Sequence[int], itemsize: int) -> Iterator[Window]:
-    """Windows of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
-    rows, cols = matrix_shape(shape)
-    step = max(1, CHUNK_BYTES // max(1, cols * itemsize))
-    for row in range(0, rows, step):
-        yield Window(row, min(rows, row + step), 0, cols)
 
 
 def shard_blocks(info: TensorInfo, tp: int) -> list[Block]:
@@ -160,124 +127,6 @@ def unshard(shards: Sequence[Tensor], info: TensorInfo) -> Tensor:
         halves = [part.chunk(2) for part in shards]
         return torch.cat([half[i] for i in (0, 1) for half in halves])
     return torch.cat(list(shards), dim=1 if info.split == "row" else 0)
-
-
-# --- safetensors files ----------------------------------------------------------------------------------------------
-
-
-class TensorReader:
-    """A safetensors file, read window by window through a memory map."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = safe_open(path, framework="pt")
-        except FileNotFoundError:
-            raise WeightsError(f"{path} is missing") from None
-        except SafetensorError as error:
-            raise WeightsError(f"{path} is not a whole safetensors file ({error}); fetch or write it again") from error
-        self._slices = {name: self._file.get_slice(name) for name in self._file.keys()}
-
-    def names(self) -> list[str]:
-        return list(self._slices)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slices[name].get_shape())
-
-    def code(self, name: str) -> str:
-        """The type of a tensor in safetensors' notation, such as ``BF16``."""
-        return self._slices[name].get_dtype()
-
-    def dtype(self, name: str) -> torch.dtype:
-        code = self.code(name)
-        if code not in DTYPES:
-            raise WeightsError(f"{self.path}: tensor {name!r} has type {code}; weights may be {', '.join(DTYPES)}, not quantised")
-        return DTYPES[code]
-
-    def window(self, name: str, window: Window) -> Tensor:
-        """``[rows, cols]`` of a tensor taken as a matrix. A view of the mapped file: do not write to it."""
-        if not self._slices[name].get_shape():
-            return self.tensor(name).reshape(1, 1)
-        data = self._slices[name][window.row : window.row_end]
-        return data.flatten(1)[:, window.col : window.col_end] if data.dim() > 1 else data.unsqueeze(1)
-
-    def tensor(self, name: str) -> Tensor:
-        """A whole tensor. A view of the mapped file: do not write to it."""
-        return self._file.get_tensor(name)
-
-
-def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length and JSON header of a safetensors file, padded to 8 bytes; wide types come first so that all are aligned."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-        rows, cols = matrix_shape(shape)
-        end = offset + rows * cols * dtype.itemsize
-        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def read_header(path: Path) -> bytes:
-    """Length and JSON header of a safetensors file, as stored. Raises :class:`WeightsError` when it is not one."""
-    with open(path, "rb") as file:
-        length = file.read(8)
-        size = int.from_bytes(length, "little")
-        text = file.read(size) if len(length) == 8 and size <= 100_000_000 else b""
-    if not text or len(text) != size:
-        raise WeightsError(f"{path} is not a whole safetensors file; fetch or write it again")
-    return length + text
-
-
-class TensorWriter:
-    """A safetensors file written tensor by tensor, in any order and from several threads, then put in place at once.
-
-    The header is known first, so each tensor has its place; nothing is kept in memory. The data goes to
-    ``NAME.partial`` until :meth:`commit`.
-    """
-
-    def __init__(self, path: Path, header: bytes) -> None:
-        self.path = path
-        self._partial = path.with_name(path.name + ".partial")
-        entries = json.loads(header[8:])
-        self._metadata = entries.pop("__metadata__", None)
-        self._places = {name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()}
-        self.size = max([len(header), *(end for _, end in self._places.values())])
-        self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._write(header, 0)
-
-    def _write(self, data: bytes | memoryview, offset: int) -> None:
-        view = memoryview(data)
-        while len(view):
-            written = os.pwrite(self._fd, view, offset)
-            view, offset = view[written:], offset + written
-
-    def write(self, name: str, chunks: Iterable[Tensor]) -> str:
-        """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes."""
-        digest = hashlib.sha256()
-        offset, end = self._places[name]
-        for chunk in chunks:
-            data = memoryview(chunk.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
-            digest.update(data)
-            self._write(data, offset)
-            offset += len(data)
-        if offset != end:
-            raise WeightsError(f"{self.path}: tensor {name!r} got {offset - end:+d} bytes against its header")
-        return digest.hexdigest()
-
-    def commit(self, sync: bool = False) -> None:
-        """Puts the file in place; with ``sync`` its bytes are on the disk first."""
-        if sync:
-            os.fsync(self._fd)
-        os.close(self._fd)
-        os.replace(self._partial, self.path)
-
-    def abort(self) -> None:
-        """Removes what was written."""
-        os.close(self._fd)
-        self._partial.unlink(missing_ok=True)
 
 
 # --- Writing a folder -----------------------------------------------------------------------------------------------
@@ -400,10 +249,6 @@ def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dic
     return table
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # --- Reading a folder -----------------------------------------------------------------------------------------------
 
 
@@ -521,12 +366,12 @@ class WeightReader:
             return self._files[file]
 
     def window(self, name: str, window: Window) -> Tensor:
-        """A window of the full tensor taken as a matrix; may be a view of a mapped file."""
+        """A window of the full tensor taken as a matrix. May be a view of a file: do not write to it."""
         blocks = shard_blocks(self.table[name], self.layout.tp if self.layout else 1)
         return gather(blocks, window, lambda t, w: self._open(int(t), name).window(name, w), self.dtype(name))
 
     def shard_window(self, name: str, window: Window, tp_rank: int, tp: int) -> Tensor:
-        """A window of one of ``tp`` slices taken as a matrix; may be a view of a mapped file."""
+        """A window of one of ``tp`` slices taken as a matrix. May be a view of a file: do not write to it."""
         if self.layout and self.layout.tp == tp:
             return self._open(tp_rank, name).window(name, window)
         part = tp_rank if self.table[name].split != "replicated" else 0
@@ -536,8 +381,11 @@ class WeightReader:
     def get(self, name: str, tp_rank: int = 0, tp: int = 1) -> Tensor:
         """The slice of a tensor that ``tp_rank`` of ``tp`` holds, whatever layout is on disk.
 
-        Only the bytes needed are read. The result may be a view of a mapped file: copy it before writing to it.
+        Only the bytes needed are read, now and into memory of the tensor's own.
         """
         check_tp(self.spec, tp)
-        shape = self.table[name].shard_shape(tp)
-        return self.shard_window(name, full_window(shape), tp_rank, tp).reshape(shape)
+        shape, dtype = self.table[name].shard_shape(tp), self.dtype(name)
+        out = torch.empty(matrix_shape(shape), dtype=dtype)
+        for window in row_windows(shape, dtype.itemsize):
+            out[window.row : window.row_end] = self.shard_window(name, window, tp_rank, tp)
+        return out.view(shape)

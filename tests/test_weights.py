@@ -13,15 +13,12 @@ from torch import Tensor
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.models.tensors import EMBEDDING, LayoutError, TensorInfo, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.tensor_files import TensorReader, WeightsError, Window, make_header, read_header
 from megatron_vl.weights import (
     MANIFEST,
     Block,
     WeightReader,
-    WeightsError,
-    Window,
     gather,
-    make_header,
-    read_header,
     shard,
     shard_blocks,
     unshard,
@@ -183,6 +180,27 @@ def test_header_equals_the_librarys(tmp_path: Path) -> None:
         make_header({"a": (torch.float32, (2, 2)), "c": (torch.float32, (1,)), "b": (torch.bfloat16, (3,))}, {"format": "pt"})[8:]
     )
     assert ours == theirs
+
+
+def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
+    """The format allows a header of any length; torch cannot view what starts at an odd byte."""
+    tensor = torch.randn(5, 3)
+    text = json.dumps({"x": {"dtype": "F32", "shape": [5, 3], "data_offsets": [0, 60]}}).encode()
+    text += b" " * (3 - len(text) % 4)
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + tensor.numpy().tobytes())
+    assert len(text) % 4 == 3
+    reader = TensorReader(path)
+    assert torch.equal(reader.tensor("x"), tensor)
+    assert torch.equal(reader.window("x", Window(2, 4, 1, 3)), tensor[2:4, 1:3])
+
+
+def test_slices_are_owned(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Writing to what was read changes neither the file nor what is read next."""
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    reader = WeightReader(tmp_path)
+    reader.get(EMBEDDING).zero_()
+    assert torch.equal(reader.get(EMBEDDING), full[EMBEDDING])
 
 
 def test_a_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:

@@ -14,7 +14,8 @@ from converters.convert import convert, export, reshard
 from converters.hf import INDEX, SINGLE
 from megatron_vl.models.families import ConfigError
 from megatron_vl.models.tensors import LayoutError
-from megatron_vl.weights import MANIFEST, WeightReader, WeightsError, write_manifest, write_rank_file
+from megatron_vl.tensor_files import WeightsError
+from megatron_vl.weights import MANIFEST, WeightReader, write_manifest, write_rank_file
 
 from .helpers import read_tensors, released_tensors, small_config, write_hf
 

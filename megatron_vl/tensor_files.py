@@ -1,0 +1,232 @@
+"""safetensors files, read and written a few megabytes at a time.
+
+The library reads and writes whole files; conversions of models larger than memory need windows of tensors and files that
+are filled in place. The format is 8 bytes of header length, a JSON header, the raw tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+CHUNK_BYTES = 4 << 20
+"""Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a conversion."""
+
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Linux' flag; Python's mmap has no name for it."""
+MAPPED_BYTES = 16 << 20
+"""Bytes of a file that may stay mapped."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' code -> torch's type, of the types that weights may have."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+OTHER_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types that can be compared, but not converted."""
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read or written; the message names the file or tensor and says what to do."""
+
+
+class Window(NamedTuple):
+    """Rows ``row:row_end`` and columns ``col:col_end`` of a matrix."""
+
+    row: int
+    row_end: int
+    col: int
+    col_end: int
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The shape as a matrix: dim 0 by all others; a vector is one column, a scalar one element."""
+    if not shape:
+        return 1, 1
+    columns = 1
+    for n in shape[1:]:
+        columns *= n
+    return shape[0], columns
+
+
+def full_window(shape: Sequence[int]) -> Window:
+    rows, cols = matrix_shape(shape)
+    return Window(0, rows, 0, cols)
+
+
+def row_windows(shape: Sequence[int], itemsize: int) -> Iterator[Window]:
+    """Windows of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
+    rows, cols = matrix_shape(shape)
+    step = max(1, CHUNK_BYTES // max(1, cols * itemsize))
+    for row in range(0, rows, step):
+        yield Window(row, min(rows, row + step), 0, cols)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class TensorReader:
+    """A safetensors file, read window by window through a memory map that stays small.
+
+    Mapping is several times cheaper than reading into new memory. Pages that were used are given back as reading goes
+    on, so that a conversion does not seem to take the whole checkpoint's memory.
+
+    Raises:
+        WeightsError: the file is missing or not a whole safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise WeightsError(f"{path} is missing")
+        header = read_header(path)
+        try:
+            # The library checks what a header can get wrong: ranges, overlaps, gaps, lengths.
+            with safe_open(path, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is not a whole safetensors file ({error}); fetch or write it again") from error
+        self._entries: dict[str, dict[str, Any]] = json.loads(header[8:])
+        self._entries.pop("__metadata__", None)
+        self._start = len(header)
+        # Private and writable because torch wants that of a buffer, without reserve because a file may be larger than
+        # the memory; nothing writes to it.
+        with open(path, "rb") as file:
+            flags, protection = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            self._map = mmap.mmap(file.fileno(), 0, flags, protection)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._used = 0
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def code(self, name: str) -> str:
+        """The type of a tensor in safetensors' notation, such as ``BF16``."""
+        return self._entries[name]["dtype"]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor. Raises :class:`WeightsError` when it is none that weights may have."""
+        if self.code(name) not in DTYPES:
+            valid = ", ".join(DTYPES)
+            raise WeightsError(f"{self.path}: tensor {name!r} has type {self.code(name)}; weights may be {valid}, not quantised")
+        return DTYPES[self.code(name)]
+
+    def window(self, name: str, window: Window) -> Tensor:
+        """``[rows, cols]`` of a tensor taken as a matrix. A view of the file: do not write to it."""
+        dtype = (DTYPES | OTHER_DTYPES)[self.code(name)]
+        cols = matrix_shape(self.shape(name))[1]
+        first = self._start + self._entries[name]["data_offsets"][0]
+        start, end = (first + row * cols * dtype.itemsize for row in (window.row, window.row_end))
+        data = self._bytes[start:end]
+        self._give_back(len(data))
+        if start % dtype.itemsize:
+            # Allowed, though no present program writes such files; torch cannot view them.
+            data = data.clone()
+        return data.view(dtype).view(-1, cols)[:, window.col : window.col_end]
+
+    def _give_back(self, count: int) -> None:
+        """Unmaps all pages once in a while; who still reads some gets them from the page cache again."""
+        self._used += count
+        if self._used > MAPPED_BYTES:
+            self._used = count
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, in memory of its own."""
+        return self.window(name, full_window(self.shape(name))).clone().reshape(self.shape(name))
+
+
+def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Length and JSON header of a safetensors file, padded to 8 bytes; wide types come first so that all are aligned."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        rows, cols = matrix_shape(shape)
+        end = offset + rows * cols * dtype.itemsize
+        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> bytes:
+    """Length and JSON header of a safetensors file, as stored. Raises :class:`WeightsError` when it is not one."""
+    with open(path, "rb") as file:
+        length = file.read(8)
+        size = int.from_bytes(length, "little")
+        text = file.read(size) if len(length) == 8 and size <= 100_000_000 else b""
+    if not text or len(text) != size:
+        raise WeightsError(f"{path} is not a whole safetensors file; fetch or write it again")
+    return length + text
+
+
+class TensorWriter:
+    """A safetensors file written tensor by tensor, in any order and from several threads, then put in place at once.
+
+    The header is known first, so each tensor has its place; nothing is kept in memory. The data goes to
+    ``NAME.partial`` until :meth:`commit`.
+    """
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self.path = path
+        self._partial = path.with_name(path.name + ".partial")
+        entries = json.loads(header[8:])
+        self._metadata = entries.pop("__metadata__", None)
+        self._places = {name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()}
+        self.size = max([len(header), *(end for _, end in self._places.values())])
+        self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write(header, 0)
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        while len(view):
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def write(self, name: str, chunks: Iterable[Tensor]) -> str:
+        """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes."""
+        digest = hashlib.sha256()
+        offset, end = self._places[name]
+        for chunk in chunks:
+            data = memoryview(chunk.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
+            digest.update(data)
+            self._write(data, offset)
+            offset += len(data)
+        if offset != end:
+            raise WeightsError(f"{self.path}: tensor {name!r} got {offset - end:+d} bytes against its header")
+        return digest.hexdigest()
+
+    def commit(self, sync: bool = False) -> None:
+        """Puts the file in place; with ``sync`` its bytes are on the disk first."""
+        if sync:
+            os.fsync(self._fd)
+        os.close(self._fd)
+        os.replace(self._partial, self.path)
+
+    def abort(self) -> None:
+        """Removes what was written."""
+        os.close(self._fd)
+        self._partial.unlink(missing_ok=True)
