@@ -21,7 +21,9 @@ class Reference:
 
     def __init__(self, folder: Path, *, video_fps: float, video_max_frames: int) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self.processor = AutoProcessor.from_pretrained(folder)
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self.sampling = {"fps": video_fps, "max_frames": video_max_frames}
@@ -49,7 +51,8 @@ class Reference:
         extra: dict[str, Any] = {"images": images} if images else {}
         if videos:
             extra |= {"videos": [frames for frames, _ in videos], "video_metadata": [facts for _, facts in videos]}
-            extra |= {"do_sample_frames": True} | self.sampling
+            # Released folders do not cap the pixels of a frame; transformers warns where that is not said.
+            extra |= {"do_sample_frames": True, "cap_pixels_per_frame": False} | self.sampling
         return self.processor(text=[text], return_tensors="pt", **extra)
 
     def _learnt(self, ids: Tensor) -> Tensor:

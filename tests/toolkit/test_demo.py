@@ -1,0 +1,88 @@
+"""The demo passes its own checks, and they do fail when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from toolkit.cli import main
+from toolkit.demo import run
+from toolkit.demo.data import PICTURES, write_raw_data
+from toolkit.demo.reference import PLACEHOLDER, read_sample
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> run.Demo:
+    """A whole demo, run as a user does."""
+    folder = tmp_path_factory.mktemp("demo") / "here"
+    command = [sys.executable, "-m", "toolkit", "demo", "--dir", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return run.Demo(folder, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_checks_pass_and_the_curve_is_drawn(demo):
+    report = json.loads((demo.folder / "report.json").read_text())
+    assert report["passed"] and len(report["checks"]) == 9
+    with Image.open(demo.folder / "loss.png") as picture:
+        assert picture.width > 800 and len(picture.convert("RGB").getcolors(1 << 20)) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_damaged_export_fails(demo, tmp_path):
+    """The control: one layer's heads swapped, as a wrong conversion would do, and the loss and the answers are wrong."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(demo.exported, damaged)
+    name = "model.layers.3.self_attn.q_proj.weight"
+    file = damaged / json.loads((damaged / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(file)
+    tensors[name] = tensors[name].view(2, -1, tensors[name].shape[1]).flip(0).reshape(tensors[name].shape).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    evaluated = run.read_metrics(demo.folder / "evaluation_after")[-1]
+    run.compare_losses(demo, run._reference(damaged), "after", evaluated, 1e-4)
+    demo.seconds["in all"] = 0.0
+    assert not demo.checks[-1].passed
+    assert run.report(demo) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_second_demo_replaces_the_first_but_nothing_else(demo, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["demo", "--dir", str(tmp_path)]) == 1
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    again = tmp_path / "again"
+    shutil.copytree(demo.folder / "raw", again / "raw")
+    (again / ".megatron-vl-demo").touch()
+    run._clear(again)
+    assert os.listdir(again) == [".megatron-vl-demo"]
+
+
+def test_conversations_and_media_fit(tmp_path):
+    samples = json.loads(write_raw_data(tmp_path).read_text())
+    assert {sample["conversations"][1]["value"] for sample in samples[: len(PICTURES)]} == set(PICTURES.values())
+    counts = []
+    for sample in samples:
+        messages, images, videos = read_sample(sample, tmp_path / "media")
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+        written = sum(len(PLACEHOLDER.findall(turn["value"])) for turn in sample["conversations"])
+        assert written == len(images) + len(videos)
+        counts.append((len(images), len(videos)))
+    assert {(0, 0), (1, 0), (2, 0), (0, 1)} == set(counts)
+
+
+def test_steps_must_be_enough(capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--steps", "3", "--dir", str(Path("unused"))])
+    assert "at least 12" in capsys.readouterr().err
