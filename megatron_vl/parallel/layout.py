@@ -56,7 +56,9 @@ class Layout:
         return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "layers": list(self.layers)}
 
 
-def make_layout(spec: ModelSpec, tp: int = 1, pp: int = 1, vpp: int = 1, layers: list[int] | tuple[int, ...] | None = None) -> Layout:
+def make_layout(
+    spec: ModelSpec, tp: int = 1, pp: int = 1, vpp: int = 1, layers: list[int] | tuple[int, ...] | None = None
+) -> Layout:
     """A validated layout.
 
     Args:
@@ -75,7 +77,9 @@ def make_layout(spec: ModelSpec, tp: int = 1, pp: int = 1, vpp: int = 1, layers:
     total, entries = spec.language.num_layers, pp * vpp
     if layers is None:
         if total < entries:
-            raise LayoutError(f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; write layers by hand to leave some empty")
+            raise LayoutError(
+                f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; write layers by hand to leave some empty"
+            )
         layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
     if len(layers) != entries:
         raise LayoutError(f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}")
