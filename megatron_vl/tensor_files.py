@@ -40,7 +40,8 @@ OTHER_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types that can be compared, but not converted."""
+"""Types that can be compared and stored, but not converted."""
+ALL_CODES = CODES | {dtype: code for code, dtype in OTHER_DTYPES.items()}
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
@@ -165,7 +166,7 @@ def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metada
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
         rows, cols = matrix_shape(shape)
         end = offset + rows * cols * dtype.itemsize
-        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": ALL_CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
