@@ -110,6 +110,8 @@ class DataConfig:
     """Loader processes of each data-parallel rank; 0: in the training process."""
     shuffle_buffer: int = 1000
     """Samples in the shuffle buffer; 0: the order of the data set."""
+    max_bad_share: float = 0.01
+    """Stop when more than this share of the samples could not be used (0 to 1)."""
     seed: int = 1234
     """Seed of the sample order."""
 
@@ -156,8 +158,16 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: at the end only."""
     keep: int = 2
     """Latest checkpoints kept; 0: all."""
+    keep_every: int = 0
+    """Checkpoints of multiples of this step are kept for good; 0: only the latest ones."""
     resume: bool = True
     """Go on from the latest checkpoint in dir, when there is one."""
+    step: int | None = None
+    """Go on from this step's checkpoint instead of the latest."""
+    restart_data: bool = False
+    """When resuming, read the data set from its start: for a changed number of data-parallel ranks, workers or rows."""
+    background: bool = True
+    """Write checkpoints while training goes on; off: wait for each."""
 
 
 @dataclass
@@ -168,6 +178,8 @@ class LogConfig:
     """Steps between printed lines."""
     tensorboard: str = ""
     """Folder of TensorBoard events; empty: none."""
+    samples: bool = False
+    """Write the keys of each step's samples to samples.jsonl in checkpoint.dir."""
     peak_tflops: float = 0.0
     """Peak of one accelerator in TFLOP/s for MFU; 0: known by the device's name (989 for H100/H200 bf16)."""
 

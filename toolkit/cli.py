@@ -9,6 +9,7 @@ import sys
 COMMANDS = {
     "weights": "convert, split, merge, export, verify",
     "data": "data convert",
+    "checkpoint": "checkpoint show, checkpoint verify",
     "demo": "demo",
 }
 """Module of :mod:`toolkit.commands` -> the subcommands that it registers."""
@@ -22,7 +23,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with every subcommand; each sets ``run``, a function of the parsed arguments that returns the exit code."""
     from megatron_vl import __version__
 
-    parser = argparse.ArgumentParser(prog="megatron-vl", description="Convert, train and check Qwen-VL models with Megatron-core.")
+    parser = argparse.ArgumentParser(
+        prog="megatron-vl", description="Convert, train and check Qwen-VL models with Megatron-core."
+    )
     parser.add_argument("--version", action="version", version=f"megatron-vl {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:

@@ -20,6 +20,6 @@ def fuse_weight_gradients(model: nn.Module) -> int:
         if type(module).__module__.startswith(("transformer_engine.", "megatron.core.extensions.")) and hasattr(
             module, "fuse_wgrad_accumulation"
         ):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
             count += 1
     return count

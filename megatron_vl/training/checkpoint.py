@@ -1,14 +1,15 @@
 """Saving and resuming one's own run.
 
     DIR/latest.json                     {"step": 120}
-    DIR/step_00000120/run.json          step, layout, data-parallel size, loader workers
+    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their hashes
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
-    DIR/step_00000120/optimizer/        one safetensors file a rank: the slices of master weights and moments it owns
+    DIR/step_00000120/optimizer/        one safetensors file a rank (see :mod:`megatron_vl.training.optimizer_state`)
     DIR/step_00000120/loader/           one state a data-parallel replica
 
-Optimizer state is written as live tensors under canonical names with their ranges, not through Megatron-core's
-``dist_checkpointing``: core 0.19.2 writes padded buckets' moments at wrong offsets without a word, and it pickles.
-A checkpoint appears under its name only when all of it is on disk.
+A save copies the state to host memory and returns; a thread writes it while training goes on. Ranks agree through marker
+files, not collectives, so that the thread never meets the training's communication: each rank leaves a marker when its
+files are on disk, and rank 0 gives the folder its name when all are there. A checkpoint therefore exists under its
+name only when all of it does, and a crash at any moment leaves the last good one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_vl.models.build import chunk_tensors
@@ -37,24 +37,15 @@ from megatron_vl.parallel.grid import Grid
 from megatron_vl.parallel.layout import Layout
 from megatron_vl.weights import WeightReader, write_manifest, write_rank_file
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from .optimizer_state import CheckpointError, OptimizerReader, check_hash, host_copy, restore, snapshot, write_hashed
+
+__all__ = ["CheckpointError", "CheckpointSaver", "Snapshot", "latest_step", "load", "load_weights", "take_snapshot"]
+
+_FORMAT = 1
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be resumed from; the message says what differs and what to do."""
-
-
-@dataclass(frozen=True)
-class OptimizerSlice:
-    """A contiguous range of one parameter's flattened shard and the optimizer's fp32 tensors for it on this rank."""
-
-    name: str
-    parameter: nn.Parameter
-    start: int
-    end: int
-    main: Tensor
-    state: dict[str, Any]
-    group: dict[str, Any]
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}"
 
 
 def run_parameters(chunks: list[DistributedDataParallel], layout: Layout, grid: Grid) -> list[tuple[str, nn.Parameter]]:
@@ -62,33 +53,19 @@ def run_parameters(chunks: list[DistributedDataParallel], layout: Layout, grid: 
     return chunk_tensors([chunk.module for chunk in chunks], layout, grid.pp_rank)
 
 
-def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[tuple[str, nn.Parameter]]) -> Iterator[OptimizerSlice]:
-    """What this rank's optimizer holds, parameter by parameter."""
-    names = {id(parameter): name for name, parameter in parameters}
-    for part in optimizer.chained_optimizers:
-        if getattr(part, "is_stub_optimizer", False):
-            continue
-        if isinstance(part, DistributedOptimizer):
-            for parameter in part.model_param_gbuf_map:
-                if parameter not in part.model_param_group_index_map:
-                    continue  # its range on this data-parallel rank is empty
-                group_index, order = part.model_param_group_index_map[parameter]
-                group = part.optimizer.param_groups[group_index]
-                main = group["params"][order]
-                span = part._get_model_param_range_map(parameter)["param"]
-                yield OptimizerSlice(
-                    names[id(parameter)], parameter, span.start, span.end, main, part.optimizer.state[main], group
-                )
-            continue
-        for name, parameter in parameters:
-            if parameter.requires_grad:
-                main = getattr(parameter, "main_param", parameter)
-                group = next(g for g in part.optimizer.param_groups if any(p is main for p in g["params"]))
-                yield OptimizerSlice(name, parameter, 0, parameter.numel(), main, part.optimizer.state[main], group)
+@dataclass
+class Snapshot:
+    """One rank's part of a checkpoint, on the host, independent of the running training."""
+
+    step: int
+    weights: dict[str, Tensor] | None
+    """None on all but the first data-parallel replica."""
+    optimizer: dict[str, Tensor]
+    loader: dict[str, Any] | None
+    facts: dict[str, Any]
 
 
-def save(
-    folder: Path,
+def take_snapshot(
     step: int,
     *,
     chunks: list[DistributedDataParallel],
@@ -98,79 +75,167 @@ def save(
     grid: Grid,
     loader_state: dict[str, Any] | None,
     run: dict[str, Any],
-    keep: int,
-) -> Path:
-    """Writes the checkpoint of ``step``; collective. Returns its folder."""
-    final, partial = folder / f"step_{step:08d}", folder / f"step_{step:08d}.partial"
-    if grid.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        for name in ("weights", "optimizer", "loader"):
-            (partial / name).mkdir(parents=True)
-    dist.barrier()
+) -> Snapshot:
+    """Copies this rank's state to the host; collective where parameters are still being gathered."""
     for chunk in chunks:
         # With the overlapped gather the weights of the last update arrive only with the next forward pass.
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
     parameters = run_parameters(chunks, layout, grid)
-    entry = _save_weights(partial / "weights", parameters, spec, layout, grid)
-    _save_optimizer(partial / "optimizer" / f"rank_{grid.rank:05d}.safetensors", optimizer, parameters)
-    if grid.owns_loader and loader_state is not None:
-        _write_json(partial / "loader" / f"dp_{grid.dp_rank:05d}.json", loader_state)
-    entries: list[Any] = [None] * grid.world_size
-    dist.all_gather_object(entries, entry)
-    if grid.rank == 0:
-        write_manifest(partial / "weights", spec, layout, [e for e in entries if e is not None])
-        _write_json(partial / "run.json", {"step": step, "layout": layout.as_dict(), "dp": grid.dp, **run})
-        shutil.rmtree(final, ignore_errors=True)
+    weights = None
+    if grid.dp_rank == 0:
+        table = tensor_table(spec)
+        weights = {name: host_copy(p) for name, p in parameters if layout.stage_of(table[name]) == grid.pp_rank}
+    facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), "dp": grid.dp, **run}
+    return Snapshot(step, weights, snapshot(optimizer, parameters), loader_state, facts)
+
+
+class CheckpointSaver:
+    """Writes snapshots in the background, one at a time.
+
+    Args:
+        keep: latest checkpoints kept; 0 keeps all.
+        keep_every: checkpoints of multiples of this step are kept for good; 0: none.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec, layout: Layout, grid: Grid, keep: int, keep_every: int = 0) -> None:
+        self.folder, self.spec, self.layout, self.grid = folder, spec, layout, grid
+        self.keep, self.keep_every = keep, keep_every
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+        if grid.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob("step_*.partial"):  # of a run that was killed while it saved
+                shutil.rmtree(left, ignore_errors=True)
+
+    def start(self, take: Callable[[], Snapshot], step: int) -> None:
+        """Takes a snapshot and begins to write it; collective. Waits for an earlier save that is not done yet."""
+        self.wait()
+        partial = self._partial(step)
+        if self.grid.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            for name in ("weights", "optimizer", "loader", "done"):
+                (partial / name).mkdir(parents=True)
+        dist.barrier()
+        snapshot = take()
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"checkpoint-{step}")
+        self._thread.start()
+
+    def error(self) -> str | None:
+        """What went wrong with a save on this rank, if anything has."""
+        return self._error
+
+    def wait(self) -> None:
+        """Until this rank's part (on rank 0: the whole checkpoint) is on disk. Raises CheckpointError when it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            raise CheckpointError(self._error)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f"{step_folder(self.folder, step).name}.partial"
+
+    def _write(self, snapshot: Snapshot) -> None:
+        partial, rank = self._partial(snapshot.step), self.grid.rank
+        try:
+            marker = {"weights": self._write_weights(partial, snapshot), "files": self._write_state(partial, snapshot)}
+            write_json(partial / "done" / f"rank_{rank:05d}.json", marker)
+            if rank == 0:
+                self._commit(partial, snapshot)
+        except BaseException as error:  # a thread's exception would vanish: the loop asks for it
+            self._error = f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
+            try:
+                (partial / "done" / f"rank_{rank:05d}.failed").touch()
+            except OSError:
+                pass  # rank 0 will see the missing marker when this rank stops
+
+    def _write_weights(self, partial: Path, snapshot: Snapshot) -> dict[str, Any] | None:
+        if snapshot.weights is None:
+            return None
+        return write_rank_file(partial / "weights", self.grid.tp_rank, self.grid.pp_rank, snapshot.weights)
+
+    def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
+        """Optimizer and loader state of this rank. Returns path in the checkpoint -> size and hash."""
+        place = {"tp": str(self.grid.tp_rank), "pp": str(self.grid.pp_rank), "dp": str(self.grid.dp_rank)}
+        name = f"optimizer/rank_{self.grid.rank:05d}.safetensors"
+        files = {name: write_hashed(partial / name, snapshot.optimizer, place)}
+        if snapshot.loader is not None:
+            name = f"loader/dp_{self.grid.dp_rank:05d}.json"
+            files[name] = write_json(partial / name, snapshot.loader)
+        return files
+
+    def _commit(self, partial: Path, snapshot: Snapshot) -> None:
+        """Waits for all ranks' markers, completes the checkpoint and gives it its name. On rank 0."""
+        markers = self._wait_for_markers(partial / "done")
+        write_manifest(partial / "weights", self.spec, self.layout, [m["weights"] for m in markers if m["weights"]])
+        files = {name: facts for marker in markers for name, facts in marker["files"].items()}
+        write_json(partial / "run.json", {**snapshot.facts, "files": files})
+        shutil.rmtree(partial / "done")
+        final = step_folder(self.folder, snapshot.step)
+        if final.exists():  # the same step saved again by a run that was started anew from an earlier one
+            shutil.rmtree(final)
         os.replace(partial, final)
-        _write_json(folder / "latest.json", {"step": step})
-        _prune(folder, keep)
-    dist.barrier()
-    return final
+        sync_folder(self.folder)
+        write_json(self.folder / "latest.json", {"step": snapshot.step})
+        self._prune(snapshot.step)
+
+    def _wait_for_markers(self, done: Path) -> list[dict[str, Any]]:
+        while True:
+            failed = sorted(done.glob("*.failed"))
+            if failed:
+                raise CheckpointError(f"rank {int(failed[0].stem.split('_')[1])} could not write its part")
+            if len(list(done.glob("rank_*.json"))) == self.grid.world_size:
+                return [json.loads(path.read_text()) for path in sorted(done.glob("rank_*.json"))]
+            time.sleep(0.05)
+
+    def _prune(self, newest: int) -> None:
+        steps = [step for step in saved_steps(self.folder) if step <= newest]
+        kept = set(steps[-self.keep :]) if self.keep else set(steps)
+        kept |= {step for step in steps if self.keep_every and step % self.keep_every == 0}
+        for step in steps:
+            if step not in kept:
+                shutil.rmtree(step_folder(self.folder, step), ignore_errors=True)
 
 
-def _save_weights(
-    folder: Path, parameters: list[tuple[str, nn.Parameter]], spec: ModelSpec, layout: Layout, grid: Grid
-) -> dict[str, Any] | None:
-    """This rank's weights file, written by the first data-parallel replica."""
-    if grid.dp_rank != 0:
-        return None
-    table = tensor_table(spec)
-    mine = {name: p.detach() for name, p in parameters if layout.stage_of(table[name]) == grid.pp_rank}
-    return write_rank_file(folder, grid.tp_rank, grid.pp_rank, mine)
-
-
-def _save_optimizer(path: Path, optimizer: ChainedOptimizer, parameters: list[tuple[str, nn.Parameter]]) -> None:
-    tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    for piece in optimizer_slices(optimizer, parameters):
-        where = f"{piece.name}[{piece.start}:{piece.end}]"
-        tensors[f"{where}/main"] = _host(piece.main)
-        tensors[f"{where}/step"] = torch.tensor(_step_of(piece), dtype=torch.int64)
-        for moment in MOMENTS:
-            if moment in piece.state:
-                tensors[f"{where}/{moment}"] = _host(piece.state[moment])
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
-    os.replace(partial, path)
-
-
-def _host(tensor: Tensor) -> Tensor:
-    """A host copy of a tensor, alone in its storage (shards are views of one buffer)."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _step_of(piece: OptimizerSlice) -> int:
-    """Adam's step count: torch keeps it per parameter, Transformer Engine's FusedAdam per group."""
-    step = piece.state.get("step", piece.group.get("step", 0))
-    return int(step.item() if isinstance(step, Tensor) else step)
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints of a run, in order."""
+    return sorted(int(path.name[5:]) for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit())
 
 
 def latest_step(folder: Path) -> int | None:
-    """The step of the last complete checkpoint of a run, None when there is none."""
+    """The step of the last complete checkpoint of a run, None when there is none.
+
+    Raises:
+        CheckpointError: ``latest.json`` names a checkpoint that is not there.
+    """
     path = folder / "latest.json"
-    return int(json.loads(path.read_text())["step"]) if path.is_file() else None
+    if not path.is_file():
+        steps = saved_steps(folder) if folder.is_dir() else []
+        return steps[-1] if steps else None  # killed between the checkpoint's name and this file
+    try:
+        step = int(json.loads(path.read_text())["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); remove it to use the newest step_ folder") from error
+    if not step_folder(folder, step).is_dir():
+        raise CheckpointError(f"{path} names step {step}, but {step_folder(folder, step)} is not there; set checkpoint.step")
+    return max([step, *saved_steps(folder)])
+
+
+def read_run(source: Path) -> dict[str, Any]:
+    """``run.json`` of a step folder. Raises CheckpointError when it cannot be used."""
+    path = source / "run.json"
+    if not path.is_file():
+        raise CheckpointError(f"{source} is not a checkpoint of a run: {path.name} is missing")
+    try:
+        saved = json.loads(path.read_text())
+        if saved["format"] != _FORMAT:
+            raise CheckpointError(f"{path} has format {saved['format']}; this version reads format {_FORMAT}")
+        if not all(isinstance(saved[key], dict) for key in ("layout", "files")) or not isinstance(saved["step"], int):
+            raise CheckpointError(f"{path} is damaged: layout, files or step has another type")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return saved
 
 
 def load(
@@ -179,29 +244,58 @@ def load(
     *,
     chunks: list[DistributedDataParallel],
     optimizer: ChainedOptimizer,
-    layout: Layout,
+    spec: ModelSpec,
     grid: Grid,
+    layout: Layout,
     run: dict[str, Any],
+    restart_data: bool = False,
 ) -> dict[str, Any] | None:
-    """Restores weights, optimizer and RNG of ``step``; collective. Returns the loader state of this replica's owner.
+    """Restores weights, optimizer and random numbers of ``step`` in this run's layout, whatever layout wrote it.
+
+    Args:
+        run: facts that decide which samples are read (see ``loop._run_facts``); they must be equal.
+        restart_data: the data set starts anew instead; the facts may then differ.
+
+    Returns:
+        The loader state of this replica on the rank that owns its loader.
 
     Raises:
-        CheckpointError: the run was saved in another layout or with another loader topology.
+        CheckpointError: files are missing or damaged, or the order of samples could not be kept.
     """
-    source = folder / f"step_{step:08d}"
-    saved = json.loads((source / "run.json").read_text())
-    now = {"layout": layout.as_dict(), "dp": grid.dp, **run}
+    source = step_folder(folder, step)
+    saved = read_run(source)
+    if not restart_data:
+        _check_data_facts(source, saved, {"dp": grid.dp, **run})
+    parameters = run_parameters(chunks, layout, grid)
+    reader = WeightReader(source / "weights")
+    load_weights(reader, parameters, grid)
+    states = {name.removeprefix("optimizer/"): f for name, f in saved["files"].items() if name.startswith("optimizer/")}
+    state = OptimizerReader(source / "optimizer", states, int(saved["layout"]["tp"]))
+    restore(state, optimizer, parameters, tensor_table(spec), grid.tp_rank, grid.tp)
+    if saved["layout"] == layout.as_dict() and saved["dp"] == grid.dp:
+        for name, value in state.rng(f"rank_{grid.rank:05d}.safetensors").items():
+            if name == "rng/cpu":
+                torch.set_rng_state(value)
+            elif torch.cuda.is_available():
+                torch.cuda.set_rng_state(value)
+    state.close()
+    if restart_data or not grid.owns_loader:
+        return None
+    name = f"loader/dp_{grid.dp_rank:05d}.json"
+    if name not in saved["files"]:
+        return None
+    check_hash(source / name, saved["files"][name])
+    return json.loads((source / name).read_text())
+
+
+def _check_data_facts(source: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     for name, value in now.items():
         if saved.get(name) != value:
             raise CheckpointError(
-                f"{source} was saved with {name} {saved.get(name)}, this run has {value}; resume with the same {name}, or start "
-                f"a new run from its weights (model.checkpoint: {source / 'weights'}) with another checkpoint.dir"
+                f"{source} was saved with {name} {saved.get(name)}, this run has {value}: the order of samples would change. "
+                f"Resume with the same {name}, or give --checkpoint.restart_data true to keep weights and optimizer and read "
+                "the data set from its start"
             )
-    parameters = run_parameters(chunks, layout, grid)
-    load_weights(WeightReader(source / "weights"), parameters, grid)
-    _load_optimizer(source / "optimizer" / f"rank_{grid.rank:05d}.safetensors", optimizer, parameters)
-    state = source / "loader" / f"dp_{grid.dp_rank:05d}.json"
-    return json.loads(state.read_text()) if grid.owns_loader and state.is_file() else None
 
 
 @torch.no_grad()
@@ -211,50 +305,35 @@ def load_weights(reader: WeightReader, parameters: list[tuple[str, nn.Parameter]
         parameter.copy_(reader.get(name, grid.tp_rank, grid.tp))
 
 
-@torch.no_grad()
-def _load_optimizer(path: Path, optimizer: ChainedOptimizer, parameters: list[tuple[str, nn.Parameter]]) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; the checkpoint is not whole")
-    with safe_open(path, framework="pt") as file:
-        stored = set(file.keys())
-        for piece in optimizer_slices(optimizer, parameters):
-            where = f"{piece.name}[{piece.start}:{piece.end}]"
-            if f"{where}/main" not in stored:
-                raise CheckpointError(f"{path} has no optimizer state for {where}; were other parts frozen when it was saved?")
-            piece.main.copy_(file.get_tensor(f"{where}/main").view_as(piece.main))
-            step = int(file.get_tensor(f"{where}/step"))
-            for moment in MOMENTS:
-                if f"{where}/{moment}" in stored:
-                    piece.state[moment] = file.get_tensor(f"{where}/{moment}").view_as(piece.main).to(piece.main.device)
-            if "step" in piece.group or _is_fused(optimizer):
-                piece.group["step"] = step
-            elif step:
-                # One tensor a parameter: torch's Adam counts in place, and a shared one would count once per parameter.
-                piece.state["step"] = torch.tensor(float(step))
-        torch.set_rng_state(file.get_tensor("rng/cpu"))
-        if "rng/cuda" in stored and torch.cuda.is_available():
-            torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
+def verify_files(source: Path) -> list[str]:
+    """What is wrong with the optimizer and loader files of a step folder; empty when nothing is."""
+    problems = []
+    for name, facts in sorted(read_run(source)["files"].items()):
+        try:
+            check_hash(source / name, facts)
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
 
 
-def _is_fused(optimizer: ChainedOptimizer) -> bool:
-    """Whether Adam is Transformer Engine's, which counts steps per parameter group."""
-    return any(
-        type(part.optimizer).__name__ == "FusedAdam" for part in optimizer.chained_optimizers if hasattr(part, "optimizer")
-    )
+def write_json(path: Path, value: Any) -> dict[str, Any]:
+    """Atomic and synced: the name appears with the whole content. Returns size and hash."""
+    import hashlib
 
-
-def _prune(folder: Path, keep: int) -> None:
-    """Removes all but the ``keep`` latest checkpoints (0 keeps all)."""
-    steps = sorted(p for p in folder.glob("step_*") if p.is_dir() and not p.name.endswith(".partial"))
-    for old in steps[:-keep] if keep else []:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    """Atomic: the name appears with the whole content."""
+    data = json.dumps(value).encode()
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        json.dump(value, file)
+    with partial.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames inside a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -37,6 +37,8 @@ class StepData:
     """Document lengths in tokens of each row, without the padded tail, for FLOP counts."""
     vision_lengths: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """(full-attention lengths, window lengths) in patches of each row; empty lists for a text-only row."""
+    keys: list[list[str]] = field(default_factory=list)
+    """Keys of the samples of each row."""
     wait_s: float = 0.0
     """Seconds the loader's owner waited for its rows."""
 
@@ -74,7 +76,14 @@ class Feed:
         for d in described:
             for name, value in d["counts"].items():
                 counts[name] = counts.get(name, 0) + value
-        return StepData(device_rows, counts, [d["lengths"] for d in described], [d["vision_lengths"] for d in described], wait)
+        return StepData(
+            device_rows,
+            counts,
+            [d["lengths"] for d in described],
+            [d["vision_lengths"] for d in described],
+            [d["keys"] for d in described],
+            wait,
+        )
 
     def _read(self) -> tuple[list[Row], str]:
         if not self.grid.owns_loader:
@@ -142,6 +151,7 @@ def _describe(row: Row) -> dict[str, Any]:
         "max_seqlens": (int(vision.max_seqlen), int(vision.max_window_seqlen)),
         "vision_lengths": (vision.cu_seqlens.diff().tolist(), vision.cu_window_seqlens.diff().tolist()) if real else ([], []),
         "counts": counts,
+        "keys": row.keys,
     }
 
 

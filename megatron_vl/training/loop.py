@@ -43,6 +43,7 @@ class Run:
     optimizer: ChainedOptimizer
     loader: Any
     """The loader on the rank that owns it, None elsewhere."""
+    saver: checkpoint.CheckpointSaver | None = None
     step: int = 0
     """Optimizer steps done."""
 
@@ -61,6 +62,9 @@ def set_up(config: TrainConfig) -> Run:
     optimizer = build_optimizer(config, platform, wrapped)
     loader = build_run_loader(config, spec, grid) if grid.owns_loader else None
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
+    if config.checkpoint.dir:
+        c = config.checkpoint
+        run.saver = checkpoint.CheckpointSaver(Path(c.dir), spec, layout, grid, c.keep, c.keep_every)
     resume(run)
     return run
 
@@ -117,13 +121,15 @@ def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: Grid) -> Any:
 
 def _run_facts(config: TrainConfig) -> dict[str, Any]:
     """What must be equal for a resumed run to read the same samples."""
-    return {"num_workers": config.data.num_workers, "global_batch_size": config.global_batch_size, "seq_len": config.data.seq_len}
+    return {"num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 
 def resume(run: Run) -> None:
     """Goes on from the latest checkpoint of ``checkpoint.dir``, when there is one and it is wanted."""
     c = run.config.checkpoint
-    step = checkpoint.latest_step(Path(c.dir)) if c.dir and c.resume else None
+    if not (c.dir and c.resume):
+        return
+    step = c.step if c.step is not None else checkpoint.latest_step(Path(c.dir))
     if step is None:
         return
     state = checkpoint.load(
@@ -131,9 +137,11 @@ def resume(run: Run) -> None:
         step,
         chunks=run.chunks,
         optimizer=run.optimizer,
+        spec=run.spec,
         layout=run.layout,
         grid=run.grid,
         run=_run_facts(run.config),
+        restart_data=c.restart_data,
     )
     if run.loader is not None and state is not None:
         run.loader.load_state_dict(state)
@@ -142,52 +150,73 @@ def resume(run: Run) -> None:
 
 
 def save(run: Run) -> None:
-    c = run.config.checkpoint
-    folder = checkpoint.save(
-        Path(c.dir),
-        run.step,
-        chunks=run.chunks,
-        optimizer=run.optimizer,
-        spec=run.spec,
-        layout=run.layout,
-        grid=run.grid,
-        loader_state=run.loader.state_dict() if run.loader is not None else None,
-        run=_run_facts(run.config),
-        keep=c.keep,
-    )
-    say(run.grid, f"saved {folder}")
+    """Begins a checkpoint of the current step; collective."""
+    assert run.saver is not None
+
+    def take() -> checkpoint.Snapshot:
+        return checkpoint.take_snapshot(
+            run.step,
+            chunks=run.chunks,
+            optimizer=run.optimizer,
+            spec=run.spec,
+            layout=run.layout,
+            grid=run.grid,
+            loader_state=run.loader.state_dict() if run.loader is not None else None,
+            run=_run_facts(run.config),
+        )
+
+    run.saver.start(take, run.step)
+    if not run.config.checkpoint.background:
+        run.saver.wait()
 
 
 def train(config: TrainConfig) -> None:
-    """Runs a training from set-up to its last step. Raises TrainingStopped when it cannot go on."""
+    """Runs a training from set-up to its last step. Raises TrainingStopped or CheckpointError when it cannot go on."""
     run = set_up(config)
-    grid = run.grid
-    say(grid, _banner(run))
-    feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp)
-    log = MetricsLog(config, run.spec, grid, run.platform)
-    last = min(config.steps, config.stop_after or config.steps)
-    bad, saved = 0, run.step
+    say(run.grid, _banner(run))
+    log = MetricsLog(config, run.spec, run.grid, run.platform)
     try:
-        while run.step < last:
-            data = feed.next_step()
-            lr = set_learning_rates(run.optimizer, config, run.step)
-            result = train_step(run.chunks, run.optimizer, data.rows, grid, config.data.seq_len)
-            run.step += 1
-            log.add(data)
-            if run.step % config.log.interval == 0 or run.step == last or not result.updated:
-                log.write(run.step, result, lr)
-            bad = 0 if result.updated else bad + 1
-            if bad >= config.max_bad_steps:
-                raise TrainingStopped(f"loss or gradient was not finite in {bad} steps in a row, the last one step {run.step}")
-            if config.checkpoint.dir and config.checkpoint.interval and run.step % config.checkpoint.interval == 0:
-                save(run)
-                saved = run.step
-        if config.checkpoint.dir and saved != run.step:
-            save(run)
+        _steps(run, log)
+        if run.saver is not None:
+            run.saver.wait()
+            dist.barrier()  # rank 0 names the checkpoint; nobody leaves before
+            say(run.grid, f"checkpoints in {config.checkpoint.dir}: {checkpoint.saved_steps(Path(config.checkpoint.dir))}")
     finally:
         log.close()
         if run.loader is not None:
             run.loader.close()
+
+
+def _steps(run: Run, log: MetricsLog) -> None:
+    """All steps that are left, with their checkpoints."""
+    config, grid, c = run.config, run.grid, run.config.checkpoint
+    feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp)
+    last = min(config.steps, config.stop_after or config.steps)
+    bad = 0
+    while run.step < last:
+        data = feed.next_step()
+        lr = set_learning_rates(run.optimizer, config, run.step)
+        failed = run.saver.error() is not None if run.saver is not None else False
+        result = train_step(run.chunks, run.optimizer, data.rows, grid, config.data.seq_len, failed)
+        run.step += 1
+        log.add(data)
+        if run.step % config.log.interval == 0 or run.step == last or not result.updated:
+            log.write(run.step, result, lr)
+        bad = 0 if result.updated else bad + 1
+        if bad >= config.max_bad_steps:
+            raise TrainingStopped(f"loss or gradient was not finite in {bad} steps in a row, the last one step {run.step}")
+        if result.failed:
+            raise TrainingStopped(_save_failure(run))
+        if c.dir and (run.step == last or c.interval and run.step % c.interval == 0):
+            save(run)
+
+
+def _save_failure(run: Run) -> str:
+    own = run.saver.error() if run.saver is not None else None
+    good = checkpoint.saved_steps(Path(run.config.checkpoint.dir))
+    return (
+        f"{own or 'another rank could not write its checkpoint'}; the last good checkpoint is step {good[-1] if good else 'none'}"
+    )
 
 
 def _banner(run: Run) -> str:

@@ -35,6 +35,7 @@ class MetricsLog:
         self.flops = Flops(0.0, 0.0)
         self.wait_s = 0.0
         self.counts: dict[str, int] = {}
+        self.keys: list[list[str]] = []
         self.totals: dict[str, int] = {}
         name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
         self.peak = peak_tflops(name, config.log.peak_tflops)
@@ -57,6 +58,8 @@ class MetricsLog:
         for lengths, (full, window) in zip(data.segment_lengths, data.vision_lengths, strict=True):
             self.tokens += sum(lengths)
             self.flops = self.flops + row_flops(self.spec, self.config.model, lengths, full, window)
+        if self.config.log.samples:
+            self.keys += data.keys
         for name, value in data.counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
 
@@ -65,7 +68,15 @@ class MetricsLog:
         now = time.perf_counter()
         seconds, self.mark = now - self.mark, now
         everyone: list[Any] = [None] * self.grid.world_size
-        mine = (self.flops.language, self.flops.vision, self.wait_s, self.platform.peak_memory_gib(), self.counts, self.tokens)
+        mine = (
+            self.flops.language,
+            self.flops.vision,
+            self.wait_s,
+            self.platform.peak_memory_gib(),
+            self.counts,
+            self.tokens,
+            self.keys,
+        )
         dist.all_gather_object(everyone, mine)
         language, vision = sum(e[0] for e in everyone), sum(e[1] for e in everyone)
         world, counts = self.grid.world_size, self._sum_counts([e[4] for e in everyone])
@@ -87,9 +98,17 @@ class MetricsLog:
             **counts,
         }
         self._emit(numbers)
+        if self.config.log.samples:
+            self._list_samples(step, [e[6] for e in everyone])
         self.steps = self.tokens = 0
-        self.flops, self.wait_s, self.counts = Flops(0.0, 0.0), 0.0, {}
+        self.flops, self.wait_s, self.counts, self.keys = Flops(0.0, 0.0), 0.0, {}, []
         return numbers
+
+    def _list_samples(self, step: int, keys: list[list[list[str]]]) -> None:
+        """One line a printed step: the samples of each row, rows of data-parallel rank 0 first."""
+        if self.grid.rank == 0 and self.config.checkpoint.dir:
+            with (Path(self.config.checkpoint.dir) / "samples.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "rows": [row for part in keys for row in part]}) + "\n")
 
     def _sum_counts(self, parts: list[dict[str, int]]) -> dict[str, int]:
         counts: dict[str, int] = {}

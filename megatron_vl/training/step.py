@@ -36,6 +36,8 @@ class StepResult:
     grad_norm: float
     updated: bool
     """False when loss or gradient was not finite and the step was skipped."""
+    failed: bool = False
+    """Whether any rank reported a failure that lies outside the step (a checkpoint that could not be written)."""
 
 
 def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[DistributedDataParallel]:
@@ -92,25 +94,36 @@ def run_schedule(
 
 
 def train_step(
-    chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer, rows: list[DeviceRow], grid: Grid, seq_len: int
+    chunks: list[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    rows: list[DeviceRow],
+    grid: Grid,
+    seq_len: int,
+    failed: bool = False,
 ) -> StepResult:
-    """One step over this rank's micro-batches; collective over all ranks."""
+    """One step over this rank's micro-batches; collective over all ranks.
+
+    Args:
+        failed: this rank has failed at something outside the step; all ranks learn of it with the loss.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(chunks, rows, seq_len=seq_len)
-    loss_sum, tokens = reduce_losses(reports, grid, rows[0].tokens.device)
+    loss_sum, tokens, failures = reduce_losses(reports, grid, rows[0].tokens.device, failed)
     loss = loss_sum / max(tokens, 1)
     updated, norm = update(optimizer, math.isfinite(loss))
-    return StepResult(loss, tokens, norm, updated)
+    return StepResult(loss, tokens, norm, updated, failures > 0)
 
 
-def reduce_losses(reports: list[dict[str, Tensor]], grid: Grid, device: torch.device) -> tuple[float, int]:
-    """(loss sum, loss tokens) of the global batch, on every rank. The one host sync of a step."""
-    mine = torch.zeros(2, dtype=torch.float64, device=device)
+def reduce_losses(
+    reports: list[dict[str, Tensor]], grid: Grid, device: torch.device, failed: bool = False
+) -> tuple[float, int, int]:
+    """(loss sum, loss tokens, failed ranks) of the global batch, on every rank. The one host sync of a step."""
+    mine = torch.tensor([0.0, 0.0, float(failed)], dtype=torch.float64, device=device)
     if grid.is_last_stage and grid.tp_rank == 0:
         for report in reports:
-            mine += report["loss"].double()
+            mine[:2] += report["loss"].double()
     dist.all_reduce(mine)
-    total, tokens = mine.tolist()
-    return total, int(tokens)
+    total, tokens, failures = mine.tolist()
+    return total, int(tokens), int(failures)

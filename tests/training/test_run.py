@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from data_tools.convert import Options
 from data_tools.convert import convert as convert_data
 from megatron_vl.weights import WeightReader
 from tests.data.media import encoded
+from toolkit.commands.checkpoint import verify_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.layers", "[1,3]", "--parallel.sequence_parallel", "true"]
@@ -121,10 +123,54 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
         assert spans == [(0, reader.get(name, 0, 2).numel())]  # no data parallelism here, so each rank owns all of its shard
 
 
-def test_another_layout_is_refused(prepared: dict[str, Path], whole: Path) -> None:
-    done = train(prepared, whole, "--parallel.tp", "1", ranks=1)
+def test_another_layout_goes_on_where_the_run_stopped(prepared: dict[str, Path], whole: Path) -> None:
+    """Saved under TP2 x PP2 + SP, resumed on one rank and under PP2 x VPP2: the same samples, and losses within 1e-6."""
+    want = metrics(whole)
+    for name, options, ranks in (
+        ("one", [], 1),
+        ("interleaved", ["--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.distributed_optimizer", "false"], 2),
+    ):
+        run = prepared["folder"] / f"elastic_{name}"
+        shutil.copytree(prepared["folder"] / "resumed" / "step_00000003", run / "step_00000003")
+        plain = ["--parallel.overlap_param_gather", "false"] if "false" in options else []
+        done = train(prepared, run, *options, *plain, ranks=ranks)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = metrics(run)
+        assert [line["step"] for line in lines] == [4, 5, 6]
+        for ours, theirs in zip(lines, want[3:], strict=True):
+            assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["samples"] == theirs["samples"]
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6), name
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), name
+
+
+def test_a_changed_number_of_data_parallel_ranks_is_refused_unless_the_data_restarts(prepared: dict[str, Path]) -> None:
+    run = prepared["folder"] / "changed_dp"
+    shutil.copytree(prepared["folder"] / "resumed" / "step_00000003", run / "step_00000003")
+    done = train(prepared, run, ranks=2)
     assert done.returncode != 0
-    assert "was saved with layout" in done.stderr and "weights" in done.stderr
+    assert "was saved with dp 1, this run has 2" in done.stderr and "restart_data" in done.stderr
+    done = train(prepared, run, "--checkpoint.restart_data", "true", ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [line["step"] for line in metrics(run)] == [4, 5, 6]
+
+
+@pytest.mark.parametrize("victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_checkpoint_is_refused_by_name(prepared: dict[str, Path], victim: str, damage: str) -> None:
+    """What resume reads is verified against its hash; one flipped bit is enough."""
+    source = prepared["folder"] / "resumed" / "step_00000003"
+    broken = prepared["folder"] / "broken" / f"{Path(victim).name}_{damage}"
+    shutil.copytree(source, broken)
+    path = broken / victim
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) * 3 // 4] ^= 4
+    path.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    if damage == "remove":
+        path.unlink()
+    problems = verify_checkpoint(broken)
+    assert problems and any(path.name in problem for problem in problems), problems
+    assert not verify_checkpoint(source)
 
 
 def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], whole: Path) -> None:

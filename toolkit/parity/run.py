@@ -143,7 +143,7 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reports = run_schedule(wrapped, data.rows, seq_len=case.seq_len)
-        loss_sum, tokens = reduce_losses(reports, grid, platform.device)
+        loss_sum, tokens, _ = reduce_losses(reports, grid, platform.device)
         gradients = collect_gradients(wrapped, tensors, grid)
         optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
@@ -186,10 +186,15 @@ def collect_gradients(
         for name, parameter in tensors:
             if parameter.requires_grad:
                 copy = copies[name] = copies.get(name, -1) + 1
-                mine.setdefault((grid.pp_rank, grid.tp_rank, copy), {})[name] = parameter.main_grad.detach().float().cpu().clone()
+                mine.setdefault((grid.pp_rank, grid.tp_rank, copy), {})[name] = _main_grad(parameter)
     everyone: list[Any] = [None] * grid.world_size
     dist.all_gather_object(everyone, mine)
     return {place: grads for part in everyone for place, grads in part.items()}
+
+
+def _main_grad(parameter: Any) -> Tensor:
+    """The fp32 gradient that Megatron-core's DDP accumulates, on the host."""
+    return parameter.main_grad.detach().float().cpu().clone()
 
 
 def compare(

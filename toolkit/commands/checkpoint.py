@@ -1,0 +1,110 @@
+"""``megatron-vl checkpoint show|verify``: what is in a run's checkpoint, and whether it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the subcommands."""
+    parser = subparsers.add_parser("checkpoint", help="look into a training run's checkpoints, and check that they are whole")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text, run in (
+        ("show", "list a run's checkpoints, or describe one of them", _show),
+        ("verify", "read every file of a checkpoint and compare it with the hashes written beside it", _verify),
+    ):
+        action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        action.add_argument("path", type=Path, help="folder of a run (its latest checkpoint) or a step_ folder")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        action.set_defaults(run=run)
+
+
+def find_step(path: Path) -> Path:
+    """The step folder meant by ``path``: itself, or the latest one of a run.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint of a run.
+    """
+    from megatron_vl.training.checkpoint import latest_step, step_folder
+
+    if (path / "run.json").is_file():
+        return path
+    step = latest_step(path) if path.is_dir() else None
+    if step is None:
+        raise FileNotFoundError(f"{path} holds no checkpoint of a run: looked for run.json, latest.json and step_ folders")
+    return step_folder(path, step)
+
+
+def describe(source: Path) -> dict[str, Any]:
+    """Step, layout, model, sizes by part."""
+    from megatron_vl.training.checkpoint import read_run
+
+    saved = read_run(source)
+    manifest = json.loads((source / "weights" / "manifest.json").read_text())
+    sizes: dict[str, int] = {}
+    for file in source.rglob("*"):
+        if file.is_file():
+            part = file.relative_to(source).parts[0] if file.parent != source else "description"
+            sizes[part] = sizes.get(part, 0) + file.stat().st_size
+    return {
+        "checkpoint": str(source),
+        "step": saved["step"],
+        "family": manifest["family"],
+        "tensors": len(manifest["tensors"]),
+        "layout": saved["layout"],
+        "data_parallel": saved["dp"],
+        "loader_workers": saved.get("num_workers"),
+        "seq_len": saved.get("seq_len"),
+        "bytes": sizes,
+    }
+
+
+def verify_checkpoint(source: Path) -> list[str]:
+    """What is wrong with a step folder, file by file; empty when every byte is what was written."""
+    from converters.verify import check_hashes
+    from megatron_vl.training.checkpoint import verify_files
+    from megatron_vl.weights import WeightsError
+
+    problems = verify_files(source)
+    try:
+        differences = check_hashes(source / "weights").differences
+        problems += [f"{source / 'weights'}: {difference.name} {difference.how}" for difference in differences]
+    except (WeightsError, OSError, ValueError) as error:
+        problems.append(str(error))
+    return problems
+
+
+def _show(args: argparse.Namespace) -> int:
+    from megatron_vl.training.checkpoint import saved_steps
+
+    facts = describe(find_step(args.path))
+    steps = saved_steps(args.path)
+    if args.json:
+        print(json.dumps(facts | {"steps": steps}, indent=2))
+        return 0
+    if steps:
+        print(f"checkpoints of steps {', '.join(map(str, steps))}")
+    layout = facts["layout"]
+    print(f"{facts['checkpoint']}: step {facts['step']}, {facts['family']}, {facts['tensors']} tensors")
+    shape = f"tp {layout['tp']} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
+    print(f"  layout   {shape}, layers {layout['layers']}")
+    print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
+    for part, size in sorted(facts["bytes"].items()):
+        print(f"  {part:<11} {size / 1e6:12.1f} MB")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    source = find_step(args.path)
+    problems = verify_checkpoint(source)
+    if args.json:
+        print(json.dumps({"checkpoint": str(source), "whole": not problems, "problems": problems}, indent=2))
+    elif problems:
+        print("\n".join(problems))
+        print(f"{source} is damaged; resume from another step with --checkpoint.step, or from weights that verify")
+    else:
+        print(f"{source} is whole")
+    return 1 if problems else 0
