@@ -2,7 +2,9 @@
 
 Order of work in a worker: tokens, loss mask and grids from the stored sizes, without decoding (``preencode_sample``); packing
 on two budgets (``select_samples_to_pack``); pixels only then (``postencode_sample``); one :class:`Row`
-(``pack_selected_samples``). Nothing vanishes: what cannot be used is logged and counted in ``Row.dropped`` of the next row.
+(``pack_selected_samples``). Nothing vanishes: what cannot be used is logged, counted in ``Row.dropped`` of the next row and
+listed in its ``Row.dropped_samples``. A sample that cannot be read or encoded still goes through Energon, marked, until
+rows are chosen: so it also does when a state is restored whose samples can no longer be read.
 
 A medium that fails to decode after packing leaves its sample in the row, grey and without loss, so that all ranks see
 the same row. One loader serves a data-parallel replica.
@@ -14,6 +16,8 @@ import dataclasses
 import json
 import logging
 import os
+import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,20 +44,37 @@ from ..config import DataConfig
 from ..models.families import ModelSpec
 from ..models.rope import Grid
 from . import assemble
+from .bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
 from .chat import ChatEncoder
-from .pixels import PixelError, PixelSettings, VideoInfo, image_grid, image_planes, read_pixel_settings, video_grid, video_planes
+from .packing import RowPacking, fill_row, pack_greedily
+from .pixels import PixelSettings, VideoInfo, image_grid, image_planes, read_pixel_settings, video_grid, video_planes
+from .reading import BROKEN, crc_differs, make_tolerant
 from .row import Row
 from .state import StateError, from_json, to_json
 
 log = logging.getLogger(__name__)
 
+__all__ = ["BadSampleMeter", "DroppedSample", "LoaderError", "RowLoader", "build_loader", "pack_greedily"]
+
 MOST_REFUSED_IN_A_ROW = 1000
-"""Unusable samples one after the other at which a worker stops, instead of searching for ever."""
+"""Unusable samples one after the other at which a worker stops instead of searching for ever; three times the largest
+shard when that is more, so that shards which vanished do not end a run that has others."""
 GREY = 128
+PIXEL_FIELDS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "video_fps", "video_max_frames")
+STATE_VERSION = 2
+"""Of what the order of samples follows from: another packing reads the same state differently."""
 
 
 class LoaderError(ValueError):
     """A data set or a setting that cannot be loaded; the message says what to change."""
+
+
+class UnusableError(Exception):
+    """A sample that is left out: what it is counted under, and the detail."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,35 +83,44 @@ class RawSample(Sample):
 
     text: bytes | None
     members: dict[str, bytes]
+    shard: str = ""
+    broken: tuple[str, str] | None = None
+    """Reason and detail of a sample that could not be read."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class EncodedSample(Sample):
-    """Tokenized, grids known, pixels still in their files."""
+    """Tokenized, grids known, pixels still in their files; or ``refused``, and empty."""
 
-    token_ids: Tensor
-    loss_mask: Tensor
-    grids: list[Grid]
-    media: list[dict[str, Any]]
-    data: list[bytes]
+    token_ids: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    loss_mask: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    grids: list[Grid] = dataclasses.field(default_factory=list)
+    media: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    data: list[bytes] = dataclasses.field(default_factory=list)
+    shard: str = ""
+    source: str = ""
+    refused: tuple[str, str] | None = None
+    """Reason and detail."""
 
     @property
-    def patches(self) -> int:
-        return sum(grid.patches for grid in self.grids)
+    def size(self) -> tuple[int, int]:
+        """Tokens and patches."""
+        return len(self.token_ids), sum(grid.patches for grid in self.grids)
 
 
 @dataclasses.dataclass(kw_only=True)
 class DecodedSample(Sample):
-    """Ready for a row."""
+    """Ready for a row; None: refused."""
 
-    sample: assemble.Sample
+    sample: assemble.Sample | None
 
 
 @stateless
 def cook(crude: dict[str, Any]) -> RawSample:
     """Energon's crude sample -> :class:`RawSample`. Never fails: what is missing is counted when encoding."""
     members = {name: data for name, data in crude.items() if not name.startswith("__") and name != "json"}
-    return RawSample(**basic_sample_keys(crude), text=crude.get("json"), members=members)
+    shard, broken = crude.get("__shard__", ""), crude.get(BROKEN)
+    return RawSample(**basic_sample_keys(crude), text=crude.get("json"), members=members, shard=shard, broken=broken)
 
 
 class RowEncoder(DefaultTaskEncoder):
@@ -98,6 +128,8 @@ class RowEncoder(DefaultTaskEncoder):
 
     cookers = [Cooker(cook)]
     decoder = None  # raw bytes: Energon's decoder would decode every picture before packing
+    # Energon's own limits (100 failures in a row) would end the process before the run's rule on bad samples does.
+    __default_failure_tolerance__ = 0
 
     def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         super().__init__()
@@ -105,76 +137,151 @@ class RowEncoder(DefaultTaskEncoder):
         self.chat = ChatEncoder(hf_dir, spec)
         self.settings = read_pixel_settings(hf_dir, data)
         self.dropped: Counter[str] = Counter()
+        self.dropped_samples: list[DroppedSample] = []
         self.logged: Counter[str] = Counter()
         self.refused_in_a_row = 0
+        self.most_refused = MOST_REFUSED_IN_A_ROW
+
+    def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
+        built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
+        make_tolerant(built)
+        return built
+
+    def build_batch(self, dataset: Any, *, packing_buffer_size: int, worker_config: WorkerConfig, **unused: Any) -> RowPacking:
+        select, encode, pack = self.select_rows, self.postencode_sample, self.pack_selected_samples
+        return RowPacking(dataset, packing_buffer_size, select, encode, pack, worker_config)
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> EncodedSample:
         try:
             encoded = self._encode(sample)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self._refuse(sample, "cannot be encoded", f"{type(error).__name__}: {error}")
-        tokens, patches = len(encoded.token_ids), encoded.patches
-        if tokens > self.data.seq_len:
-            self._refuse(sample, "longer than seq_len", f"{tokens} tokens do not fit into data.seq_len {self.data.seq_len}")
-        if self.data.max_patches and patches > self.data.max_patches:
-            self._refuse(
-                sample, "more than max_patches", f"{patches} patches do not fit into data.max_patches {self.data.max_patches}"
+        except UnusableError as error:
+            refused = (error.reason, str(error))
+        except Exception as error:  # the sample came from outside: whatever it makes the code below raise is about it
+            refused = ("cannot be encoded", f"{type(error).__name__}: {error}")
+        else:
+            self.refused_in_a_row = 0
+            return encoded
+        self.refused_in_a_row += 1
+        self.logged[refused[0]] += 1
+        if self.refused_in_a_row >= self.most_refused:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.logged.most_common())
+            raise FatalSampleError(
+                f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last: {sample.__key__}: {refused[1]}"
             )
-        self.refused_in_a_row = 0
-        return encoded
+        if self.logged[refused[0]] <= 10:
+            last = " (further ones are counted, not logged)" if self.logged[refused[0]] == 10 else ""
+            log.warning("sample %s: %s: %s%s", sample.__key__, *refused, last)
+        return EncodedSample.derive_from(sample, shard=sample.shard, source=_source(sample.text), refused=refused)
 
     def _encode(self, sample: RawSample) -> EncodedSample:
+        if sample.broken:
+            raise UnusableError(*sample.broken)
         if sample.text is None:
             raise LoaderError("the sample has no .json member; was the data set written by `megatron-vl data convert`?")
+        if crc_differs(sample.text):
+            raise UnusableError("text changed since conversion", "the CRC-32 of the sample's JSON differs")
         record = json.loads(sample.text)
         media = record["media"]
+        missing = [item["key"] for item in media if item["key"] not in sample.members]
+        if missing:
+            raise UnusableError("medium missing", f"the shard has no {', '.join(missing)} of the sample")
         grids = [grid_of(item, self.settings) for item in media]
         token_ids, loss_mask = self.chat.encode(record["messages"], grids)
-        data = [sample.members[item["key"]] for item in media]
-        return EncodedSample.derive_from(sample, token_ids=token_ids, loss_mask=loss_mask, grids=grids, media=media, data=data)
+        encoded = EncodedSample.derive_from(
+            sample,
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            grids=grids,
+            media=media,
+            data=[sample.members[item["key"]] for item in media],
+            shard=sample.shard,
+            source=_source(sample.text),
+        )
+        self._check_size(*encoded.size)
+        return encoded
 
-    def _refuse(self, sample: Sample, reason: str, detail: str) -> None:
-        """Counts and logs a sample that is left out. Always raises."""
-        self._count(sample, reason, detail)
-        self.refused_in_a_row += 1
-        if self.refused_in_a_row >= MOST_REFUSED_IN_A_ROW:
-            raise FatalSampleError(f"{self.refused_in_a_row} samples in a row cannot be used; the last: {detail}")
-        raise SkipSample
+    def _check_size(self, tokens: int, patches: int) -> None:
+        if not tokens:
+            raise UnusableError("no tokens", "the chat template renders nothing")
+        if tokens > self.data.seq_len:
+            raise UnusableError("longer than seq_len", f"{tokens} tokens do not fit into data.seq_len {self.data.seq_len}")
+        if self.data.max_patches and patches > self.data.max_patches:
+            detail = f"{patches} patches do not fit into data.max_patches {self.data.max_patches}"
+            raise UnusableError("more than max_patches", detail)
 
-    def _count(self, sample: Sample, reason: str, detail: str) -> None:
+    def _drop(self, sample: EncodedSample, reason: str, detail: str) -> None:
+        """Counts a sample for the next row and lists it there."""
         self.dropped[reason] += 1
-        self.logged[reason] += 1
-        if self.logged[reason] <= 10:
-            last = " (further ones are counted, not logged)" if self.logged[reason] == 10 else ""
-            log.warning("sample %s: %s: %s%s", sample.__key__, reason, detail, last)
+        if len(self.dropped_samples) < LISTED_PER_ROW:
+            self.dropped_samples.append(DroppedSample(sample.__key__, sample.shard, sample.source, reason, detail))
 
-    def select_samples_to_pack(self, samples: list[EncodedSample]) -> list[list[EncodedSample]]:
+    def select_rows(self, samples: list[EncodedSample], last: bool) -> tuple[list[list[EncodedSample]], list[EncodedSample]]:
+        """Of a buffer: the rows to make now and the samples that wait (see :class:`RowPacking`)."""
+        usable = [sample for sample in samples if not sample.refused]
+        for sample in samples:
+            if sample.refused:
+                self._drop(sample, *sample.refused)
+        sizes = [sample.size for sample in usable]
         if not self.data.pack:
-            return [[sample] for sample in samples]
-        sizes = [(len(sample.token_ids), sample.patches) for sample in samples]
-        return [[samples[i] for i in bin_] for bin_ in pack_greedily(sizes, self.data.seq_len, self.data.max_patches)]
+            return [[sample] for sample in usable], []
+        if last or not usable:
+            bins = pack_greedily(sizes, self.data.seq_len, self.data.max_patches)
+            return [[usable[i] for i in bin_] for bin_ in bins], []
+        row = fill_row(sizes, self.data.seq_len, self.data.max_patches)
+        taken = set(row)
+        return [[usable[i] for i in row]], [sample for i, sample in enumerate(usable) if i not in taken]
 
     @stateless
     def postencode_sample(self, sample: EncodedSample) -> DecodedSample:
-        loss_mask = sample.loss_mask
+        if sample.refused:  # only from a restored state: it was usable when its row was chosen
+            self._drop(sample, *sample.refused)
+            return DecodedSample.derive_from(sample, sample=None)
+        problem: tuple[str, str] | None = None
         items = []
         for grid, item, data in zip(sample.grids, sample.media, sample.data, strict=True):
             try:
-                planes = planes_of(item, data, grid, self.settings)
-            except PixelError as error:
-                self._count(sample, f"{item['kind']} does not decode", str(error))
+                planes = self._planes(item, data, grid)
+            except UnusableError as error:
+                problem = problem or (error.reason, str(error))
                 shape = (1, grid.h * grid.w, 3 * self.settings.patch_size**2)
-                planes, loss_mask = torch.full(shape, GREY, dtype=torch.uint8), torch.zeros_like(loss_mask)
+                planes = torch.full(shape, GREY, dtype=torch.uint8)
             items.append(assemble.MediaItem(grid, planes))
+        loss_mask = sample.loss_mask
+        if problem:
+            loss_mask = torch.zeros_like(loss_mask)
+            self._drop(sample, *problem)
+            log.warning("sample %s stays in its row without loss: %s: %s", sample.__key__, *problem)
         return DecodedSample.derive_from(sample, sample=assemble.Sample(sample.token_ids, loss_mask, items))
+
+    def _planes(self, item: dict[str, Any], data: bytes, grid: Grid) -> Tensor:
+        name = f"{item['kind']} {item['key']}"
+        if item.get("crc32", zlib.crc32(data)) != zlib.crc32(data):
+            raise UnusableError(f"{item['kind']} changed since conversion", f"the CRC-32 of {name} differs")
+        try:
+            return planes_of(item, data, grid, self.settings)
+        except Exception as error:  # decoders raise what they like on foreign bytes
+            raise UnusableError(f"{item['kind']} does not decode", f"{name}: {error}") from error
 
     @stateless
     def pack_selected_samples(self, samples: list[DecodedSample]) -> Row:
-        row = assemble.pack_row([s.sample for s in samples], self.spec, self.data.seq_len, self.chat.pad_token_id)
-        row.keys = [s.__key__ for s in samples]
+        ready = [(s.__key__, s.sample) for s in samples if s.sample is not None]
+        if not ready:
+            raise SkipSample  # the next row tells
+        row = assemble.pack_row([sample for _, sample in ready], self.spec, self.data.seq_len, self.chat.pad_token_id)
+        row.keys = [key for key, _ in ready]
         row.dropped, self.dropped = dict(self.dropped), Counter()
+        row.dropped_samples, self.dropped_samples = self.dropped_samples, []
         return row
+
+
+def _source(text: bytes | None) -> str:
+    """Where a stored sample was converted from; empty when it does not say."""
+    try:
+        source = json.loads(text or b"")["source"]
+        return f"{source['file']} record {source['record']}"
+    except Exception:  # the text is what a damaged shard holds
+        return ""
 
 
 def grid_of(item: dict[str, Any], settings: PixelSettings) -> Grid:
@@ -185,45 +292,34 @@ def grid_of(item: dict[str, Any], settings: PixelSettings) -> Grid:
 
 
 def planes_of(item: dict[str, Any], data: bytes, grid: Grid, settings: PixelSettings) -> Tensor:
-    """Decodes a stored medium. Raises :class:`PixelError`."""
+    """Decodes a stored medium. Raises :class:`PixelError`; a picture larger than the stored one is not decoded."""
     if item["kind"] == "image":
-        return image_planes(data, grid, settings)
+        return image_planes(data, grid, settings, item["height"] * item["width"])
     return video_planes(data, VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), grid, settings)
-
-
-def pack_greedily(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -> list[list[int]]:
-    """First-fit decreasing on two budgets: indices of the samples of each row.
-
-    Args:
-        sizes: (tokens, patches) of each sample; none may exceed a budget.
-        tokens: budget of a row. patches: budget of a row; 0: none.
-
-    Returns:
-        Rows in the order of their earliest sample, samples in their order: packing shuffles as little as it can.
-    """
-    rows: list[list[int]] = []
-    free: list[list[int]] = []
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i][0], i)):
-        need, pixels = sizes[i][0], sizes[i][1] if patches else 0
-        place = next((r for r, (t, p) in enumerate(free) if need <= t and pixels <= p), None)
-        if place is None:
-            place = len(rows)
-            rows.append([])
-            free.append([tokens, patches])
-        rows[place].append(i)
-        free[place][0] -= need
-        free[place][1] -= pixels
-    return sorted((sorted(row) for row in rows), key=lambda row: row[0])
 
 
 # ---------------------------------------------------------------------------------------------------- the loader
 
 
+WAYS_OUT = {
+    "dataset": "give the data set that the run began with, or start a new run from the checkpoint's weights",
+    "split": "load the state of this split",
+    "dp_rank": "give each rank its own state",
+    "dp_size": "start with as many data-parallel ranks as before (processes / (tp x pp)), or a new run from the weights",
+    "num_workers": "set data.num_workers back, or start a new run from the checkpoint's weights",
+    "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
+    "chat_template": "give the chat template that the run began with",
+    "version": "go on with the version of this program that saved it, or start a new run from the checkpoint's weights",
+}
+
+
 class RowLoader:
     """Iterator of rows of one data-parallel replica. Training repeats for ever, validation ends after one pass."""
 
-    def __init__(self, loader: Any, identity: dict[str, Any]) -> None:
+    def __init__(self, loader: Any, identity: dict[str, Any], samples: int | None = None) -> None:
         self._loader, self._identity = loader, identity
+        self.samples = samples
+        """Samples of the split, over all ranks; None for a metadataset."""
         self._rows: Iterator[Row] | None = None
 
     def __iter__(self) -> RowLoader:
@@ -234,7 +330,11 @@ class RowLoader:
             raise LoaderError("the loader is closed")
         if self._rows is None:
             self._rows = iter(self._loader)
-        return next(self._rows)
+        try:
+            return next(self._rows)
+        except FatalSampleError as error:
+            found = re.search(r"\d+ samples in a row cannot be used [^\n]*", str(error))  # without Energon's wrapping
+            raise LoaderError(found.group() if found else str(error)) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, as JSON values; the next row after :meth:`load_state_dict` is the next row here."""
@@ -252,7 +352,10 @@ class RowLoader:
         saved = state.get("identity", {})
         for name, value in self._identity.items():
             if saved.get(name) != value:
-                raise StateError(f"the loader state was saved with {name} = {saved.get(name)!r}, this loader has {value!r}")
+                raise StateError(
+                    f"the loader state was saved with {name} = {saved.get(name)!r}, this loader has {value!r} and would not read "
+                    f"the same samples in the same order; {WAYS_OUT.get(name, f'set data.{name} back')}"
+                )
         energon = from_json(state["energon"])
         self._loader.restore_state_rank(energon)
         if energon is not None and self._identity["num_workers"]:
@@ -281,7 +384,7 @@ def build_loader(
         LoaderError: the folder is no data set, the split is empty, or has fewer samples than ranks x workers.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    samples, digest = _split_size(Path(data.path), split)
+    samples, largest, digest = _split_size(Path(data.path), split)
     workers = max(data.num_workers, 1)
     if samples is not None and samples < dp_size * workers:
         raise LoaderError(
@@ -291,6 +394,7 @@ def build_loader(
     # Workers fork; the tokenizer's own threads would not survive it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     encoder = RowEncoder(data, spec, hf_dir)
+    encoder.most_refused = max(MOST_REFUSED_IN_A_ROW, 3 * largest)
     _check_patches(encoder.settings, spec, hf_dir)
     config = WorkerConfig(
         rank=dp_rank,
@@ -311,6 +415,7 @@ def build_loader(
     )
     loader.pin_memory = False  # rows are pinned where they are sent from; Energon leaves no other way to say so
     identity = {
+        "version": STATE_VERSION,
         "dataset": digest,
         "split": split,
         "dp_rank": dp_rank,
@@ -321,8 +426,12 @@ def build_loader(
         "pack": data.pack,
         "packing_buffer": data.packing_buffer,
         "shuffle_buffer": data.shuffle_buffer,
+        "max_patches": data.max_patches,
+        # Lengths of samples follow from these, and rows from lengths.
+        "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
+        "chat_template": zlib.crc32(encoder.chat.template.encode()),
     }
-    return RowLoader(loader, identity)
+    return RowLoader(loader, identity, samples)
 
 
 def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split: str) -> Any:
@@ -342,10 +451,10 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     return get_train_dataset(data.path, split_part=split, **order, **common)
 
 
-def _split_size(path: Path, split: str) -> tuple[int | None, str]:
-    """Samples of a split (None for a metadataset, whose parts are elsewhere) and what identifies the data set."""
+def _split_size(path: Path, split: str) -> tuple[int | None, int, str]:
+    """Samples of a split (None for a metadataset, whose parts are elsewhere), of its largest shard, and what identifies it."""
     if path.is_file():
-        return None, path.name
+        return None, 0, path.name
     meta = path / ".nv-meta"
     if not (meta / "split.yaml").is_file():
         raise LoaderError(f"data.path {path} is no data set; give a folder written by `megatron-vl data convert`")
@@ -356,8 +465,8 @@ def _split_size(path: Path, split: str) -> tuple[int | None, str]:
         raise LoaderError(f"{path}: the split {split!r} is empty; convert with --val-fraction, or with more samples")
     counts = json.loads((meta / ".info.json").read_text())["shard_counts"]
     if not all(name in counts for name in shards):  # brace patterns of a data set prepared by hand
-        return None, digest
-    return sum(counts[name] for name in shards), digest
+        return None, 0, digest
+    return sum(counts[name] for name in shards), max(counts[name] for name in shards), digest
 
 
 def _check_patches(settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path) -> None:

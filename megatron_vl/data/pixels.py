@@ -31,10 +31,19 @@ from ..models.rope import Grid
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT = 200
+MAX_PIXELS = 128_000_000
+"""Largest picture or video frame that is decoded unless a caller says otherwise. Checked in the header, before decoding: a
+file of some kilobytes can say that it holds gigabytes."""
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO", "JPEG2000", "PPM", "AVIF", "TGA")
+"""Of all that Pillow reads, the formats of pictures. EPS, for one, is a program that Pillow hands to Ghostscript."""
 
 
 class PixelError(ValueError):
     """Processor settings, an image or a video that cannot be used; the message says why."""
+
+
+class TooLargeError(PixelError):
+    """A picture or video frame with more pixels than are allowed."""
 
 
 @dataclass(frozen=True)
@@ -242,34 +251,54 @@ def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
 # --------------------------------------------------------------------------------------------------------- pixels
 
 
-def decode_image(data: bytes) -> Tensor:
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
     """uint8 [3, height, width] of an image file, in RGB and upright.
 
     Raises:
-        PixelError: the bytes are no image that Pillow reads, or a damaged one.
+        TooLargeError: more than ``max_pixels``, by its header.
+        PixelError: the bytes are no image of :data:`IMAGE_FORMATS`, or a damaged one.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(data, max_pixels) as image:
             fast = _decode_plain_jpeg(data, image)
             if fast is not None:
                 return fast
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
+    except PixelError:
+        raise
     except Exception as error:  # Pillow raises whatever its many format readers raise
         raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
 
 
-def image_size(data: bytes) -> tuple[int, int]:
-    """Height and width of an image file as :func:`decode_image` gives it, from its header. Raises :class:`PixelError`."""
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
+    """The image in Pillow, not decoded. Raises as :func:`decode_image`."""
     from PIL import Image
 
+    # Pillow warns at its own limit and raises at twice that: ours decides.
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+    except Image.DecompressionBombError as error:
+        raise TooLargeError(f"more than the {max_pixels} pixels that are allowed: {error}") from error
+    except Exception as error:
+        raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
+    if image.width * image.height > max_pixels:
+        raise TooLargeError(f"{image.height} x {image.width} pixels, more than the {max_pixels} that are allowed")
+    return image
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Height and width of an image file as :func:`decode_image` gives it, from its header. Raises :class:`PixelError`."""
+    try:
+        with open_image(data) as image:
             width, height = image.size
             # Orientations 5 to 8 turn the picture by a quarter.
             return (width, height) if image.getexif().get(0x0112, 1) in (5, 6, 7, 8) else (height, width)
+    except PixelError:
+        raise
     except Exception as error:
         raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
 
@@ -288,9 +317,9 @@ def _decode_plain_jpeg(data: bytes, image: Any) -> Tensor | None:
         return None  # Pillow decides whether the file is damaged
 
 
-def image_planes(data: bytes, grid: Grid, settings: PixelSettings) -> Tensor:
+def image_planes(data: bytes, grid: Grid, settings: PixelSettings, max_pixels: int = MAX_PIXELS) -> Tensor:
     """The planes uint8 [1, h * w, 3 * patch * patch] of an image file, resized to its grid."""
-    return _planes(decode_image(data)[None], grid, settings)
+    return _planes(decode_image(data, max_pixels)[None], grid, settings)
 
 
 def _planes(frames: Tensor, grid: Grid, settings: PixelSettings) -> Tensor:
@@ -306,18 +335,21 @@ def _planes(frames: Tensor, grid: Grid, settings: PixelSettings) -> Tensor:
     return blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(frames.shape[0], grid.h * grid.w, 3 * p * p)
 
 
-def probe_video(data: bytes) -> VideoInfo:
+def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
     """Decodes a video file once from end to end: its true number of frames, rate and size.
 
     Raises:
+        TooLargeError: frames of more than ``max_pixels``.
         PixelError: the bytes are no video, or a frame does not decode.
     """
     try:
-        with _open_video(data) as container:
+        with _open_video(data, max_pixels) as container:
             stream = container.streams.video[0]
             frames = sum(1 for _ in container.decode(stream))
             rate = stream.average_rate or stream.guessed_rate
             info = VideoInfo(frames, float(rate or 0), stream.height, stream.width)
+    except PixelError:
+        raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
     if not frames or not info.fps:
@@ -339,13 +371,16 @@ def video_planes(data: bytes, video: VideoInfo, grid: Grid, settings: PixelSetti
     # fork into loader workers (a worker then waits for ever when the parent has converted a frame before).
     converter = VideoReformatter()
     try:
-        with _open_video(data) as container:
+        # Coded frames are larger than shown ones: sides are rounded up to whole blocks.
+        with _open_video(data, (video.height + 256) * (video.width + 256)) as container:
             for i, frame in enumerate(container.decode(video=0)):
                 if i == wanted[len(chosen)]:
                     rgb = converter.reformat(frame, format="rgb24", threads=1).to_ndarray()
                     chosen.append(torch.from_numpy(rgb).permute(2, 0, 1))
                     if len(chosen) == len(wanted):
                         break
+    except PixelError:
+        raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
     if len(chosen) < len(wanted):
@@ -356,11 +391,16 @@ def video_planes(data: bytes, video: VideoInfo, grid: Grid, settings: PixelSetti
 VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
 
 
-def _open_video(data: bytes) -> Any:
+def _open_video(data: bytes, max_pixels: int) -> Any:
     import av
 
     # Playlists and other scripts that name further files stay closed: no such format, and no protocol to follow a name.
     container = av.open(io.BytesIO(data), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"})
     for stream in container.streams.video:
-        stream.codec_context.thread_count = 1  # there is a process a core already
+        codec = stream.codec_context
+        codec.thread_count = 1  # there is a process a core already
+        if codec.width * codec.height > max_pixels:
+            container.close()
+            raise TooLargeError(f"frames of {codec.height} x {codec.width} pixels, more than the {max_pixels} that are allowed")
+        codec.options = {"max_pixels": str(max_pixels)}  # a later frame may say that it is larger
     return container

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .bad_samples import DroppedSample
+
 
 @dataclass
 class VisionBatch:
@@ -64,7 +66,10 @@ class Row:
     num_patches: int = 0
     """Real patches (0 for a text-only row, although the dummy has some)."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Samples that could not be used since the last row, by reason."""
+    """Samples that could not be used since the last row, by reason. One whose medium does not decode is also in the row,
+    grey and without loss, so that all ranks see the same row."""
+    dropped_samples: list[DroppedSample] = dataclasses.field(default_factory=list)
+    """The samples behind ``dropped``, at most ``LISTED_PER_ROW`` of them."""
     keys: list[str] = dataclasses.field(default_factory=list)
     """The samples of the row in its order, by their key in the data set."""
 

@@ -1,0 +1,77 @@
+"""What a shard gives when storage has changed since conversion: the sample, or what is wrong with it.
+
+Energon 7.4.1 reads tars inside a generator without a net: one file that vanished ends the epoch of a worker. Here every
+place in the data set yields something, so that the order of samples, and a saved state, stay what they are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from typing import Any
+
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+
+BROKEN = "__broken__"
+"""Field of a crude sample that could not be read: (reason, detail)."""
+CRC_FIELD = b', "crc32": '
+
+
+class TolerantReader:
+    """A reader of Energon that answers with a crude sample holding :data:`BROKEN` where reading fails."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        try:
+            return self.reader[index]
+        except FileNotFoundError as error:
+            reason, detail = "shard missing", f"{error.filename or error} does not exist"
+        except OSError as error:
+            # A handle that failed once may fail for ever (a network file system that came back): open it again.
+            self.reader.close()
+            reason, detail = "shard unreadable", str(error)
+        except Exception as error:  # whatever tarfile, struct and Energon raise on bytes that are no tar
+            reason, detail = "shard damaged", f"{type(error).__name__}: {error}"
+        shard, number = self._place(index)
+        return {
+            "__key__": f"{shard}[{number}]",
+            "__shard__": shard,
+            "__restore_key__": ("Webdataset", index),
+            "__sources__": (),
+            BROKEN: (reason, f"sample {number} of {shard}: {detail}"),
+        }
+
+    def _place(self, index: int) -> tuple[str, int]:
+        """Shard and number within it, from 0."""
+        if not isinstance(self.reader, ShardInfosITarReader):
+            return "data set", index
+        starts = self.reader.shard_count_cumsum
+        shard = min(bisect_right(starts, index) - 1, len(self.reader.shard_infos) - 1)
+        return self.reader.shard_infos[shard].name, index - starts[shard]
+
+
+def make_tolerant(dataset: Any) -> None:
+    """Wraps the readers of every tar data set within ``dataset``, in place."""
+    if isinstance(dataset, WebdatasetSampleLoaderDataset):
+        dataset.join_readers = [TolerantReader(reader) for reader in dataset.join_readers]  # type: ignore[misc]
+    for inner in getattr(dataset, "datasets", ()):
+        make_tolerant(inner)
+
+
+def with_crc(text: bytes) -> bytes:
+    """A JSON object (one that is not empty) with the CRC-32 of its own bytes as its last field."""
+    return text[:-1] + CRC_FIELD + str(zlib.crc32(text)).encode() + b"}"
+
+
+def crc_differs(text: bytes) -> bool:
+    """Whether a text written by :func:`with_crc` is another one now; False for one that carries no CRC-32."""
+    body, mark, number = text.rpartition(CRC_FIELD)
+    if not mark or not number[:-1].isdigit():
+        return False
+    return zlib.crc32(body + b"}") != int(number[:-1])
