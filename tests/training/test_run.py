@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,60 +14,16 @@ from safetensors import safe_open
 
 from converters.convert import convert, export
 from converters.verify import compare
-from data_tools.convert import Options
-from data_tools.convert import convert as convert_data
 from megatron_vl.weights import WeightReader
-from tests.data.media import encoded
+from tests.training.small_run import LAYOUT, REPOSITORY, metrics, prepare, train
 from toolkit.commands.checkpoint import verify_checkpoint
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.layers", "[1,3]", "--parallel.sequence_parallel", "true"]
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
     """A tied model, its weights in another layout than the run's, and a small data set of pictures and text."""
-    folder = tmp_path_factory.mktemp("run")
-    records = []
-    (folder / "media").mkdir()
-    for i in range(24):
-        name = f"{i}.png"
-        (folder / "media" / name).write_bytes(encoded(60 + 14 * (i % 5), 80 + 28 * (i % 3), seed=i))
-        question = "<image>\nWhat is this?" if i % 4 else "Hello, how are you?"
-        record: dict[str, Any] = {
-            "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": f"It is number {i}."}]
-        }
-        if i % 4:
-            record["image"] = name
-        records.append(record)
-    (folder / "data.json").write_text(json.dumps(records))
-    convert_data([folder / "data.json"], Options(out=folder / "data", media_root=folder / "media", workers=1))
-    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
-    convert(hf, folder / "weights", {"tp": 1, "pp": 4})
-    return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}
-
-
-def train(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
-    common = ["--model.hf", prepared["hf"], "--model.checkpoint", prepared["weights"], "--data.path", prepared["data"]]
-    shape = ["--data.seq_len", "128", "--global_batch_size", "4", "--steps", "6", "--dtype", "float32", "--platform", "cpu"]
-    rest = ["--optimizer.lr", "1e-3", "--optimizer.warmup_steps", "2", "--data.shuffle_buffer", "8", "--data.packing_buffer", "8"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "megatron_vl.train",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    arguments = [str(part) for part in (*command, *common, *shape, *rest, "--checkpoint.dir", run, *options)]
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300, cwd=prepared["folder"])
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    folder = tmp_path_factory.mktemp("run") / "prepared"
+    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="training steps (default: 60; fewer may not be enough to learn the answers)",
     )
+    parser.add_argument("--platform", choices=["cpu", "cuda"], default="cpu", help="cuda needs Transformer Engine (default: cpu)")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes, one a GPU with cuda (default: 4)")
+    parser.add_argument("--tp", type=int, default=2, help="tensor parallel size (default: 2)")
+    parser.add_argument("--pp", type=int, default=2, help="pipeline stages (default: 2)")
+    parser.add_argument("--raw", type=Path, default=None, help="raw data of an earlier demo (its raw/ folder) instead of new one")
     parser.set_defaults(run=_run)
 
 
@@ -28,6 +33,8 @@ def _steps(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from toolkit.demo.run import run_demo
+    from toolkit.demo.run import Machine, run_demo
 
-    return run_demo(args.dir, args.steps)
+    if args.ranks % (args.tp * args.pp):
+        raise ValueError(f"--ranks {args.ranks} must be a multiple of --tp {args.tp} x --pp {args.pp}")
+    return run_demo(args.dir, args.steps, Machine(args.platform, args.ranks, args.tp, args.pp), args.raw)

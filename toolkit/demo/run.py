@@ -37,9 +37,36 @@ SIZES = TinySizes(
     # 81 tokens a picture at most: a laptop's worth.
     max_pixels=252 * 252,
 )
-TP, PP, LAYERS = 2, 2, (2, 4)
-"""The first stage also holds the vision tower, so it gets fewer decoder layers."""
 VIDEO_FPS, VIDEO_MAX_FRAMES = 2.0, 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the demo runs and how the model is spread."""
+
+    platform: str = "cpu"
+    ranks: int = 4
+    tp: int = 2
+    pp: int = 2
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.platform == "cpu" else "bfloat16"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The first stage also holds the vision tower, so it gets fewer decoder layers."""
+        even = SIZES.layers // self.pp
+        return (
+            (SIZES.layers,)
+            if self.pp == 1
+            else (even - 1, *[even] * (self.pp - 2), SIZES.layers - (even - 1) - even * (self.pp - 2))
+        )
+
+    @property
+    def exact(self) -> bool:
+        """float32 on CPU repeats to the last bit; bf16 on GPUs does not (attention's backward pass adds in any order)."""
+        return self.platform == "cpu"
 
 
 @dataclass
@@ -57,6 +84,9 @@ class Demo:
 
     folder: Path
     steps: int
+    machine: Machine = field(default_factory=Machine)
+    raw_data: Path | None = None
+    """Raw data of an earlier demo, for machines without the packages that the photographs come from."""
     console: Console = field(default_factory=lambda: Console(highlight=False, width=max(110, Console().width)))
     checks: list[Check] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -99,12 +129,11 @@ class Demo:
 
     def torchrun(self, *options: str | Path) -> tuple[str | Path, ...]:
         """The trainer's command line for this demo's group of processes."""
-        ranks = TP * PP
         return (
             "torchrun",
             "--standalone",
             "--nproc-per-node",
-            str(ranks),
+            str(self.machine.ranks),
             "-m",
             "megatron_vl.train",
             "--config",
@@ -113,9 +142,10 @@ class Demo:
         )
 
 
-def run_demo(folder: Path, steps: int) -> int:
+def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data: Path | None = None) -> int:
     """Runs everything in ``folder`` (emptied first) and returns the exit code: 1 when a check failed."""
-    demo = Demo(folder, steps)
+    machine = machine or Machine()
+    demo = Demo(folder, steps, machine, raw_data)
     _clear(folder)
     start = time.perf_counter()
     with demo.part("A small Qwen2.5-VL checkpoint, and conversations about real photographs"):
@@ -123,11 +153,11 @@ def run_demo(folder: Path, steps: int) -> int:
     with demo.part("Conversations -> WebDataset shards for Energon"):
         source = ("--input", demo.raw / "conversations.json", "--media-root", demo.raw / "media")
         demo.shell("megatron-vl", "data", "convert", *source, "--out", demo.dataset, "--val-fraction", "0")
-    with demo.part(f"Weights: Hugging Face -> Megatron -> TP{TP} x PP{PP} shards, and back"):
+    with demo.part(f"Weights: Hugging Face -> Megatron -> TP{machine.tp} x PP{machine.pp} shards, and back"):
         round_trip(demo)
     with demo.part("The trainer's loss before training"):
         before = evaluate(demo, demo.folder / "shards", "before")
-    with demo.part(f"Training in {TP * PP} processes, killed on the way"):
+    with demo.part(f"Training in {machine.ranks} processes, killed on the way"):
         train_until_killed(demo)
     with demo.part("The same command again resumes"):
         demo.shell(*demo.torchrun())
@@ -135,10 +165,10 @@ def run_demo(folder: Path, steps: int) -> int:
     with demo.part("Export, and the trainer's loss of the final weights"):
         after = export(demo)
     with demo.part("Both folders in transformers"):
-        compare_losses(demo, _reference(demo.hf), "before training", before, 1e-5)
+        compare_losses(demo, _reference(demo.hf), "before training", before, 1e-5 if machine.exact else 1e-2)
         trained = _reference(demo.exported)
         # Of a loss near zero, rounding is a larger part.
-        compare_losses(demo, trained, "after", after, 1e-4)
+        compare_losses(demo, trained, "after", after, 1e-4 if machine.exact else 0.1)
         compare_answers(demo, trained)
     demo.seconds["in all"] = round(time.perf_counter() - start, 1)
     return report(demo)
@@ -157,10 +187,19 @@ def _clear(folder: Path) -> None:
 def prepare(demo: Demo) -> None:
     """The checkpoint, the raw data and the run's YAML."""
     write_tiny_checkpoint(demo.hf, "qwen2_5_vl", texts=data.texts(), dtype=torch.float32, sizes=SIZES)
-    conversations = data.write_raw_data(demo.raw)
+    if demo.raw_data:
+        shutil.copytree(demo.raw_data, demo.raw)
+        conversations = demo.raw / "conversations.json"
+    else:
+        conversations = data.write_raw_data(demo.raw)
     settings = {
         "model": {"hf": str(demo.hf), "checkpoint": str(demo.folder / "shards")},
-        "parallel": {"tp": TP, "pp": PP, "layers": list(LAYERS), "sequence_parallel": True},
+        "parallel": {
+            "tp": demo.machine.tp,
+            "pp": demo.machine.pp,
+            "layers": list(demo.machine.layers),
+            "sequence_parallel": demo.machine.tp > 1,
+        },
         "data": {
             "path": str(demo.dataset),
             "seq_len": 512,
@@ -173,8 +212,8 @@ def prepare(demo: Demo) -> None:
         "checkpoint": {"dir": str(demo.run_dir), "interval": demo.save_at},
         "steps": demo.steps,
         "global_batch_size": 4,
-        "dtype": "float32",
-        "platform": "cpu",
+        "dtype": demo.machine.dtype,
+        "platform": demo.machine.platform,
     }
     demo.run_yaml.write_text(yaml.safe_dump(settings, sort_keys=False))
     parameters = sum(torch.Size(shape).numel() for shape in _shapes(demo.hf))
@@ -200,16 +239,16 @@ def _samples(demo: Demo) -> list[dict[str, Any]]:
 def round_trip(demo: Demo) -> None:
     """Hugging Face -> unsplit -> shards -> Hugging Face, compared bit for bit before anything is trained."""
     full, shards, again = demo.folder / "full", demo.folder / "shards", demo.folder / "hf_again"
-    layers = ",".join(map(str, LAYERS))
+    tp, pp, layers = demo.machine.tp, demo.machine.pp, ",".join(map(str, demo.machine.layers))
     demo.shell("megatron-vl", "convert", "--hf", demo.hf, "--out", full)
     demo.shell(
-        "megatron-vl", "split", "--checkpoint", full, "--tp", str(TP), "--pp", str(PP), "--layers", layers, "--out", shards
+        "megatron-vl", "split", "--checkpoint", full, "--tp", str(tp), "--pp", str(pp), "--layers", layers, "--out", shards
     )
     demo.shell("megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf, "--out", again)
     code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
     count = sum(1 for _ in _shapes(demo.hf))
     measured = f"{count} tensors identical" if code == 0 else "tensors differ, see above"
-    demo.check(f"Hugging Face -> TP{TP} x PP{PP} (layers {layers}) -> Hugging Face gives every bit back", measured, code == 0)
+    demo.check(f"Hugging Face -> TP{tp} x PP{pp} (layers {layers}) -> Hugging Face gives every bit back", measured, code == 0)
 
 
 def train_until_killed(demo: Demo) -> None:
@@ -246,7 +285,9 @@ def check_training(demo: Demo) -> None:
     first = min(after)
     measured = f"resumed at step {first}; {len(repeated)} repeated steps differ by {worst:.1e} at most"
     demo.check(
-        "A killed run resumes from its checkpoint and repeats its losses", measured, first == demo.save_at + 1 and worst < 1e-6
+        "A killed run resumes from its checkpoint and repeats its losses",
+        measured,
+        first == demo.save_at + 1 and worst < (1e-6 if demo.machine.exact else 0.1),
     )
     start, end = before[1], sum(line["loss"] for line in lines[-5:]) / 5
     demo.check("The loss has fallen below a tenth", f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps", end < start / 10)
@@ -310,7 +351,7 @@ def compare_answers(demo: Demo, reference: Reference) -> None:
 
 def report(demo: Demo) -> int:
     """The table, ``loss.png`` and ``report.json``. Returns the exit code."""
-    draw_losses(read_metrics(demo.run_dir), demo.folder / "loss.png")
+    draw_losses(demo, demo.folder / "loss.png")
     failed = [check for check in demo.checks if not check.passed]
     summary = {"passed": not failed, "checks": [asdict(check) for check in demo.checks], "seconds": demo.seconds}
     (demo.folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -322,11 +363,12 @@ def report(demo: Demo) -> int:
     return 1 if failed else 0
 
 
-def draw_losses(lines: list[dict[str, Any]], path: Path) -> None:
+def draw_losses(demo: Demo, path: Path) -> None:
     """The loss of each step; the runs before and after the kill in different colours."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    lines, machine = read_metrics(demo.run_dir), demo.machine
     starts = [0] + [i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"]] + [len(lines)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -338,7 +380,11 @@ def draw_losses(lines: list[dict[str, Any]], path: Path) -> None:
             # Rings, so that repeated steps are seen to lie on them.
             style = {"label": "first run, killed", "marker": "o", "markersize": 9, "fillstyle": "none"}
         axes.semilogy([line["step"] for line in part], [line["loss"] for line in part], **style)
-    axes.set(xlabel="step", ylabel="loss per token (nats)", title=f"Small Qwen2.5-VL, TP{TP} x PP{PP} on CPU")
+    axes.set(
+        xlabel="step",
+        ylabel="loss per token (nats)",
+        title=f"Small Qwen2.5-VL, TP{machine.tp} x PP{machine.pp} on {machine.platform}",
+    )
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

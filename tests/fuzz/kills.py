@@ -1,0 +1,115 @@
+"""Kills a four-rank run with SIGKILL at random moments, again and again, and compares it with an undisturbed one.
+
+    python -m tests.fuzz.kills --kills 20
+
+TP2 x PP2 with sequence parallelism, overlapped reduction and gather, two loader workers, a checkpoint every second step:
+many kills hit a save. Losses, gradient norms and the samples of every step must be equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, small_checkpoint, train
+
+OPTIONS = [*LAYOUT, "--checkpoint.interval", "2", "--data.num_workers", "2", "--log.samples", "true"]
+KEYS = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
+
+
+def kill_once(prepared: dict[str, Path], run: Path, steps: int, rng: random.Random) -> tuple[bool, str]:
+    """Starts (or resumes) the run and kills it. Returns (whether it was killed before its end, at which step)."""
+    seen = len(metrics(run))
+    with (run.parent / "killed.log").open("ab") as log:
+        process = subprocess.Popen(
+            command(prepared, run, *OPTIONS, steps=steps), env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
+        while process.poll() is None and len(metrics(run)) == seen:
+            time.sleep(0.05)
+        wait = time.monotonic() + rng.uniform(0.0, 3.0)
+        while process.poll() is None and time.monotonic() < wait:
+            time.sleep(0.01)
+        ended = process.poll() is not None
+        if not ended:
+            os.killpg(process.pid, signal.SIGKILL)
+        # Ranks are children in the same session; a torn-down launcher must not leave one behind.
+        subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
+        code = process.wait()
+    if ended and code:
+        raise RuntimeError(f"the run ended by itself with exit code {code}; {run.parent / 'killed.log'} says why")
+    lines = metrics(run)
+    saving = " while saving" if list(run.glob("step_*.partial")) else ""
+    return not ended, f"step {lines[-1]['step'] if lines else 0}{saving}"
+
+
+def joined(lines: list[dict[str, Any]]) -> dict[int, Any]:
+    """Step -> its line. Raises ValueError when a repeated step differs from its first appearance."""
+    steps: dict[int, Any] = {}
+    for line in lines:
+        value = [line[key] for key in KEYS] if "loss" in line else line["rows"]
+        if steps.setdefault(line["step"], value) != value:
+            raise ValueError(f"step {line['step']} came out differently after a kill: {steps[line['step']]} and {value}")
+    return steps
+
+
+def run_kills(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]:
+    """The whole experiment. Raises ValueError when anything differs."""
+    rng = random.Random(seed)
+    prepared = prepare(folder / "prepared", small_checkpoint(folder / "hf"))
+    start = time.perf_counter()
+    done = train(prepared, folder / "undisturbed", *OPTIONS, steps=steps)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    undisturbed_s = time.perf_counter() - start
+    run, killed, during_save = folder / "killed", 0, 0
+    run.mkdir()
+    while killed < kills:
+        was_killed, where = kill_once(prepared, run, steps, rng)
+        if not was_killed:
+            raise ValueError(f"the run reached its end after {killed} kills; give more steps than {steps}")
+        killed += 1
+        during_save += "saving" in where
+        print(
+            f"kill {killed}/{kills} at {where}, last checkpoint {[p.name for p in sorted(run.glob('step_*'))][-1:]}", flush=True
+        )
+    done = train(prepared, run, *OPTIONS, steps=steps)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        ours, theirs = joined(metrics(run, name)), joined(metrics(folder / "undisturbed", name))
+        if ours != theirs:
+            first = min(step for step in ours.keys() | theirs.keys() if ours.get(step) != theirs.get(step))
+            raise ValueError(f"{name}: step {first} is {ours.get(first)}, undisturbed {theirs.get(first)}")
+    return {"kills": killed, "during_save": during_save, "steps": steps, "undisturbed_s": round(undisturbed_s, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=400, help="steps of the run; it must outlast the kills")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kills-"))
+    start = time.perf_counter()
+    try:
+        result = run_kills(folder, args.kills, args.seed, args.steps)
+        print(json.dumps(result | {"seconds": round(time.perf_counter() - start, 1)}))
+        shutil.rmtree(folder)
+        return 0
+    except (ValueError, RuntimeError) as error:
+        print(f"FAILED: {error}\n{folder} is left for inspection", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

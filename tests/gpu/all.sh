@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# What has to be seen on GPUs, in one go: bash tests/gpu/all.sh OUT RANKS [RAW_DEMO_DATA]
+# Parity in bf16, the demo's whole path, and the speed of the 7B shape. Needs Transformer Engine; prints a summary.
+set -uo pipefail
+out=$1 ranks=$2 raw=${3:-}
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=4
+shape=tests/hf_configs/Qwen2.5-VL-7B-Instruct.json
+mkdir -p "$out"
+
+demo() { # NAME RANKS TP PP
+  local start=$SECONDS
+  timeout 240 python3 -m toolkit demo --dir "/tmp/demo_$1" --platform cuda --ranks "$2" --tp "$3" --pp "$4" ${raw:+--raw "$raw"} > "$out/demo_$1.log" 2>&1
+  echo "== demo $1: exit $? after $((SECONDS - start)) s"
+  grep -E "ok |FAILED" "$out/demo_$1.log" || tail -5 "$out/demo_$1.log"
+}
+
+bench() { # NAME, then options of toolkit.bench.shape
+  local name=$1; shift
+  timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m toolkit.bench.shape --hf $shape \
+    --data.seq_len 8192 --timed 3 --warm-up 2 "$@" > "$out/bench_$name.log" 2>&1
+  echo "== bench $name: exit $?"
+  grep -E "^step" "$out/bench_$name.log" || grep -E "Error" "$out/bench_$name.log" | sort | uniq -c | head -5
+}
+
+timeout 400 python3 -m tests.gpu.parity --ranks "$ranks" --out "$out" > "$out/parity.log" 2>&1
+echo "== parity on $ranks: exit $?"
+grep -E "^ok|^FAILED" "$out/parity.log"
+grep -E "Error" "$out/parity.log" | sort | uniq -c | head -5
+if [ "$ranks" = 8 ]; then
+  demo one 1 1 1
+  demo tp2pp2dp2 8 2 2
+  demo tp4pp2 8 4 2
+  bench dp8 --global_batch_size 32
+  bench tp2pp2dp2 --global_batch_size 16 --rows images --parallel.tp 2 --parallel.pp 2 --parallel.layers '[8,20]' --parallel.sequence_parallel true
+  bench tp4pp2 --global_batch_size 8 --rows images --parallel.tp 4 --parallel.pp 2 --parallel.layers '[8,20]' --parallel.sequence_parallel true
+else
+  demo one 1 1 1
+  bench layers4 --global_batch_size 4 --language-layers 4
+  bench layers4_offload --global_batch_size 4 --language-layers 4 --rows text --optimizer.cpu_offload true
+fi

@@ -1,0 +1,76 @@
+"""A small run of the trainer for tests: model, weights, data, and the command line that starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.convert import convert
+from data_tools.convert import Options
+from data_tools.convert import convert as convert_data
+from tests.data.media import encoded
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.layers", "[1,3]", "--parallel.sequence_parallel", "true"]
+"""Four ranks, uneven."""
+
+
+def prepare(folder: Path, hf: Path, samples: int = 24) -> dict[str, Path]:
+    """A data set of pictures and text in ``folder``, and the weights of ``hf`` in another layout than any run's."""
+    (folder / "media").mkdir(parents=True)
+    records = []
+    for i in range(samples):
+        name = f"{i}.png"
+        question = "<image>\nWhat is this?" if i % 4 else "Hello, how are you?"
+        record: dict[str, Any] = {
+            "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": f"Number {i}."}]
+        }
+        if i % 4:
+            (folder / "media" / name).write_bytes(encoded(60 + 14 * (i % 5), 80 + 28 * (i % 3), seed=i))
+            record["image"] = name
+        records.append(record)
+    (folder / "data.json").write_text(json.dumps(records))
+    convert_data([folder / "data.json"], Options(out=folder / "data", media_root=folder / "media", workers=1))
+    convert(hf, folder / "weights", {"tp": 1, "pp": 4})
+    return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}
+
+
+def command(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6) -> list[str]:
+    """The command line of a run; later ``options`` override earlier ones."""
+    common = ["--model.hf", prepared["hf"], "--model.checkpoint", prepared["weights"], "--data.path", prepared["data"]]
+    shape = ["--data.seq_len", "128", "--global_batch_size", "4", "--steps", steps, "--dtype", "float32", "--platform", "cpu"]
+    rest = ["--optimizer.lr", "1e-3", "--optimizer.warmup_steps", "2", "--data.shuffle_buffer", "8", "--data.packing_buffer", "8"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "megatron_vl.train"]
+    return [str(part) for part in (*launch, *common, *shape, *rest, "--checkpoint.dir", run, *options)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def train(
+    prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6
+) -> subprocess.CompletedProcess[str]:
+    """Runs the trainer to its end."""
+    arguments = command(prepared, run, *options, ranks=ranks, steps=steps)
+    return subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=600, cwd=prepared["folder"])
+
+
+def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The whole lines of a run's log; a last one that a kill cut short is left out."""
+    path = run / name
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def small_checkpoint(folder: Path) -> Path:
+    """A tied checkpoint with real architecture, fp32."""
+    from toolkit.tiny import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(folder, "qwen2_5_vl", tied=True, dtype=torch.float32)
