@@ -2,14 +2,18 @@
 
 Records are read as a stream; worker processes decode and measure their media; samples are put into shards in the order
 of the input; worker processes write the shards. The main process sees no pixels. What cannot be used is listed in
-``quarantine.jsonl`` and counted by reason: samples + refused = records read, always.
+``quarantine.jsonl`` and counted by reason: samples + refused = records read, always. A conversion that was killed goes on
+when it is started again with the same arguments (:mod:`data_tools.resume`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
+import signal
+import sqlite3
 import sys
 import time
 from collections import Counter, deque
@@ -19,12 +23,15 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from megatron_vl.data.pixels import MAX_PIXELS
 
 from .formats import RecordError, read_conversation
 from .media import MediaInfo, inspect, read_media, resolve
 from .records import BadLine, read_records
-from .shards import Entry, IndexWriter, Shard, write_shard
+from .resume import Journal, ResumeError, Workspace, make_plan, names
+from .shards import Entry, IndexWriter, Shard, finish_shard, write_atomically
 
 RECORDS_A_TASK = 16
 
@@ -48,6 +55,12 @@ class Report:
     """Records by input file and reason."""
     seconds: float = 0.0
 
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """The report of a complete data set."""
+        stored = json.loads(path.read_text())
+        return cls(**{name: value for name, value in stored.items() if name != "samples"})
+
     @property
     def samples(self) -> int:
         return self.train + self.val
@@ -66,30 +79,69 @@ class Options:
     val_fraction: float = 0.0
     samples_per_shard: int = 1000
     bytes_per_shard: int = 256 << 20
+    max_pixels: int = MAX_PIXELS
+    """Largest picture or video frame; larger ones are refused by their header, before decoding."""
+    duplicate_ids: Literal["refuse", "keep"] = "refuse"
+    """What becomes of a record whose ``id`` an earlier usable one has."""
+    force: bool = False
+    """Remove what an earlier conversion left in ``out``."""
 
 
 def convert(inputs: list[Path], options: Options, progress: Callable[[str], None] | None = None) -> Report:
-    """Converts conversation files into one data set.
+    """Converts conversation files into one data set, or goes on with a conversion of the same that was interrupted.
 
     Args:
         inputs: JSON or JSON-lines files; their samples follow each other.
         progress: gets a line of text now and then; None: nothing is shown.
 
     Raises:
-        ConvertError: impossible options, an output folder that is not empty, or a worker process that died.
+        ConvertError: impossible options, an output folder that holds something else, a full disk, or a worker process that
+            died.
+        ShardError: a medium changed while it was converted.
         ReadError: an input that is no JSON.
     """
     _check(inputs, options)
-    options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
+    plan = make_plan(
+        inputs,
+        options.media_root,
+        val_fraction=options.val_fraction,
+        samples_per_shard=options.samples_per_shard,
+        bytes_per_shard=options.bytes_per_shard,
+        max_pixels=options.max_pixels,
+        duplicate_ids=options.duplicate_ids,
+    )
+    try:
+        space = Workspace(options.out, plan, options.force)
+    except ResumeError as error:
+        raise ConvertError(str(error)) from error
+    try:
+        if space.complete:
+            return Report.read(options.out / "report.json")
+        report = _convert(inputs, options, space, progress)
+    except (OSError, sqlite3.Error) as error:
+        raise ConvertError(f"{error}; nothing is lost: start again with the same arguments when that is mended") from error
+    finally:
+        space.close()
+    report.seconds = round(time.monotonic() - start, 3)
+    return report
+
+
+def _convert(inputs: list[Path], options: Options, space: Workspace, progress: Callable[[str], None] | None) -> Report:
     meter = _Meter(sum(path.stat().st_size for path in inputs), progress)
-    report = Report()
+    report, seen = Report(), _Identities(options.duplicate_ids)
+    journal = Journal(space.work / "journal.jsonl")
+    known = journal.known()
     root = options.media_root.resolve()
-    with _Pool(options.workers) as pool, (options.out / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine:
-        writer = _Writer(pool, root, options, report)
-        tasks = ((batch, root) for batch in _batches(_records(inputs, meter)))
-        for result in pool.ordered(_verify, tasks):
-            for entry in result:
+    partial = space.work / "quarantine.jsonl"
+    with _Pool(options.workers) as pool, partial.open("w", encoding="utf-8") as quarantine:
+        writer = _Writer(pool, root, options, report, space)
+        batches = _batches(_records(inputs, meter))
+        tasks = ((batch, root, options.max_pixels, next(known, None)) for batch in batches)
+        for number, result in enumerate(pool.ordered(_verify, tasks)):
+            if number >= journal.count:
+                journal.add([entry.infos if isinstance(entry, Entry) else entry for entry in result])
+            for entry in map(seen.check, result):
                 report.records += 1
                 if isinstance(entry, Entry):
                     writer.add(entry)
@@ -97,12 +149,14 @@ def convert(inputs: list[Path], options: Options, progress: Callable[[str], None
                     quarantine.write(json.dumps(entry, ensure_ascii=False) + "\n")
                     by_reason = report.refused.setdefault(entry["file"], {})
                     by_reason[entry["reason"]] = by_reason.get(entry["reason"], 0) + 1
-            meter.show(report)
+            meter.show(report, going_on=number < journal.count)
         writer.finish()
-    report.seconds = round(time.monotonic() - start, 3)
+    journal.close()
+    os.replace(partial, options.out / "quarantine.jsonl")
     # Without the time it took: the same input gives the same files.
     stored = {name: value for name, value in report.as_json().items() if name != "seconds"}
-    (options.out / "report.json").write_text(json.dumps(stored, indent=2) + "\n")
+    write_atomically(options.out / "report.json", json.dumps(stored, indent=2) + "\n")
+    space.finish({s.name: {"samples": s.samples, "bytes": s.bytes, "sha256": s.sha256} for s in writer.index.shards})
     return report
 
 
@@ -112,21 +166,38 @@ def _check(inputs: list[Path], options: Options) -> None:
             raise ConvertError(f"--input {path} is not a file")
     if not options.media_root.is_dir():
         raise ConvertError(f"--media-root {options.media_root} is not a folder")
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ConvertError(f"--out {options.out} is not an empty folder; give another one or remove it")
     if not 0 <= options.val_fraction < 1:
         raise ConvertError(f"--val-fraction {options.val_fraction} must be at least 0 and below 1")
-    if options.workers < 1 or options.samples_per_shard < 1 or options.bytes_per_shard < 1:
-        raise ConvertError("--workers, --samples-per-shard and --shard-mb must be at least 1")
+    if options.workers < 1 or options.samples_per_shard < 1 or options.bytes_per_shard < 1 or options.max_pixels < 1:
+        raise ConvertError("--workers, --samples-per-shard, --shard-mb and --max-megapixels must be positive")
 
 
 def _records(inputs: list[Path], meter: _Meter) -> Iterator[tuple[int, str, int, Any]]:
     """(place among all records, file, number in the file, record)."""
     place = 0
-    for path in inputs:
+    for name, path in zip(names(inputs), inputs, strict=True):
         for number, record in read_records(path, meter.advance):
-            yield place, path.name, number, record
+            yield place, name, number, record
             place += 1
+
+
+class _Identities:
+    """The ids of the samples so far, as digests: some 150 bytes a sample."""
+
+    def __init__(self, duplicates: str) -> None:
+        self.refuse = duplicates == "refuse"
+        self.first: dict[bytes, tuple[str, int]] = {}
+
+    def check(self, entry: Entry | dict[str, Any]) -> Entry | dict[str, Any]:
+        """The entry, or the line of the quarantine file that takes its place."""
+        if not self.refuse or not isinstance(entry, Entry) or not entry.identity:
+            return entry
+        here = (entry.source["file"], entry.source["record"])
+        first = self.first.setdefault(hashlib.blake2b(entry.identity.encode(errors="replace"), digest_size=16).digest(), here)
+        if first == here:
+            return entry
+        detail = f"{entry.identity[:100]} is the id of record {first[1]} of {first[0]} too; --duplicate-ids keep takes both"
+        return {**entry.source, "field": "id", "reason": "duplicate id", "detail": detail}
 
 
 def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
@@ -143,33 +214,59 @@ def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
 # ------------------------------------------------------------------------------------------- in the worker processes
 
 
-def _verify(batch: list[tuple[int, str, int, Any]], root: Path) -> list[Entry | dict[str, Any]]:
-    """Samples ready for a shard; for a record that cannot be used, its line of the quarantine file."""
+def _verify(
+    batch: list[tuple[int, str, int, Any]], root: Path, max_pixels: int, known: list[Any] | None
+) -> list[Entry | dict[str, Any]]:
+    """Samples ready for a shard; for a record that cannot be used, its line of the quarantine file.
+
+    Args:
+        known: the verdicts on this batch of an earlier run; None: media are decoded now.
+    """
     out: list[Entry | dict[str, Any]] = []
-    for place, file, number, record in batch:
+    for i, (place, file, number, record) in enumerate(batch):
         source = {"file": file, "record": number}
+        verdict = known[i] if known is not None else None
+        if isinstance(verdict, dict):
+            out.append(verdict)
+            continue
         try:
             if isinstance(record, BadLine):
-                raise RecordError("not JSON", str(record))
+                raise RecordError(record.reason, str(record))
             conversation = read_conversation(record)
-            infos = [_inspect(kind, reference, root) for kind, reference in conversation.media]
+            infos = verdict if verdict is not None else _inspect_all(conversation.media, conversation.fields, root, max_pixels)
         except RecordError as error:
-            out.append({**source, "reason": error.reason, "detail": str(error)})
+            out.append({**source, "field": error.field, "reason": error.reason, "detail": _printable(str(error))})
         else:
-            out.append(Entry(f"{place:09d}", conversation.messages, conversation.media, infos, source))
+            out.append(Entry(f"{place:09d}", conversation.messages, conversation.media, infos, source, conversation.identity))
     return out
 
 
-def _inspect(kind: str, reference: str, root: Path) -> MediaInfo:
+def _printable(detail: str) -> str:
+    """Names in a record may be no valid Unicode; what is written about them must be."""
+    return detail.encode(errors="backslashreplace").decode()
+
+
+def _inspect_all(media: list[tuple[str, str]], fields: list[str], root: Path, max_pixels: int) -> list[MediaInfo]:
+    infos = []
+    for (kind, reference), where in zip(media, fields, strict=True):
+        try:
+            infos.append(_inspect(kind, reference, root, max_pixels))
+        except RecordError as error:
+            error.field = where
+            raise
+    return infos
+
+
+def _inspect(kind: str, reference: str, root: Path, max_pixels: int) -> MediaInfo:
     if reference[:5].lower() == "data:":
-        return inspect(kind, "data: URI", read_media(reference, root))
-    return _inspect_file(kind, reference, resolve(reference, root), root)
+        return inspect(kind, "data: URI", read_media(reference, root), max_pixels)
+    return _inspect_file(kind, reference, resolve(reference, root), root, max_pixels)
 
 
 @lru_cache(maxsize=4096)
-def _inspect_file(kind: str, reference: str, path: Path, root: Path) -> MediaInfo:
+def _inspect_file(kind: str, reference: str, path: Path, root: Path, max_pixels: int) -> MediaInfo:
     """A file that many records share is decoded once in each process."""
-    return inspect(kind, reference, read_media(str(path), root))
+    return inspect(kind, reference, read_media(str(path), root), max_pixels)
 
 
 # ----------------------------------------------------------------------------------------------- in the main process
@@ -182,9 +279,9 @@ class _Writer:
     first sample is never val's, and the last train sample moves over when val would stay empty.
     """
 
-    def __init__(self, pool: _Pool, root: Path, options: Options, report: Report) -> None:
+    def __init__(self, pool: _Pool, root: Path, options: Options, report: Report, space: Workspace) -> None:
         self.pool, self.root, self.options, self.report = pool, root, options, report
-        self.index = IndexWriter(options.out)
+        self.index = IndexWriter(space.meta)
         self.open: dict[str, list[Entry]] = {"train": [], "val": []}
         self.open_bytes = {"train": 0, "val": 0}
         self.started: Counter[str] = Counter()
@@ -216,7 +313,7 @@ class _Writer:
             self.report.videos += sum(info.kind == "video" for info in entry.infos)
         name = f"{part}-{self.started[part]:06d}.tar"
         self.started[part] += 1
-        self.writing.append(self.pool.submit(write_shard, name, self.number, entries, self.root, self.options.out))
+        self.writing.append(self.pool.submit(finish_shard, name, self.number, entries, self.root, self.options.out))
         self.number += 1
         while len(self.writing) > 2 * self.options.workers:
             self._collect()
@@ -249,7 +346,7 @@ class _Pool:
     def __enter__(self) -> _Pool:
         if self.workers > 1:
             # fork: workers share what is imported here, and start at once; nothing has started threads yet.
-            self.executor = ProcessPoolExecutor(self.workers, multiprocessing.get_context("fork"), initializer=_one_thread)
+            self.executor = ProcessPoolExecutor(self.workers, multiprocessing.get_context("fork"), initializer=_start_worker)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -273,10 +370,16 @@ class _Pool:
             yield _result(waiting.popleft())
 
 
-def _one_thread() -> None:
+def _start_worker() -> None:
     import torch
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process tells the workers to stop
+    if sys.platform == "linux":
+        import ctypes
+
+        # A worker whose parent was killed would wait for its next task for ever (it holds both ends of the queue).
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _result(future: Future[Any]) -> Any:
@@ -287,26 +390,33 @@ def _result(future: Future[Any]) -> Any:
 
 
 class _Meter:
-    """Progress by bytes of input: rate and time left."""
+    """Progress by bytes of input: rate and time left, of what this run does itself."""
 
     def __init__(self, total: int, show: Callable[[str], None] | None) -> None:
         self.total, self.write, self.read = total, show, 0
         self.start = self.shown = time.monotonic()
+        self.read_before = self.records_before = 0
         self.every = 1.0 if sys.stderr.isatty() else 10.0
 
     def advance(self, count: int) -> None:
         self.read += count
 
-    def show(self, report: Report) -> None:
+    def show(self, report: Report, going_on: bool = False) -> None:
+        """``going_on``: the records so far are those of an earlier run."""
         now = time.monotonic()
+        if going_on:
+            self.start, self.read_before, self.records_before = now, self.read, report.records
         if self.write is None or now - self.shown < self.every:
             return
         self.shown = now
-        done = min(self.read / max(self.total, 1), 1.0)
-        left = (now - self.start) * (1 - done) / max(done, 1e-9)
         refused = report.records - report.samples
-        rate = report.records / (now - self.start)
-        self.write(f"{done:4.0%}  {report.records} records, {refused} refused, {rate:.0f} records/s, {left:.0f} s left")
+        text = f"{min(self.read / max(self.total, 1), 1.0):4.0%}  {report.records} records, {refused} refused"
+        if going_on:
+            self.write(f"{text}; finding what an earlier run did")
+            return
+        left = (now - self.start) * max(self.total - self.read, 0) / max(self.read - self.read_before, 1)
+        rate = (report.records - self.records_before) / max(now - self.start, 1e-9)
+        self.write(f"{text}, {rate:.0f} records/s, {left:.0f} s left")
 
 
 def default_workers() -> int:

@@ -5,11 +5,13 @@
 * OpenAI: ``messages`` with ``role`` and ``content``, a string or parts of type text, image, image_url, video, video_url.
   Text with ``<image>`` markers and ``image(s)`` next to ``messages`` is read as in ShareGPT.
 
-Text stays as it is, white space too. Nothing is guessed: markers and media that do not agree refuse the record.
+Text stays as it is, white space too. Nothing is guessed: markers and media that do not agree refuse the record, and so do
+roles in another order than (system,) user, assistant, user, assistant, ... A user turn may be the last one.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +23,12 @@ KINDS = ("image", "video")
 
 
 class RecordError(ValueError):
-    """A record that cannot be used: ``reason`` is what it is counted under, the message says more."""
+    """A record that cannot be used: ``reason`` is what it is counted under, ``field`` where in the record, and the message
+    says more."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "", field: str = "") -> None:
         super().__init__(detail or reason)
-        self.reason = reason
+        self.reason, self.field = reason, field
 
 
 @dataclass
@@ -35,52 +38,82 @@ class Conversation:
     messages: list[dict[str, Any]]
     media: list[tuple[str, str]] = field(default_factory=list)
     """(kind, reference as written) in the order of the text."""
+    fields: list[str] = field(default_factory=list)
+    """Where in the record each medium is named."""
+    identity: str = ""
+    """The record's ``id`` (``str: x`` or ``int: 5``); empty when it has none."""
 
 
 def read_conversation(record: Any) -> Conversation:
     """One record of either format. Raises :class:`RecordError`."""
     if not isinstance(record, dict):
         raise RecordError("not an object", f"the record is a {type(record).__name__}, not an object")
-    turns, name = (
-        (record["messages"], "messages") if record.get("messages") is not None else (record.get("conversations"), "conversations")
-    )
+    name = "messages" if record.get("messages") is not None else "conversations"
+    turns = record.get(name)
     if turns is None:
         raise RecordError("no conversation", "neither 'messages' nor 'conversations' is there")
     if not isinstance(turns, list) or not turns:
-        raise RecordError("no conversation", f"'{name}' is not a list with at least one turn")
-    reader = _Reader(record, always_markers=name == "conversations")
-    messages = [reader.message(turn, i) for i, turn in enumerate(turns, 1)]
+        raise RecordError("no conversation", f"'{name}' is not a list with at least one turn", name)
+    reader = _Reader(record, name)
+    messages = [reader.message(turn, i) for i, turn in enumerate(turns)]
     reader.finish()
-    system = record.get("system")
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": _text(system, "'system'")})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RecordError("no assistant turn", "there is nothing to learn without an assistant turn")
-    return Conversation(messages, reader.media)
+    _add_system(record, messages, name)
+    _check_order(messages, name)
+    return Conversation(messages, reader.media, reader.fields, _identity(record.get("id")))
+
+
+def _identity(value: Any) -> str:
+    return f"{type(value).__name__}: {value}" if isinstance(value, (str, int)) and value != "" else ""
+
+
+def _add_system(record: dict[str, Any], messages: list[dict[str, Any]], name: str) -> None:
+    """A record's ``system`` prompt goes in front."""
+    if record.get("system") in (None, ""):
+        return
+    system = _text(record["system"], "system")
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    elif messages[0]["content"] != system:
+        raise RecordError("two system prompts", f"'system' and {name}[0] differ", "system")
+
+
+def _check_order(messages: list[dict[str, Any]], name: str) -> None:
+    turns = messages[1:] if messages[0]["role"] == "system" else messages
+    if not any(message["role"] == "assistant" for message in turns):
+        raise RecordError("no assistant turn", "there is nothing to learn without an assistant turn", name)
+    for i, (message, wanted) in enumerate(zip(turns, itertools.cycle(("user", "assistant")), strict=False), 1):
+        if message["role"] != wanted:
+            detail = f"turn {i} (a system prompt not counted) is {message['role']}'s, it should be {wanted}'s"
+            raise RecordError("wrong role order", detail, name)
 
 
 class _Reader:
     """Reads turns and hands out the media listed beside them, in order, to markers and empty parts."""
 
-    def __init__(self, record: dict[str, Any], always_markers: bool) -> None:
+    def __init__(self, record: dict[str, Any], name: str) -> None:
+        self.name = name
         self.waiting = {kind: [*_references(record, kind), *_references(record, kind + "s")] for kind in KINDS}
         self.listed = {kind: len(refs) for kind, refs in self.waiting.items()}
-        self.markers = always_markers or any(self.listed.values())
+        self.markers = name == "conversations" or any(self.listed.values())
         self.asked = dict.fromkeys(KINDS, 0)
         self.media: list[tuple[str, str]] = []
+        self.fields: list[str] = []
 
-    def message(self, turn: Any, number: int) -> dict[str, Any]:
+    def message(self, turn: Any, index: int) -> dict[str, Any]:
+        where = f"{self.name}[{index}]"
         if not isinstance(turn, dict):
-            raise RecordError("bad turn", f"turn {number} is not an object")
-        written = turn.get("role", turn.get("from"))
+            raise RecordError("bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where)
+        role_field, content_field = "role" if "role" in turn else "from", "content" if "content" in turn else "value"
+        written, content = turn.get(role_field), turn.get(content_field)
         role = ROLES.get(written) if isinstance(written, str) else None
         if role is None:
-            raise RecordError("unknown role", f"turn {number} has the role {written!r}; valid: {', '.join(ROLES)}")
-        content = turn.get("content", turn.get("value"))
+            detail = f"turn {index + 1} has the role {_shown(written)}; valid: {', '.join(ROLES)}"
+            raise RecordError("unknown role", detail, f"{where}.{role_field}")
+        where = f"{where}.{content_field}"
         if isinstance(content, list):
-            parts = [part for item in content for part in self.part(item, number)]
+            parts = [part for i, item in enumerate(content) for part in self.part(item, f"{where}[{i}]")]
             return {"role": role, "content": parts}
-        parts = self.text(_text(content, f"the content of turn {number}"))
+        parts = self.text(_text(content, where))
         if all(part["type"] == "text" for part in parts):
             return {"role": role, "content": "".join(part["text"] for part in parts)}
         return {"role": role, "content": parts}
@@ -91,62 +124,74 @@ class _Reader:
         parts = (piece for piece in MARKER.split(text) if piece)
         return [self.next(piece[1:-1]) if MARKER.fullmatch(piece) else {"type": "text", "text": piece} for piece in parts]
 
-    def part(self, item: Any, number: int) -> list[dict[str, Any]]:
+    def part(self, item: Any, where: str) -> list[dict[str, Any]]:
         """A typed part: the reference is in the field of its type (``image``, ``image_url``, ...) or listed beside."""
         if isinstance(item, str):
-            return self.text(_text(item, f"a part of turn {number}"))
+            return self.text(_text(item, where))
         kind = item.get("type") if isinstance(item, dict) else None
         if kind == "text":
-            return self.text(_text(item.get("text"), f"a text part of turn {number}"))
+            return self.text(_text(item.get("text"), f"{where}.text"))
         if kind not in ("image", "image_url", "video", "video_url"):
-            raise RecordError("unknown content part", f"turn {number} has a content part of type {kind!r}")
+            raise RecordError("unknown content part", f"a content part of type {_shown(kind)}", where)
         name = kind.removesuffix("_url")
-        value = next((item[key] for key in (kind, f"{name}_url", name, "url", "path") if item.get(key) is not None), None)
+        key = next((key for key in (kind, f"{name}_url", name, "url", "path") if item.get(key) is not None), None)
+        value = item[key] if key else None
         if isinstance(value, dict):
             value = value.get("url")
         if value is None and self.listed[name]:
             return [self.next(name)]
-        self.media.append((name, _reference(value, f"turn {number}")))
+        where = f"{where}.{key or name}"
+        self.media.append((name, _reference(value, where)))
+        self.fields.append(where)
         return [{"type": name}]
 
     def next(self, kind: str) -> dict[str, Any]:
         """The next listed medium of a kind. One too many is noticed in :meth:`finish`, with both counts."""
         self.asked[kind] += 1
         if self.waiting[kind]:
-            self.media.append((kind, self.waiting[kind].pop(0)))
+            reference, where = self.waiting[kind].pop(0)
+            self.media.append((kind, reference))
+            self.fields.append(where)
         return {"type": kind}
 
     def finish(self) -> None:
         for kind in KINDS:
             if self.asked[kind] != self.listed[kind]:
                 detail = f"{self.asked[kind]} <{kind}> in the text, but {self.listed[kind]} listed under '{kind}' / '{kind}s'"
-                raise RecordError("markers and media differ", detail)
+                raise RecordError("markers and media differ", detail, self.name)
 
 
-def _references(record: dict[str, Any], field_name: str) -> list[str]:
+def _references(record: dict[str, Any], field_name: str) -> list[tuple[str, str]]:
+    """(reference, field) of each medium listed in a field."""
     value = record.get(field_name)
     if value is None or value == "":
         return []
-    return [_reference(item, f"'{field_name}'") for item in (value if isinstance(value, list) else [value])]
+    if not isinstance(value, list):
+        return [(_reference(value, field_name), field_name)]
+    return [(_reference(item, f"{field_name}[{i}]"), f"{field_name}[{i}]") for i, item in enumerate(value)]
 
 
 def _reference(value: Any, where: str) -> str:
     if isinstance(value, dict):
         value = value.get("path", value.get("url"))
     if not isinstance(value, str) or not value:
-        raise RecordError(
-            "bad media reference", f"{where} refers to a medium by {type(value).__name__}; a path or data: URI is needed"
-        )
+        found = "an empty string" if value == "" else f"a {type(value).__name__}"
+        raise RecordError("bad media reference", f"a path or data: URI is needed, this is {found}", where)
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise RecordError("bad text", f"{where} is a {type(value).__name__}, not a string")
+        raise RecordError("bad text", f"a string is needed, this is a {type(value).__name__}", where)
     if PLACEHOLDER.search(value):
-        raise RecordError("placeholder token in text", f"{where} holds a token that stands for image or video features")
+        raise RecordError("placeholder token in text", "the text holds a token that stands for image or video features", where)
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise RecordError("bad text", f"{where} is no valid Unicode: {error.reason}") from error
+        raise RecordError("bad text", f"no valid Unicode: {error.reason}", where) from error
     return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

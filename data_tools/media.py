@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from megatron_vl.data.pixels import MAX_ASPECT, PixelError, decode_image, probe_video
+from megatron_vl.data.pixels import MAX_ASPECT, PixelError, TooLargeError, decode_image, open_image, probe_video
 
 from .formats import RecordError
 
@@ -34,10 +34,12 @@ class MediaInfo:
     mode: str = ""
     frames: int = 0
     fps: float = 0.0
+    crc32: int = 0
+    """Of the file's bytes: what is stored and read later is what was verified."""
 
     def record(self, key: str) -> dict[str, object]:
         """What the loader needs to count tokens without decoding."""
-        out: dict[str, object] = {"key": key, "kind": self.kind, "height": self.height, "width": self.width}
+        out: dict[str, object] = {"key": key, "kind": self.kind, "height": self.height, "width": self.width, "crc32": self.crc32}
         return out | {"frames": self.frames, "fps": self.fps} if self.kind == "video" else out
 
 
@@ -83,11 +85,13 @@ def read_media(reference: str, root: Path) -> bytes:
         raise RecordError("medium unreadable", f"{reference}: {error.strerror}") from error
 
 
-def inspect(kind: str, reference: str, data: bytes) -> MediaInfo:
+def inspect(kind: str, reference: str, data: bytes, max_pixels: int) -> MediaInfo:
     """Decodes a medium completely and measures it. Raises :class:`RecordError` when it cannot be used."""
     shown = reference if len(reference) <= 200 else reference[:60] + "..."
     try:
-        info = _image(data) if kind == "image" else _video(reference, data)
+        info = _image(data, max_pixels) if kind == "image" else _video(reference, data, max_pixels)
+    except TooLargeError as error:
+        raise RecordError(f"{kind} too large", f"{shown}: {error}; --max-megapixels sets the limit") from error
     except PixelError as error:
         raise RecordError(f"{kind} does not decode", f"{shown}: {error}") from error
     if max(info.height, info.width) > MAX_ASPECT * min(info.height, info.width):
@@ -95,21 +99,20 @@ def inspect(kind: str, reference: str, data: bytes) -> MediaInfo:
     return info
 
 
-def _image(data: bytes) -> MediaInfo:
-    from PIL import Image
-
-    pixels = decode_image(data)
-    with Image.open(io.BytesIO(data)) as image:
+def _image(data: bytes, max_pixels: int) -> MediaInfo:
+    pixels = decode_image(data, max_pixels)
+    with open_image(data, max_pixels) as image:
         width, height = image.size
         form, mode = image.format or "", image.mode
     suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(form, form.lower())
     suffix = suffix if SUFFIX.fullmatch(suffix) else "img"
-    return MediaInfo("image", suffix, len(data), pixels.shape[1], pixels.shape[2], height, width, form, mode)
+    size = (pixels.shape[1], pixels.shape[2], height, width)
+    return MediaInfo("image", suffix, len(data), *size, form, mode, crc32=zlib.crc32(data))
 
 
-def _video(reference: str, data: bytes) -> MediaInfo:
-    info = probe_video(data)
+def _video(reference: str, data: bytes, max_pixels: int) -> MediaInfo:
+    info = probe_video(data, max_pixels)
     written = Path(reference[-64:]).suffix[1:].lower()
     suffix = written if written in VIDEO_SUFFIXES else "mp4"
     size = (info.height, info.width, info.height, info.width)
-    return MediaInfo("video", suffix, len(data), *size, frames=info.frames, fps=info.fps)
+    return MediaInfo("video", suffix, len(data), *size, frames=info.frames, fps=info.fps, crc32=zlib.crc32(data))

@@ -16,7 +16,18 @@ class ReadError(ValueError):
 
 
 class BadLine(str):
-    """What is wrong with one line of a JSON-lines file, in the place of its record."""
+    """What is wrong with one line of a JSON-lines file, in the place of its record; the reason it is counted under."""
+
+    reason = "not JSON"
+
+    @classmethod
+    def of(cls, reason: str, detail: object) -> BadLine:
+        line = cls(detail)
+        line.reason = reason
+        return line
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadLine.of, (self.reason, str(self))
 
 
 def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[tuple[int, Any]]:
@@ -36,16 +47,29 @@ def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -
 
 
 def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(file, 1):
+    number = 0
+    while line := file.readline(LARGEST_RECORD):
+        number += 1
         on_bytes(len(line))
+        if len(line) == LARGEST_RECORD and not line.endswith(b"\n"):
+            yield number, BadLine.of("line too long", f"the line does not end within {LARGEST_RECORD >> 20} MiB")
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LARGEST_RECORD)
+                on_bytes(len(line))
+            continue
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield number, BadLine(error)
+        if line.strip():
+            yield number, _parsed(line)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return BadLine.of("not UTF-8", error)
+    except (ValueError, RecursionError) as error:
+        return BadLine.of("not JSON", error)
 
 
 def _array(path: Path, file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
@@ -59,6 +83,7 @@ def _array(path: Path, file: IO[bytes], on_bytes: Callable[[int], None]) -> Iter
             buffer.skip(",")
         number += 1
         yield number, buffer.record(number)
+    buffer.finish()
 
 
 class _Buffer:
@@ -71,6 +96,8 @@ class _Buffer:
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self.text, self.at, self.ended = "", 0, False
         self.parser = json.JSONDecoder()
+        self.number = 0
+        """Of the record that was read last."""
 
     def grow(self, size: int) -> None:
         data = self.file.read(size)
@@ -79,7 +106,7 @@ class _Buffer:
         try:
             self.text = self.text[self.at :] + self.decode(data, self.ended)
         except UnicodeDecodeError as error:
-            raise ReadError(f"{self.path} is not UTF-8: {error}") from error
+            raise ReadError(f"{self.path}: not UTF-8 behind record {self.number}: {error}") from error
         self.at = 0
 
     def peek(self, number: int) -> str:
@@ -97,6 +124,18 @@ class _Buffer:
         if self.peek(0) == wanted:
             self.at += 1
 
+    def finish(self) -> None:
+        """Behind the end of the array there is nothing."""
+        self.skip("]")
+        while not self.text[self.at :].strip(" \t\r\n"):
+            if self.ended:
+                return
+            self.at = len(self.text)
+            self.grow(CHUNK)
+        raise ReadError(
+            f"{self.path}: something follows the end of the array, after record {self.number}; is it two files in one?"
+        )
+
     def record(self, number: int) -> Any:
         self.peek(number - 1)
         size = CHUNK
@@ -105,7 +144,7 @@ class _Buffer:
                 value, end = self.parser.raw_decode(self.text, self.at)
                 # A number at the end of the buffer may go on in the next chunk.
                 if end < len(self.text) or self.ended:
-                    self.at = end
+                    self.at, self.number = end, number
                     return value
             except RecursionError as error:
                 raise ReadError(f"{self.path}: record {number} is nested too deeply") from error
@@ -114,6 +153,8 @@ class _Buffer:
                 cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
                 if self.ended or not cut:
                     raise ReadError(f"{self.path}: record {number} is no valid JSON: {error.msg}") from error
+            except ValueError as error:  # an integer of thousands of digits
+                raise ReadError(f"{self.path}: record {number} is no valid JSON: {error}") from error
             if len(self.text) - self.at > LARGEST_RECORD:
                 raise ReadError(
                     f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; is a quote missing?"

@@ -1,5 +1,8 @@
 """Tar shards and Energon's own files about them (``.nv-meta``).
 
+A shard appears under its name only when it is whole, and then gets a manifest in the work folder: a conversion that was
+killed finds by it what needs not be written again.
+
 The index is written with Energon's index classes, in the order of the shards, so that the same input gives the same
 files whatever the number of processes. The splits are lists of shards (Energon's ratios may leave a split empty).
 """
@@ -9,15 +12,22 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import tarfile
 import uuid
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron_vl.data.reading import with_crc
+
 from .media import MediaInfo, read_media
+
+WORK = ".convert"
+"""Folder within the data set's that holds what an unfinished conversion needs to go on."""
 
 
 @dataclass
@@ -29,6 +39,8 @@ class Entry:
     references: list[tuple[str, str]]
     infos: list[MediaInfo]
     source: dict[str, Any]
+    identity: str = ""
+    """The record's id, see :class:`~data_tools.formats.Conversation`."""
 
     @property
     def bytes(self) -> int:
@@ -50,31 +62,78 @@ class ShardError(ValueError):
     """A shard that could not be written as planned; the message names the file."""
 
 
-def write_shard(name: str, index: int, entries: list[Entry], root: Path, out: Path) -> Shard:
-    """Writes one tar and its Energon ``.idx``; original bytes of media unchanged, no times or owners in the headers.
+def finish_shard(name: str, index: int, entries: list[Entry], root: Path, out: Path) -> Shard:
+    """The shard as an earlier run left it when that is whole and of the same samples, else written now.
 
     Raises:
         ShardError: a medium changed after it was verified, or Energon does not find all samples again.
+        OSError: it cannot be written.
     """
-    from megatron.energon.epathlib import EPath
-    from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
+    manifest = out / WORK / f"{name}.json"
+    plan = _digest(json.dumps([[e.key, e.messages, [i.crc32 for i in e.infos]] for e in entries]).encode())
+    if _is_finished(manifest, plan, out / name):
+        return _indexed(name, index, entries, out)
+    work = out / WORK / f"tmp.{os.getpid()}"
+    work.mkdir(exist_ok=True)
+    _write_tar(work / name, entries, root)
+    shard = _indexed(name, index, entries, work)
+    os.replace((work / name).with_suffix(".tar.idx"), (out / name).with_suffix(".tar.idx"))
+    os.replace(work / name, out / name)
+    write_atomically(manifest, json.dumps({"plan": plan, "bytes": shard.bytes, "sha256": shard.sha256}))
+    return shard
 
-    path = out / name
+
+def _is_finished(manifest: Path, plan: str, tar: Path) -> bool:
+    """Whether the shard is there, of these samples, and its bytes are those that were written."""
+    try:
+        written = json.loads(manifest.read_text())
+        same = written["plan"] == plan and tar.stat().st_size == written["bytes"]
+        return same and _sha256(tar) == written["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write_tar(path: Path, entries: list[Entry], root: Path) -> None:
+    """Original bytes of media unchanged, no times or owners in the headers."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for entry in entries:
             keys = [f"{i}.{info.suffix}" for i, info in enumerate(entry.infos)]
             _add(tar, f"{entry.key}.json", _sample_json(entry, keys))
             for key, info, (_, reference) in zip(keys, entry.infos, entry.references, strict=True):
-                data = read_media(reference, root)
-                if len(data) != info.bytes:
-                    raise ShardError(f"{reference[:200]} changed while it was converted; start again")
+                try:
+                    data = read_media(reference, root)
+                except ValueError as error:
+                    raise ShardError(f"{_where(entry)}: {error}, but was there when it was verified; {AGAIN}") from error
+                if zlib.crc32(data) != info.crc32:
+                    raise ShardError(f"{_where(entry)}: {reference[:200]} changed after it was verified; {AGAIN}")
                 _add(tar, f"{entry.key}.{key}", data)
-    rows = list(WebdatasetPreparator._preprocess_tar(name, {name: index}, EPath(out), max_parts=0))
+
+
+AGAIN = "start again with --force, or with another --out"
+
+
+def _where(entry: Entry) -> str:
+    return f"{entry.source['file']}: record {entry.source['record']}"
+
+
+def _indexed(name: str, index: int, entries: list[Entry], folder: Path) -> Shard:
+    """Writes Energon's ``.idx`` beside the tar; the shard with its rows for the index."""
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
+
+    rows = list(WebdatasetPreparator._preprocess_tar(name, {name: index}, EPath(folder), max_parts=0))
     found = next(row.shard_info.count for row in rows if isinstance(row, IndexShardInfo))
     if found != len(entries):
-        raise ShardError(f"{path}: Energon finds {found} of {len(entries)} samples")
+        raise ShardError(f"{folder / name}: Energon finds {found} of {len(entries)} samples")
     rows = [row for row in rows if not isinstance(row, IndexShardInfo)]
-    return Shard(name, len(entries), path.stat().st_size, _sha256(path), rows + _media_rows(entries))
+    return Shard(name, len(entries), (folder / name).stat().st_size, _sha256(folder / name), rows + _media_rows(entries))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file has its old content or the new one at any moment."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _sample_json(entry: Entry, keys: list[str]) -> bytes:
@@ -89,7 +148,7 @@ def _sample_json(entry: Entry, keys: list[str]) -> bytes:
         for m in entry.messages
     ]
     media = [info.record(key) for key, info in zip(keys, entry.infos, strict=True)]
-    return json.dumps({"messages": messages, "media": media, "source": entry.source}, ensure_ascii=False).encode()
+    return with_crc(json.dumps({"messages": messages, "media": media, "source": entry.source}, ensure_ascii=False).encode())
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -118,19 +177,23 @@ def _media_rows(entries: list[Entry]) -> list[Any]:
     return rows
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class IndexWriter:
-    """Energon's ``.nv-meta`` for shards that come in order."""
+    """Energon's ``.nv-meta`` for shards that come in order, written into ``meta`` (a new folder)."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, meta: Path) -> None:
         from megatron.energon.epathlib import EPath
         from megatron.energon.flavors.webdataset.indexing import SqliteIndexWriter
 
-        self.meta = out / ".nv-meta"
+        self.meta = meta
         self.meta.mkdir()
         self.sqlite = SqliteIndexWriter(EPath(self.meta / "index.sqlite"), enable_media_metadata=True)
         self.shards: list[Shard] = []
@@ -148,7 +211,7 @@ class IndexWriter:
         self.shards.append(shard)
 
     def finish(self) -> None:
-        """Closes the index and writes the data set's description; only then can Energon open the folder."""
+        """Closes the index and writes the data set's description, as Energon reads it."""
         from megatron.energon import __version__
 
         self.sqlite.close()

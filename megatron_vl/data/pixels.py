@@ -18,6 +18,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,7 +281,9 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
     # Pillow warns at its own limit and raises at twice that: ours decides.
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     try:
-        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     except Image.DecompressionBombError as error:
         raise TooLargeError(f"more than the {max_pixels} pixels that are allowed: {error}") from error
     except Exception as error:

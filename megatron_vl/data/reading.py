@@ -59,7 +59,7 @@ class TolerantReader:
 def make_tolerant(dataset: Any) -> None:
     """Wraps the readers of every tar data set within ``dataset``, in place."""
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
-        dataset.join_readers = [TolerantReader(reader) for reader in dataset.join_readers]  # type: ignore[misc]
+        dataset.join_readers = [TolerantReader(reader) for reader in dataset.join_readers]
     for inner in getattr(dataset, "datasets", ()):
         make_tolerant(inner)
 

@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import sqlite3
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -81,46 +83,72 @@ def test_openai_parts_in_every_spelling():
 
 
 def test_messages_with_listed_images():
-    turns = [{"role": "user", "content": "<image> and"}, {"role": "user", "content": [{"type": "image"}]}]
-    record = {"images": ["a.png", "b.png"], "messages": [*turns, {"role": "assistant", "content": "ok"}]}
+    answer = {"role": "assistant", "content": "ok"}
+    turns = [{"role": "user", "content": "<image> and"}, answer, {"role": "user", "content": [{"type": "image"}]}, answer]
+    record = {"images": ["a.png", "b.png"], "messages": turns}
     assert [ref for _, ref in read_conversation(record).media] == ["a.png", "b.png"]
     literal = {"messages": [{"role": "user", "content": "what is <image>?"}, {"role": "assistant", "content": "a tag"}]}
     assert read_conversation(literal).messages[0]["content"] == "what is <image>?"
 
 
+USER, BOT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
 BAD = [
-    ([], "not an object"),
-    ({"x": 1}, "no conversation"),
-    ({"conversations": []}, "no conversation"),
-    ({"conversations": ["hi"]}, "bad turn"),
-    ({"conversations": [{"from": "tool", "value": "x"}, GPT]}, "unknown role"),
-    ({"conversations": [{"from": ["human"], "value": "x"}, GPT]}, "unknown role"),
-    ({"conversations": [{"from": "human", "value": 3}, GPT]}, "bad text"),
-    ({"conversations": [{"from": "human", "value": "a\ud800b"}, GPT]}, "bad text"),
-    ({"conversations": [{"from": "human", "value": "<|image_pad|>"}, GPT]}, "placeholder token in text"),
-    ({"conversations": [HUMAN]}, "no assistant turn"),
-    ({"image": "a.jpg", **TEXT}, "markers and media differ"),
-    ({"conversations": [{"from": "human", "value": "<image>"}, GPT]}, "markers and media differ"),
-    ({"image": "a.jpg", "conversations": [{"from": "human", "value": "<image><image>"}, GPT]}, "markers and media differ"),
-    ({"image": 5, "conversations": [{"from": "human", "value": "<image>"}, GPT]}, "bad media reference"),
+    ([], "not an object", ""),
+    ({"x": 1}, "no conversation", ""),
+    ({"conversations": []}, "no conversation", "conversations"),
+    ({"conversations": {"from": "human"}}, "no conversation", "conversations"),
+    ({"conversations": ["hi"]}, "bad turn", "conversations[0]"),
+    ({"conversations": [{"from": "tool", "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
+    ({"conversations": [{"from": ["human"], "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
+    ({"messages": [USER, {"role": None, "content": "x"}]}, "unknown role", "messages[1].role"),
+    ({"conversations": [{"from": "human", "value": 3}, GPT]}, "bad text", "conversations[0].value"),
+    ({"conversations": [{"from": "human", "value": "a\ud800b"}, GPT]}, "bad text", "conversations[0].value"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "audio"}]}, {"role": "assistant", "content": "x"}]},
-        "unknown content part",
+        {"conversations": [{"from": "human", "value": "<|image_pad|>"}, GPT]},
+        "placeholder token in text",
+        "conversations[0].value",
     ),
+    ({"conversations": [HUMAN]}, "no assistant turn", "conversations"),
+    ({"conversations": [GPT, HUMAN]}, "wrong role order", "conversations"),
+    ({"conversations": [HUMAN, GPT, GPT]}, "wrong role order", "conversations"),
+    ({"conversations": [HUMAN, HUMAN, GPT]}, "wrong role order", "conversations"),
+    ({"messages": [USER, {"role": "system", "content": "x"}, BOT]}, "wrong role order", "messages"),
+    ({"system": 5, **TEXT}, "bad text", "system"),
+    ({"system": "a", "messages": [{"role": "system", "content": "b"}, USER, BOT]}, "two system prompts", "system"),
+    ({"image": "a.jpg", **TEXT}, "markers and media differ", "conversations"),
+    ({"conversations": [{"from": "human", "value": "<image>"}, GPT]}, "markers and media differ", "conversations"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "x"}]},
+        {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image><image>"}, GPT]},
+        "markers and media differ",
+        "conversations",
+    ),
+    ({"image": 5, "conversations": [{"from": "human", "value": "<image>"}, GPT]}, "bad media reference", "image"),
+    ({"images": ["a", ""], "conversations": [{"from": "human", "value": "<image>"}, GPT]}, "bad media reference", "images[1]"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, BOT]}, "unknown content part", "messages[0].content[0]"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, BOT]},
         "bad media reference",
+        "messages[0].content[0].image",
     ),
-    ({"messages": [{"role": "user", "content": [{"type": "video", "video": ["1.jpg"]}]}]}, "bad media reference"),
-    ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]}, "bad text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": ["1.jpg"]}]}]},
+        "bad media reference",
+        "messages[0].content[0].video",
+    ),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "bad text", "messages[1].content"),
 ]
 
 
-@pytest.mark.parametrize("record,reason", BAD, ids=[f"{i} {r}" for i, (_, r) in enumerate(BAD)])
-def test_records_that_cannot_be_used_say_why(record, reason):
+@pytest.mark.parametrize("record,reason,field", BAD, ids=[f"{i} {r}" for i, (_, r, _) in enumerate(BAD)])
+def test_records_that_cannot_be_used_say_why_and_where(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
-    assert error.value.reason == reason
+    assert (error.value.reason, error.value.field) == (reason, field)
+
+
+def test_a_last_question_and_a_system_turn_are_fine():
+    turns = [{"role": "system", "content": "a"}, USER, BOT, USER]
+    assert read_conversation({"system": "a", "messages": turns}).messages == turns
 
 
 # ------------------------------------------------------------------------------------------------------ reading
@@ -142,9 +170,40 @@ def test_lines_go_on_after_a_broken_one(tmp_path):
     found = list(read_records(path))
     assert [n for n, _ in found] == [1, 3, 4, 5] and found[0][1] == {"a": 1} and found[3][1] == {"a": 2}
     assert isinstance(found[1][1], BadLine) and isinstance(found[2][1], BadLine)
+    assert (found[1][1].reason, found[2][1].reason) == ("not JSON", "not UTF-8")
 
 
-@pytest.mark.parametrize("text", ['[{"a": 1}, {"a": ', '[{"a": 1}, {a: 2}, {"a": 3}]', '[{"a": 1}', '[{"a": 1} {"a": 2}]', ""])
+def test_a_broken_line_far_down_is_named(tmp_path, monkeypatch):
+    lines = [json.dumps(TEXT)] * 3100
+    lines[2999] = '{"conversations": [{"from": "human", "value": "cut'
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    (tmp_path / "m").mkdir()
+    report = convert([tmp_path / "in.jsonl"], Options(tmp_path / "m", tmp_path / "out"))
+    (line,) = [json.loads(line) for line in (tmp_path / "out/quarantine.jsonl").read_text().splitlines()]
+    assert (line["file"], line["record"], line["reason"]) == ("in.jsonl", 3000, "not JSON")
+    assert report.samples == 3099
+
+
+def test_a_line_without_end_is_one_bad_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_tools.records.LARGEST_RECORD", 100)
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + "x" * 350 + '\n{"a": 2}\n' + "y" * 120)
+    found = list(read_records(tmp_path / "a.jsonl"))
+    assert [n for n, _ in found] == [1, 2, 3, 4] and found[2][1] == {"a": 2}
+    assert found[1][1].reason == found[3][1].reason == "line too long"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"a": 1}, {"a": ',
+        '[{"a": 1}, {a: 2}, {"a": 3}]',
+        '[{"a": 1}',
+        '[{"a": 1} {"a": 2}]',
+        "",
+        "[{}] [{}]",
+        "[1" + "0" * 5000 + "]",
+    ],
+)
 def test_broken_arrays_name_the_record(tmp_path, text):
     path = tmp_path / "a.json"
     path.write_text(text)
@@ -162,10 +221,12 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
     members = shards(out)
     first = json.loads(members["000000000.json"])
     assert members["000000000.0.jpg"] == (tmp_path / "media/images/0.img").read_bytes()
-    assert first["media"] == [{"key": "0.jpg", "kind": "image", "height": 40, "width": 60}]
+    crc = zlib.crc32(members["000000000.0.jpg"])
+    assert first["media"] == [{"key": "0.jpg", "kind": "image", "height": 40, "width": 60, "crc32": crc}]
     assert first["messages"][0]["content"] == [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": "\nWhat is this?"}]
     assert first["source"] == {"file": "in.json", "record": 1}
     clip = json.loads(members["000000003.json"])["media"][0]
+    assert clip.pop("crc32") == zlib.crc32(members["000000003.0.mp4"])
     assert clip == {"key": "0.mp4", "kind": "video", "height": 56, "width": 84, "frames": 12, "fps": 10.0}
     assert all(name.count(".") in (1, 2) and name.split(".")[0].isdigit() for name in members)
 
@@ -220,6 +281,8 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     secret = write(tmp_path / "secret.png", encoded(30, 30))
     write(media / "good.png", encoded(30, 30))
     write(media / "cut.jpg", encoded(90, 90, "jpeg")[:600])
+    write(media / "bomb.png", bomb(60_000, 60_000))
+    write(media / "program.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 30 30\n%%EndComments\nshowpage\n")
     write(media / "thin.png", encoded(1, 300))
     write(media / "page.png", b"<html></html>")
     write(media / "cut.mp4", video(10)[:500])
@@ -250,6 +313,8 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
         "data:image/png,raw": "bad media reference",
         "cut.jpg": "image does not decode",
         "page.png": "image does not decode",
+        "bomb.png": "image too large",
+        "program.eps": "image does not decode",
         "thin.png": "image too narrow",
     }
     records = [{"image": ref, "conversations": [{"from": "human", "value": "<image>"}, GPT]} for ref in cases]
@@ -260,9 +325,62 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     loop = list(cases).index("loop.png") + 1
     assert found.pop(loop) in ("medium missing", "bad media reference")
     assert found == expected
+    lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    assert {(line["file"], line["field"]) for line in lines} == {("in.json", "image"), ("in.json", "video")}
+    assert all(line["detail"] for line in lines)
     assert report.samples + len(found) + 1 == report.records == len(records)
     assert sum(sum(r.values()) for r in report.refused.values()) == len(found) + 1
     assert encoded(30, 30) in shards(out).values()
+
+
+def bomb(height: int, width: int) -> bytes:
+    """A PNG of some bytes that says it has this size."""
+    data = bytearray(encoded(8, 8, "grey"))
+    data[16:24] = struct.pack(">II", width, height)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
+
+
+def test_the_limit_of_pixels_can_be_set(tmp_path):
+    """From the header: the picture of this size has no pixels at all, and larger limits change what is said of it."""
+    write(tmp_path / "media/a.png", encoded(100, 100))
+    write(tmp_path / "media/b.png", bomb(10_000, 20_000))
+    write(tmp_path / "media/c.mp4", video(3, 128, 128))
+    ask = lambda kind, ref: {kind: ref, "conversations": [{"from": "human", "value": f"<{kind}>"}, GPT]}  # noqa: E731
+    records = [ask("image", "a.png"), ask("image", "b.png"), ask("video", "c.mp4")]
+    out, _ = converted(tmp_path, records, max_pixels=9_999)
+    assert refused(out) == {1: "image too large", 2: "image too large", 3: "video too large"}
+    out, report = converted(tmp_path, records, max_pixels=400_000_000, force=True)
+    assert refused(out) == {2: "image does not decode"} and report.samples == 2
+
+
+def test_duplicate_ids_are_refused_or_kept(tmp_path):
+    records = [{"id": "a", **TEXT}, {"id": "b"}, {"id": "b", **TEXT}, {"id": "a", **TEXT}, {"id": 1, **TEXT}, {"id": "1", **TEXT}]
+    out, report = converted(tmp_path, records)
+    (line,) = [line for line in map(json.loads, (out / "quarantine.jsonl").read_text().splitlines()) if line["record"] != 2]
+    assert (line["record"], line["field"], line["reason"]) == (4, "id", "duplicate id")
+    assert "id of record 1 of in.json" in line["detail"] and report.samples == 4
+    out, report = converted(tmp_path, records, duplicate_ids="keep", force=True)
+    assert report.samples == 5 and refused(out) == {2: "no conversation"}
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    for name in ("x", "y"):
+        write(tmp_path / name / "in.json", json.dumps([{}]).encode())
+    (tmp_path / "m").mkdir()
+    report = convert([tmp_path / "x/in.json", tmp_path / "y/in.json"], Options(tmp_path / "m", tmp_path / "out"))
+    assert report.refused == {"x/in.json": {"no conversation": 1}, "y/in.json": {"no conversation": 1}}
+
+
+def test_text_in_another_encoding_is_counted(tmp_path):
+    (tmp_path / "m").mkdir()
+    text = json.dumps({"conversations": [HUMAN, {"from": "gpt", "value": "é"}]}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(text.encode() + b"\n" + text.encode("latin-1") + b"\n")
+    report = convert([tmp_path / "a.jsonl"], Options(tmp_path / "m", tmp_path / "out"))
+    assert report.samples == 1 and report.refused == {"a.jsonl": {"not UTF-8": 1}}
+    (tmp_path / "b.json").write_bytes(b"[" + text.encode() + b"," + text.encode("latin-1") + b"]")
+    with pytest.raises(ReadError, match="b.json: not UTF-8 behind record 0"):
+        convert([tmp_path / "b.json"], Options(tmp_path / "m", tmp_path / "out2"))
 
 
 def test_inputs_follow_each_other_and_broken_lines_are_counted(tmp_path):
@@ -322,6 +440,24 @@ def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
 def test_command_fails_when_one_sample_cannot_be_split(tmp_path, capsys):
     assert run(tmp_path, [TEXT], "--val-fraction", "0.5") == 1
     assert "too few for a validation split" in capsys.readouterr().err
+
+
+def test_command_verifies_a_data_set(tmp_path, capsys):
+    assert run(tmp_path, [TEXT] * 5, "--samples-per-shard", "2") == 0
+    assert main(["data", "verify", str(tmp_path / "out")]) == 0
+    assert "3 shards" in capsys.readouterr().out
+    shard = tmp_path / "out/train-000001.tar"
+    data = bytearray(shard.read_bytes())
+    data[600] ^= 1
+    shard.write_bytes(data)
+    (tmp_path / "out/train-000002.tar").unlink()
+    capsys.readouterr()
+    assert main(["data", "verify", str(tmp_path / "out"), "--json"]) == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert (
+        len(problems) == 2 and "train-000001.tar: its SHA-256" in problems[0] and "train-000002.tar cannot be read" in problems[1]
+    )
+    assert main(["data", "verify", str(tmp_path)]) == 1
 
 
 def test_command_fails_on_a_broken_file(tmp_path, capsys):

@@ -13,20 +13,23 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    data = subparsers.add_parser("data", help="convert conversations into a data set")
+    data = subparsers.add_parser("data", help="convert conversations into a data set, and check it")
     actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
     convert = actions.add_parser(
         "convert",
         help="ShareGPT / OpenAI JSON or JSON lines -> WebDataset prepared for Energon",
         description="Converts ShareGPT or OpenAI conversations into tar shards prepared for Energon. Every medium is "
-        "decoded once; what cannot be used is counted by reason and listed in "
-        "OUT/quarantine.jsonl. Exit code 1 when nothing could be written.",
+        "decoded once; what cannot be used is counted by reason and listed with file, record and field in "
+        "OUT/quarantine.jsonl. A conversion that was interrupted goes on when it is started again with the same arguments. "
+        "Exit code 1 when nothing could be written.",
     )
     convert.add_argument("--input", type=Path, required=True, nargs="+", metavar="FILE", help="JSON array(s) or JSON lines")
     convert.add_argument(
         "--media-root", type=Path, required=True, metavar="DIR", help="media paths are relative to it and stay inside"
     )
-    convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder of the data set")
+    convert.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the data set: new, empty, or one to go on with"
+    )
     convert.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores, 8 at most)")
     convert.add_argument(
         "--val-fraction", type=float, default=0.0, metavar="F", help="part of the samples for validation (default: 0)"
@@ -35,8 +38,27 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--samples-per-shard", type=int, default=1000, metavar="N", help="most samples of a shard (default: 1000)"
     )
     convert.add_argument("--shard-mb", type=int, default=256, metavar="MB", help="most media of a shard in MiB (default: 256)")
+    convert.add_argument(
+        "--max-megapixels", type=float, default=128, metavar="MP", help="largest picture or video frame (default: 128)"
+    )
+    convert.add_argument(
+        "--duplicate-ids",
+        choices=("refuse", "keep"),
+        default="refuse",
+        help="a record whose id an earlier one has: refuse it, or take both (default: refuse)",
+    )
+    convert.add_argument("--force", action="store_true", help="remove what an earlier conversion left in OUT and start anew")
     convert.add_argument("--json", action="store_true", help="print the report as JSON")
     convert.set_defaults(run=run_convert)
+    verify = actions.add_parser(
+        "verify",
+        help="are all shards of a data set what was written",
+        description="Compares every shard of a data set with the size and SHA-256 that were written down when it was "
+        "converted. Exit code 1 when one differs.",
+    )
+    verify.add_argument("dataset", type=Path, metavar="DIR", help="folder written by `megatron-vl data convert`")
+    verify.add_argument("--json", action="store_true", help="print the result as JSON")
+    verify.set_defaults(run=run_verify)
 
 
 def run_convert(args: argparse.Namespace) -> int:
@@ -49,6 +71,9 @@ def run_convert(args: argparse.Namespace) -> int:
         val_fraction=args.val_fraction,
         samples_per_shard=args.samples_per_shard,
         bytes_per_shard=args.shard_mb << 20,
+        max_pixels=int(args.max_megapixels * 1e6),
+        duplicate_ids=args.duplicate_ids,
+        force=args.force,
     )
     report = convert(args.input, options, _show)
     if args.json:
@@ -60,6 +85,19 @@ def run_convert(args: argparse.Namespace) -> int:
     if args.val_fraction and not report.val:
         raise ConvertError(f"{report.samples} sample is too few for a validation split; give more, or leave out --val-fraction")
     return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from data_tools.verify import verify
+
+    shards, problems = verify(args.dataset, _show)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"shards": shards, "problems": problems}))
+    else:
+        print("\n".join(problems) or f"{shards} shards of {args.dataset} are whole")
+    return 1 if problems else 0
 
 
 def _show(line: str) -> None:

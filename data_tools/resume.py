@@ -1,0 +1,210 @@
+"""What lets a conversion that was killed go on: its plan, the journal of what was verified, and the finished shards.
+
+All of it lies in ``OUT/.convert`` until the data set is complete. The journal holds one line for each batch of records, in
+order: the sizes and checksums of the media of each usable record, or why it was refused. A second run with the same
+arguments reads the records again, takes the verdicts from the journal instead of decoding media, finds the same shards,
+keeps those that are whole, and goes on where the journal ends. Its output is that of an undisturbed run, byte for byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from .media import MediaInfo
+from .shards import WORK, write_atomically
+
+PLAN = "plan.json"
+RECORD = "convert.json"
+"""In ``.nv-meta`` of a complete data set: the plan that it was made by, and its shards."""
+OURS = re.compile(r"(train|val)-\d+\.tar(\.idx)?(\.tmp)?|quarantine\.jsonl|report\.json(\.tmp)?|\.nv-meta|\.convert")
+
+
+class ResumeError(ValueError):
+    """A folder that this conversion may not write to; the message says what to do."""
+
+
+def make_plan(inputs: list[Path], media_root: Path, **options: Any) -> dict[str, Any]:
+    """What the output follows from: options, media root, and the content of the input files."""
+    files = [
+        {"name": name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for name, path in zip(names(inputs), inputs, strict=True)
+    ]
+    return {"format": 2, "options": options, "inputs": files, "media_root": str(media_root.resolve())}
+
+
+def names(inputs: list[Path]) -> list[str]:
+    """How the input files are called in messages: by their name, or by their path where two have the same name."""
+    short = [path.name for path in inputs]
+    if len(set(short)) == len(short):
+        return short
+    common = os.path.commonpath([path.resolve().parent for path in inputs])
+    return [str(path.resolve().relative_to(common)) for path in inputs]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def public(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan as it stays in the data set: without the place of the media on this machine."""
+    return {name: value for name, value in plan.items() if name != "media_root"}
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What is not the same in two plans, for a message; empty when they are equal."""
+    found = []
+    for name in sorted({*old.get("options", {}), *new["options"]}):
+        before, now = old.get("options", {}).get(name), new["options"].get(name)
+        if before != now:
+            found.append(f"{name} was {before}, now {now}")
+    if old.get("media_root") != new.get("media_root"):
+        found.append(f"media root was {old.get('media_root')}, now {new.get('media_root')}")
+    before, now = old.get("inputs", []), new["inputs"]
+    if [file["name"] for file in before] != [file["name"] for file in now]:
+        found.append(f"inputs were {', '.join(f['name'] for f in before)}, now {', '.join(f['name'] for f in now)}")
+    else:
+        found += [f"input {b['name']} has changed" for b, n in zip(before, now, strict=True) if b != n]
+    return "; ".join(found) or ("" if old == new else "it was begun by another version of this program")
+
+
+class Workspace:
+    """The output folder of one conversion, held by one process at a time.
+
+    Args:
+        out: folder of the data set. plan: from :func:`make_plan`. force: remove what an earlier conversion left there.
+
+    Raises:
+        ResumeError: the folder holds something else, a conversion with another plan, or one that is running.
+    """
+
+    def __init__(self, out: Path, plan: dict[str, Any], force: bool) -> None:
+        self.out, self.work, self.plan = out, out / WORK, plan
+        self.meta = self.work / "nv-meta"
+        self._lock: IO[bytes] | None = None
+        if out.exists() and not out.is_dir():
+            raise ResumeError(f"--out {out} is not a folder")
+        foreign = sorted(path.name for path in out.iterdir() if not OURS.fullmatch(path.name)) if out.exists() else []
+        if foreign:
+            raise ResumeError(f"--out {out} is not an empty folder (it holds {foreign[0]}); give another one or remove it")
+        out.mkdir(parents=True, exist_ok=True)
+        self.complete = False
+        self._take_lock()
+        try:
+            self._open(force)
+        except BaseException:
+            self.complete = (out / ".nv-meta" / RECORD).exists()  # a data set keeps no work folder
+            self.close()
+            raise
+
+    def _open(self, force: bool) -> None:
+        if force:
+            for path in self.out.iterdir():
+                if path != self.work:
+                    _remove(path)
+            for path in self.work.iterdir():
+                if path.name != "lock":
+                    _remove(path)
+        record = _read(self.out / ".nv-meta" / RECORD)
+        old = record.get("plan") if record else _read(self.work / PLAN)
+        if old is None and any(path != self.work for path in self.out.iterdir()):
+            raise ResumeError(f"--out {self.out} is not an empty folder and no conversion can go on there; give another one")
+        if old is not None:
+            differ = differences(old, public(self.plan) if record else self.plan)
+            if differ:
+                state = "a complete data set made" if record else "a conversion that was begun"
+                raise ResumeError(
+                    f"--out {self.out} holds {state} with other arguments or input: {differ}. Give the same again, another "
+                    f"--out, or start anew there with --force"
+                )
+        self.complete = record is not None
+        if not self.complete:
+            write_atomically(self.work / PLAN, json.dumps(self.plan))
+            _remove(self.meta)
+            for stale in (*self.work.glob("tmp.*"), *self.out.glob("*.tmp")):
+                _remove(stale)
+
+    def _take_lock(self) -> None:
+        import fcntl
+
+        self.work.mkdir(exist_ok=True)
+        self._lock = (self.work / "lock").open("ab")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, and is not the children's
+        except OSError as error:
+            raise ResumeError(f"--out {self.out}: another conversion is writing there") from error
+
+    def finish(self, shards: dict[str, dict[str, Any]]) -> None:
+        """Makes the data set appear, in one step, and removes the work folder."""
+        (self.meta / RECORD).write_text(json.dumps({"plan": public(self.plan), "shards": shards}, indent=2) + "\n")
+        os.replace(self.meta, self.out / ".nv-meta")
+        self.complete = True
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+        if self.complete:
+            _remove(self.work)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ResumeError(f"{path} is damaged ({error}); start anew with --force") from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class Journal:
+    """Verdicts on the batches of records, in order; a last line that was cut is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.count, whole = 0, 0
+        path.touch()
+        with path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n") or _verdicts(line) is None:
+                    break
+                self.count += 1
+                whole += len(line)
+        os.truncate(path, whole)
+        self.file = path.open("ab")
+
+    def known(self) -> Iterator[list[Any]]:
+        """The verdicts of an earlier run, batch by batch."""
+        with self.path.open("rb") as file:
+            for _ in range(self.count):
+                yield _verdicts(file.readline()) or []
+
+    def add(self, verdicts: list[list[MediaInfo] | dict[str, Any]]) -> None:
+        plain = [v if isinstance(v, dict) else [dataclasses.astuple(info) for info in v] for v in verdicts]
+        self.file.write(json.dumps(plain).encode() + b"\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _verdicts(line: bytes) -> list[Any] | None:
+    """For each record, the measures of its media or its line of the quarantine file; None when the line is damaged."""
+    try:
+        return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in json.loads(line)]
+    except (ValueError, TypeError):
+        return None

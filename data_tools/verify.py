@@ -1,0 +1,54 @@
+"""Whether a data set is what was converted: every shard there, of the size and SHA-256 that were written down."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .resume import RECORD
+
+
+class VerifyError(ValueError):
+    """A folder that cannot be checked; the message says why."""
+
+
+def verify(path: Path, progress: Callable[[str], None] | None = None) -> tuple[int, list[str]]:
+    """Reads all shards of a data set.
+
+    Returns:
+        The number of shards, and for each that is not as it was written a line that names it.
+
+    Raises:
+        VerifyError: the folder is no complete data set of ``megatron-vl data convert``.
+    """
+    record = path / ".nv-meta" / RECORD
+    try:
+        shards = json.loads(record.read_text())["shards"]
+    except FileNotFoundError as error:
+        raise VerifyError(f"{path} is no complete data set of `megatron-vl data convert`: {record} is missing") from error
+    except (ValueError, KeyError) as error:
+        raise VerifyError(f"{record} is damaged ({error}); convert the data again") from error
+    problems: list[str] = []
+    total, done, start = sum(shard["bytes"] for shard in shards.values()), 0, time.monotonic()
+    for name, shard in shards.items():
+        problems += _problems(path / name, shard["bytes"], shard["sha256"])
+        done += shard["bytes"]
+        rate = done / max(time.monotonic() - start, 1e-9)
+        if progress:
+            progress(f"{done / max(total, 1):4.0%}  {rate / 1e6:.0f} MB/s, {(total - done) / max(rate, 1):.0f} s left")
+    return len(shards), problems
+
+
+def _problems(tar: Path, size: int, sha256: str) -> list[str]:
+    try:
+        index = [] if tar.with_suffix(".tar.idx").is_file() else [f"{tar}.idx is missing"]
+        if tar.stat().st_size != size:
+            return [*index, f"{tar} has {tar.stat().st_size} bytes, written were {size}"]
+        with tar.open("rb") as file:
+            same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+        return index if same else [*index, f"{tar}: its SHA-256 is not the one that was written"]
+    except OSError as error:
+        return [f"{tar} cannot be read: {error.strerror}"]

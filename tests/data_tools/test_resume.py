@@ -1,0 +1,283 @@
+"""A conversion that is killed goes on, and ends with the bytes of an undisturbed one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_tools.convert import ConvertError, Options, convert
+from data_tools.shards import ShardError
+from tests.data.datasets import mixed_records
+from tests.data.media import encoded, write
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Input and media: 60 records in two files, some of them bad."""
+    folder = tmp_path_factory.mktemp("source")
+    records: list[Any] = mixed_records(folder / "media", 50)
+    for i in range(0, 50, 5):
+        turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "y"}]
+        records.insert(i, {"image": "none.png", "conversations": turns} if i % 2 else {"bad": i})
+    (folder / "a.json").write_text(json.dumps(records[:35]))
+    (folder / "b.jsonl").write_text("\n".join(map(json.dumps, records[35:])) + "\n{broken\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """So that the journal is not far ahead of the shards."""
+    monkeypatch.setattr("data_tools.convert.RECORDS_A_TASK", 2)
+
+
+def options(source: Path, out: Path, **changes: Any) -> Options:
+    return Options(source / "media", out, **{"val_fraction": 0.2, "samples_per_shard": 7, **changes})
+
+
+def inputs(source: Path) -> list[Path]:
+    return [source / "a.json", source / "b.jsonl"]
+
+
+def digests(out: Path) -> dict[str, str]:
+    return {str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source, tmp_path_factory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    report = convert(inputs(source), options(source, out))
+    assert report.samples == 50 and report.records == 61 and report.shards > 6
+    return digests(out)
+
+
+def killed_at(move: int, source: Path, out: Path, workers: int) -> bool:
+    """Converts in a process of its own, which is killed with SIGKILL as it is about to rename a file for the ``move``-th
+    time (each rename ends one atomic piece of work). Whether that moment came."""
+
+    def target() -> None:
+        count, rename = 0, os.replace
+
+        def counted(*arguments: Any, **more: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == move:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(*arguments, **more)
+
+        os.replace = counted
+        convert(inputs(source), options(source, out, workers=workers))
+
+    process = FORK.Process(target=target)
+    process.start()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def test_killed_before_each_rename(source, tmp_path, undisturbed):
+    """A conversion renames some 30 times; every other of these moments is tried."""
+    for move in range(1, 100, 2):
+        out = tmp_path / str(move)
+        if not killed_at(move, source, out, workers=1):
+            break
+        assert not (out / ".nv-meta").exists()
+        convert(inputs(source), options(source, out))
+        assert digests(out) == undisturbed, f"killed before rename {move}"
+    assert move > 20
+
+
+def test_killed_again_and_again(source, tmp_path, undisturbed):
+    """The same folder: each run gets one rename further than the last."""
+    out, move = tmp_path / "out", 1
+    while killed_at(move, source, out, workers=1):
+        move += 1
+    assert move > 6
+    assert digests(out) == undisturbed
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.25])
+def test_killed_at_some_moment_with_workers(source, tmp_path, undisturbed, seconds):
+    out = tmp_path / "out"
+    process = FORK.Process(target=convert, args=(inputs(source), options(source, out, workers=2)))
+    process.start()
+    time.sleep(seconds)
+    process.kill()
+    process.join(10)
+    convert(inputs(source), options(source, out, workers=3))
+    assert digests(out) == undisturbed
+
+
+def test_workers_end_with_their_parent(source, tmp_path):
+    process = FORK.Process(target=convert, args=(inputs(source), options(source, tmp_path / "out", workers=2)))
+    process.start()
+    children: list[str] = []
+    until = time.monotonic() + 20
+    while len(children) < 2 and time.monotonic() < until:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    time.sleep(0.1)  # they have asked to go with their parent
+    process.kill()
+    process.join(10)
+    while any(alive(pid) for pid in children) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(children) == 2 and not any(alive(pid) for pid in children)
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def half(source: Path, out: Path) -> None:
+    """What is left of a conversion that was killed halfway."""
+    assert killed_at(15, source, out, workers=1)
+
+
+def test_finished_shards_are_kept_and_damaged_ones_written_again(source, tmp_path, undisturbed):
+    out = tmp_path / "out"
+    half(source, out)
+    tars = sorted(out.glob("*.tar"))
+    assert len(tars) >= 3
+    data = bytearray(tars[0].read_bytes())
+    data[700] ^= 1
+    tars[0].write_bytes(data)
+    tars[1].unlink()
+    with (out / ".convert/journal.jsonl").open("ab") as journal:
+        journal.write(b'[{"file": "a.js')
+    kept = tars[2].stat().st_ino
+    convert(inputs(source), options(source, out))
+    assert tars[2].stat().st_ino == kept
+    assert digests(out) == undisturbed
+
+
+def test_media_that_were_verified_are_not_decoded_again(source, tmp_path, undisturbed, monkeypatch):
+    out = tmp_path / "out"
+    half(source, out)
+    known = sum(len(json.loads(line)) for line in (out / ".convert/journal.jsonl").read_text().splitlines())
+    seen: list[str] = []
+    import data_tools.convert as module
+
+    inspect = module.inspect
+    monkeypatch.setattr(module, "inspect", lambda kind, ref, *rest: seen.append(ref) or inspect(kind, ref, *rest))
+    module._inspect_file.cache_clear()
+    convert(inputs(source), options(source, out))
+    assert 30 < known < 61 and seen and "images/0.img" in seen and "images/10.img" not in seen
+    assert digests(out) == undisturbed
+
+
+def test_a_complete_data_set_is_left_as_it_is(source, tmp_path, undisturbed):
+    out = tmp_path / "out"
+    first = convert(inputs(source), options(source, out))
+    times = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
+    again = convert(inputs(source), options(source, out, workers=2))
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == times
+    assert (again.samples, again.refused) == (first.samples, first.refused)
+    assert digests(out) == undisturbed
+
+
+def test_other_arguments_or_input_are_refused_and_force_starts_anew(tmp_path):
+    write(tmp_path / "media/a.png", encoded(30, 30))
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "y"}]
+    records = [{"image": "a.png", "conversations": turns}] * 40
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    (tmp_path / "b.jsonl").write_text("{}\n")
+    for complete in (False, True):
+        out = tmp_path / f"out{complete}"
+        if complete:
+            convert(inputs(tmp_path), options(tmp_path, out))
+        else:
+            half(tmp_path, out)
+        state = digests(out)
+        for change in ({"val_fraction": 0.3}, {"samples_per_shard": 8}, {"max_pixels": 1000}, {"duplicate_ids": "keep"}):
+            with pytest.raises(ConvertError, match=f"{next(iter(change))} was .*--force"):
+                convert(inputs(tmp_path), options(tmp_path, out, **change))
+        with pytest.raises(ConvertError, match="inputs were a.json, b.jsonl, now a.json"):
+            convert(inputs(tmp_path)[:1], options(tmp_path, out))
+        (tmp_path / "b.jsonl").write_text("[]\n")
+        with pytest.raises(ConvertError, match="input b.jsonl has changed"):
+            convert(inputs(tmp_path), options(tmp_path, out))
+        (tmp_path / "b.jsonl").write_text("{}\n")
+        assert {name: d for name, d in digests(out).items() if "lock" not in name} == {
+            name: d for name, d in state.items() if "lock" not in name
+        }
+        report = convert(inputs(tmp_path), options(tmp_path, out, val_fraction=0.5, force=True))
+        assert report.val == 20 and not (out / ".convert").exists()
+
+
+def test_force_removes_nothing_that_is_not_ours(source, tmp_path):
+    write(tmp_path / "out/train-000000.tar", b"ours, perhaps")
+    write(tmp_path / "out/notes.txt", b"mine")
+    with pytest.raises(ConvertError, match="not an empty folder .it holds notes.txt"):
+        convert(inputs(source), options(source, tmp_path / "out", force=True))
+    assert (tmp_path / "out/notes.txt").read_bytes() == b"mine" and (tmp_path / "out/train-000000.tar").exists()
+
+
+def test_two_conversions_into_one_folder(source, tmp_path):
+    import fcntl
+
+    (tmp_path / "out/.convert").mkdir(parents=True)
+
+    def hold(ready: Any) -> None:
+        with (tmp_path / "out/.convert/lock").open("ab") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            ready.set()
+            time.sleep(30)
+
+    ready = FORK.Event()
+    other = FORK.Process(target=hold, args=(ready,))
+    other.start()
+    assert ready.wait(10)
+    with pytest.raises(ConvertError, match="another conversion is writing there"):
+        convert(inputs(source), options(source, tmp_path / "out"))
+    other.kill()
+    other.join(10)
+    assert convert(inputs(source), options(source, tmp_path / "out")).samples == 50
+
+
+def test_a_medium_that_changes_before_its_shard_is_written(tmp_path):
+    write(tmp_path / "media/a.png", encoded(30, 30))
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "y"}]
+    (tmp_path / "a.json").write_text(json.dumps([{"image": "a.png", "conversations": turns}] * 40))
+    (tmp_path / "b.jsonl").write_text("{}\n")
+    half(tmp_path, tmp_path / "out")
+    write(tmp_path / "media/a.png", encoded(30, 30, seed=1))
+    with pytest.raises(ShardError, match=r"a.json: record \d+: a.png changed after it was verified; start again with --force"):
+        convert(inputs(tmp_path), options(tmp_path, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("limit", [30_000, 100_000])
+def test_a_full_disk_is_explained_and_the_run_goes_on(source, tmp_path, undisturbed, limit):
+    """A limit on the size of files stands for the disk: the same error at the same place."""
+    import resource
+
+    out = tmp_path / "out"
+
+    def target(result: Any) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        try:
+            convert(inputs(source), options(source, out))
+        except ConvertError as error:
+            result.send(str(error))
+
+    receive, send = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=target, args=(send,))
+    process.start()
+    assert receive.poll(30)
+    message = receive.recv()
+    process.join(10)
+    assert ("File too large" in message or "I/O error" in message) and "start again with the same arguments" in message
+    assert not (out / ".nv-meta").exists()
+    convert(inputs(source), options(source, out))
+    assert digests(out) == undisturbed
