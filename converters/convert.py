@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
+import hashlib
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_vl import __version__
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.tensors import TensorInfo, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.tensor_files import TensorWriter, WeightsError, Window, dtype_name, make_header, matrix_shape, read_header
-from megatron_vl.weights import FORMAT, MANIFEST, WeightReader, file_entry, gather, rank_file_name, shard_blocks, write_manifest
+from megatron_vl.weights import WeightReader, file_entry, gather, rank_file_name, shard_blocks, write_manifest
 
 from .hf import HfCheckpoint
-from .stream import Job, Progress, default_workers, run_jobs, writing
+from .restart import Output, writing
+from .rules import Rule
+from .stream import Job, Progress, checked_ahead, default_workers, run_jobs
 
-MEGATRON_FILES = r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+)\.safetensors)(\.partial)?"
-HF_FILES = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
-"""Names of what a conversion and an export write; ``--force`` removes nothing else."""
 FILE_BYTES = 5_000_000_000
 """Largest file of unsplit weights (a single tensor may be larger)."""
 
@@ -40,6 +40,12 @@ class Source(Protocol):
 
     def window(self, name: str, window: Window) -> Tensor: ...
 
+    def check(self, name: str) -> None:
+        """Raises :class:`WeightsError` when a tensor is not what was written, where that can be known."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """What changes when the source does."""
+
 
 @dataclass
 class Report:
@@ -49,11 +55,15 @@ class Report:
     tensors: int
     files: int
     bytes: int
+    """Of all files, kept ones included; ``seconds`` are those of writing the others."""
     seconds: float
     layout: Layout | None = None
     cast: dict[tuple[str, str], int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     """Weights of the origin's folder that were not carried over (other formats)."""
+    kept_files: int = 0
+    """Files that an earlier, interrupted attempt had completed; ``kept_tensors`` counts those in other files too."""
+    kept_tensors: int = 0
 
 
 # --- To Megatron ----------------------------------------------------------------------------------------------------
@@ -96,24 +106,57 @@ def _write(
     layout = make_layout(source.spec, **arguments) if arguments else None
     table = tensor_table(source.spec)
     plan = _plan(source, table, layout)
-    prepare_out(out, inputs, force)
     headers = {
         file: make_header({name: plan.stored[name] for name in names}, {"format": "pt"}) for file, names in plan.files.items()
     }
-    with writing(out, headers) as writers:
-        jobs = [_job(source, table[name], layout, writers[file], tp_rank) for name, file, tp_rank in plan.order()]
-        progress = Progress(what, sum(job.bytes for job in jobs))
-        try:
-            digests = run_jobs(jobs, workers or default_workers(), progress)
-        finally:
-            progress.close()
-    hashed = {(job.writer.path.name, job.name): digest for job, digest in zip(jobs, digests, strict=True)}
-    entries = [
-        file_entry(file, {name: (*plan.stored[name], hashed[file, name]) for name in names}, *plan.ranks[file])
-        for file, names in plan.files.items()
-    ]
-    write_manifest(out, source.spec, layout, entries, origin)
-    return Report(out, len(plan.stored), len(plan.files), sum(job.bytes for job in jobs), progress.seconds, layout)
+    work = _work(what, source, headers, layout and layout.as_dict(), origin)
+    workers = workers or default_workers()
+    with writing(out, inputs, headers, work, force=force, workers=workers, say=_say) as output:
+        jobs: dict[str, list[Job]] = {}
+        for name, file, tp_rank in plan.order():
+            if (file, name) not in output.kept:
+                jobs.setdefault(name, []).append(_job(source, table[name], layout, output.writers[file], tp_rank))
+        seconds = _run(what, source, jobs, output, workers)
+        entries = [
+            file_entry(file, {name: (*plan.stored[name], output.digests[file, name]) for name in names}, *plan.ranks[file])
+            for file, names in plan.files.items()
+        ]
+        output.commit()
+        write_manifest(out, source.spec, layout, entries, origin)
+    size = sum(Job.size(*plan.stored[name]) for names in plan.files.values() for name in names)
+    kept = output.kept_files(), len(output.kept)
+    return Report(out, len(plan.stored), len(plan.files), size, seconds, layout, {}, [], *kept)
+
+
+def _work(what: str, source: Source, headers: dict[str, bytes], layout: dict | None, rest: Any) -> dict[str, Any]:
+    """What is being made of what: a conversion that was interrupted goes on when all of it is as it was."""
+    files = {file: hashlib.sha256(header).hexdigest() for file, header in headers.items()}
+    return {
+        "command": what,
+        "layout": layout,
+        "source": source.fingerprint(),
+        "origin": rest,
+        "files": files,
+        "version": __version__,
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run(what: str, source: Source, jobs: dict[str, list[Job]], output: Output, workers: int) -> float:
+    """Writes what is to be written, by the tensor that it is read from. Returns the seconds it took."""
+    before = source.fingerprint()
+    progress = Progress(what, sum(job.bytes for some in jobs.values() for job in some))
+    try:
+        run_jobs(checked_ahead(jobs, source.check, workers), workers, progress, output.record)
+    finally:
+        progress.close()
+    for name, now in source.fingerprint().items():
+        if before[name] != now:
+            raise WeightsError(f"{name} was changed while it was read; what was written is removed: start again")
+    return progress.seconds
 
 
 @dataclass
@@ -179,20 +222,23 @@ def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: 
     Raises:
         WeightsError: the checkpoint is of another model than ``hf``, or its padding holds values that HF cannot.
     """
-    source, origin, out = WeightReader(checkpoint), HfCheckpoint(hf), Path(out)
+    source, origin, out, workers = WeightReader(checkpoint), HfCheckpoint(hf), Path(out), workers or default_workers()
     _check_same_model(source, origin)
-    _check_padding(source, origin)
+    _check_padding(source, origin, workers)
     companions, skipped = origin.folder.companions()
-    prepare_out(out, [source.path, origin.path], force, hf=True)
     headers = {file: read_header(origin.path / file) for file in origin.folder.files}
-    with writing(out, headers) as writers:
+    inputs, work = [source.path, origin.path], _work("export", source, headers, None, origin.fingerprint())
+    with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
         # In model order, so that tensors that one canonical tensor gives (q, k, v) find its bytes in the page cache.
-        jobs = [_hf_job(source, origin, writers[origin.folder.where[origin.stored[hf]]], hf) for hf in origin.in_order()]
-        progress = Progress("export", sum(job.bytes for job in jobs))
-        try:
-            run_jobs(jobs, workers or default_workers(), progress)
-        finally:
-            progress.close()
+        jobs: dict[str, list[Job]] = {}
+        for hf in origin.in_order():
+            stored = origin.stored[hf]
+            file = origin.folder.where[stored]
+            if (file, stored) not in output.kept:
+                tensor = str(origin.hf_blocks(hf)[0].part)
+                jobs.setdefault(tensor, []).append(_hf_job(source, origin, output.writers[file], hf))
+        seconds = _run("export", source, jobs, output, workers)
+        output.commit()
         for path in companions:
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin.path / path, out / path)
@@ -202,8 +248,9 @@ def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: 
         for hf in rule.hf
         if source.dtype(rule.name) != origin.dtype(rule.name)
     )
-    names = [str(path) for path in skipped]
-    return Report(out, len(jobs), len(headers), sum(job.bytes for job in jobs), progress.seconds, None, dict(cast), names)
+    names, kept = [str(path) for path in skipped], (output.kept_files(), len(output.kept))
+    size = sum(Job.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order())
+    return Report(out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept)
 
 
 def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> Job:
@@ -227,44 +274,15 @@ def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
                 )
 
 
-def _check_padding(source: WeightReader, origin: HfCheckpoint) -> None:
+def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> None:
     """Padding that is not zero would be lost in silence, and the exported model would compute something else."""
-    for rule in origin.rules.values():
+
+    def check(rule: Rule) -> None:
         for window in rule.padding:
             if source.window(rule.name, window).count_nonzero():
                 raise WeightsError(
                     f"{source.path}: the padding of tensor {rule.name!r} holds values other than zero; they cannot be exported"
                 )
 
-
-# --- The folder written to ------------------------------------------------------------------------------------------
-
-
-def prepare_out(out: Path, inputs: Sequence[Path], force: bool, *, hf: bool = False) -> None:
-    """Sees to it that ``out`` holds no weights, or says why it cannot.
-
-    With ``force``, Megatron weights (a HF checkpoint when ``hf``) that are there are removed, and nothing else.
-
-    Raises:
-        FileExistsError: ``out`` holds something.
-        ValueError: ``out`` is one of ``inputs``.
-    """
-    if any(out.resolve() == path.resolve() for path in inputs):
-        raise ValueError(f"--out {out} is the folder that is read")
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out {out} is a file")
-    if not out.is_dir() or not (present := list(out.iterdir())):
-        return
-    names = re.compile(HF_FILES if hf else MEGATRON_FILES)
-    weights = [path for path in present if names.fullmatch(path.name)]
-    # A folder of weights only is what a conversion leaves behind that was killed.
-    mark = out / ("config.json" if hf else MANIFEST)
-    replaceable = len(weights) == len(present) or mark in present and (hf or json.loads(mark.read_text()).get("format") == FORMAT)
-    if not replaceable:
-        raise FileExistsError(
-            f"--out {out} is not empty and holds no checkpoint of this kind: nothing there is touched; give another folder"
-        )
-    if not force:
-        raise FileExistsError(f"--out {out} is not empty; give another folder, or --force to replace the checkpoint there")
-    for path in sorted(weights, key=lambda path: path != mark):  # the manifest first: what is left is not taken for whole
-        path.unlink()
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(check, (rule for rule in origin.rules.values() if rule.padding)))

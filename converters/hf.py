@@ -7,6 +7,7 @@ Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -17,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.tensor_files import TensorReader, WeightsError, Window, row_windows
-from megatron_vl.weights import Block, gather
+from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.tensor_files import TensorReader, WeightsError, Window, read_header, row_windows
+from megatron_vl.weights import UNFINISHED, Block, gather
 
 from . import rules_for
 from .rules import HF_EMBEDDING, HF_OUTPUT, Rule
@@ -56,12 +57,18 @@ class TensorFolder:
     def _read_index(self) -> dict[str, str] | None:
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is not a folder")
+        if (self.path / UNFINISHED).is_file():
+            raise WeightsError(f"{self.path} holds an export that is not finished; run it again to let it go on")
         path = self.path / INDEX
         if not path.is_file():
             if not (self.path / SINGLE).is_file():
                 raise FileNotFoundError(f"{self.path} holds neither {SINGLE} nor {INDEX}; only safetensors weights are read")
             return None
-        index = json.loads(path.read_text()).get("weight_map")
+        try:
+            index = json.loads(path.read_text())
+        except ValueError as error:
+            raise WeightsError(f"{path} is not JSON ({error}); fetch it again") from error
+        index = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(index, dict) or not index:
             raise WeightsError(f"{path}: field 'weight_map' is missing or empty")
         for tensor, file in index.items():
@@ -123,7 +130,7 @@ class HfCheckpoint:
         self.path = Path(path)
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"{self.path / 'config.json'} is missing; --hf takes a Hugging Face checkpoint folder")
-        self.spec: ModelSpec = read_spec(self.path)
+        self.spec = _read_spec(self.path / "config.json")
         self.folder = TensorFolder(self.path)
         self.rules: dict[str, Rule] = {rule.name: rule for rule in rules_for(self.spec)}
         self.stored = self._released_names()
@@ -195,6 +202,17 @@ class HfCheckpoint:
             common = torch.promote_types(common, dtype)
         return common
 
+    def check(self, name: str) -> None:
+        """HF folders carry no hashes: shapes, types and lengths were checked on opening, bits cannot be."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """Config, and each file's header, size and time of change: all that can be known without reading all of it."""
+        facts = {"config.json": _sha256((self.path / "config.json").read_bytes())}
+        for name in self.folder.files:
+            stat = (self.path / name).stat()
+            facts[name] = f"{stat.st_size} bytes of {stat.st_mtime_ns}, header {_sha256(read_header(self.path / name))[:16]}"
+        return facts
+
     def window(self, name: str, window: Window) -> Tensor:
         """A window of a full canonical tensor taken as a matrix."""
         read = lambda hf, w: self.folder.window(self.stored[str(hf)], w)  # noqa: E731
@@ -211,6 +229,19 @@ class HfCheckpoint:
             for block in rule.blocks:
                 blocks.setdefault(str(block.part), []).append(block.inverted(rule.name))
         return blocks
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _read_spec(path: Path) -> ModelSpec:
+    try:
+        return read_spec(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path.parent}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:  # not JSON, or a field of another type
+        raise ConfigError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -7,21 +7,19 @@ whatever the size of the model: windows of mapped files are read, and files are 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TextIO
 
 import torch
 from torch import Tensor
 
-from megatron_vl.tensor_files import TensorWriter, WeightsError, Window, matrix_shape, row_windows
+from megatron_vl.tensor_files import TensorWriter, Window, matrix_shape, row_windows
 
 
 class Progress:
@@ -75,8 +73,13 @@ class Job:
 
     @property
     def bytes(self) -> int:
-        rows, cols = matrix_shape(self.shape)
-        return rows * cols * self.dtype.itemsize
+        return self.size(self.dtype, self.shape)
+
+    @staticmethod
+    def size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Bytes of a tensor."""
+        rows, cols = matrix_shape(shape)
+        return rows * cols * dtype.itemsize
 
 
 def default_workers() -> int:
@@ -88,8 +91,30 @@ class _Stopped(Exception):
     """Raised in a worker whose work is no longer wanted."""
 
 
-def run_jobs(jobs: Sequence[Job], workers: int, progress: Progress) -> list[str]:
-    """Writes all tensors with ``workers`` threads. Returns the SHA-256 of each, in order; the first failure stops all."""
+Task = Job | Callable[[], None]
+"""Something to write, or to check before it is read."""
+
+
+def checked_ahead(jobs: Mapping[str, Sequence[Job]], check: Callable[[str], None], workers: int) -> list[Task]:
+    """Jobs by the tensor that they read, each tensor's check a few tensors ahead of them.
+
+    Whoever reads an unchecked tensor checks it first; done ahead, the workers do not wait for each other.
+    """
+    names, tasks = list(jobs), list[Task]()
+    ahead = names[workers:]
+    tasks += [partial(check, name) for name in names[:workers]]
+    for i, name in enumerate(names):
+        tasks += [partial(check, other) for other in ahead[i : i + 1]]
+        tasks += jobs[name]
+    return tasks
+
+
+def run_jobs(tasks: Sequence[Task], workers: int, progress: Progress, record: Callable[[str, str, str], None]) -> None:
+    """Does all tasks with ``workers`` threads; the first failure stops all.
+
+    Args:
+        record: is told the file, the tensor and the SHA-256 of each one written.
+    """
     stop = threading.Event()
 
     def chunks(job: Job) -> Iterator[Tensor]:
@@ -100,15 +125,19 @@ def run_jobs(jobs: Sequence[Job], workers: int, progress: Progress) -> list[str]
             yield data
             progress.add(data.numel() * job.dtype.itemsize)
 
-    def work(job: Job) -> str:
+    def work(task: Task) -> None:
         try:
-            return job.writer.write(job.name, chunks(job))
+            if isinstance(task, Job):
+                digest = task.writer.write(task.name, chunks(task))
+                record(task.writer.path.name, task.name, digest)
+            else:
+                task()
         except BaseException:
             stop.set()
             raise
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        futures = [pool.submit(work, job) for job in jobs]
+        futures = [pool.submit(work, task) for task in tasks]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:  # interrupted from the keyboard
@@ -120,28 +149,3 @@ def run_jobs(jobs: Sequence[Job], workers: int, progress: Progress) -> list[str]
     for error in errors:
         if not isinstance(error, _Stopped):
             raise error
-    return [future.result() for future in futures]
-
-
-@contextmanager
-def writing(folder: Path, headers: dict[str, bytes]) -> Iterator[dict[str, TensorWriter]]:
-    """Opens a file for each header; they are put in place together at the end, or all removed on a failure."""
-    folder.mkdir(parents=True, exist_ok=True)
-    writers: dict[str, TensorWriter] = {}
-    try:
-        for name, header in headers.items():
-            writers[name] = TensorWriter(folder / name, header)
-        _check_space(folder, sum(writer.size for writer in writers.values()))
-        yield writers
-    except BaseException:
-        for writer in writers.values():
-            writer.abort()
-        raise
-    for writer in writers.values():
-        writer.commit()
-
-
-def _check_space(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise WeightsError(f"{folder}: {size / 1e9:.1f} GB will be written, but the disk has {free / 1e9:.1f} GB free")

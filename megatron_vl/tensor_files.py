@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +136,8 @@ class TensorReader:
 
     def window(self, name: str, window: Window) -> Tensor:
         """``[rows, cols]`` of a tensor taken as a matrix. A view of the file: do not write to it."""
+        if self.code(name) not in DTYPES | OTHER_DTYPES:
+            raise WeightsError(f"{self.path}: tensor {name!r} has type {self.code(name)}, which this program does not read")
         dtype = (DTYPES | OTHER_DTYPES)[self.code(name)]
         cols = matrix_shape(self.shape(name))[1]
         first = self._start + self._entries[name]["data_offsets"][0]
@@ -153,6 +155,18 @@ class TensorReader:
         if self._used > MAPPED_BYTES:
             self._used = count
             self._map.madvise(mmap.MADV_DONTNEED)
+
+    def sha256(self, name: str, seen: Callable[[int], object] | None = None) -> str:
+        """The SHA-256 of a tensor's bytes as stored; ``seen`` is told how many bytes each piece had."""
+        digest = hashlib.sha256()
+        start, end = (self._start + at for at in self._entries[name]["data_offsets"])
+        for at in range(start, end, CHUNK_BYTES):
+            data = self._bytes[at : min(end, at + CHUNK_BYTES)]
+            self._give_back(len(data))
+            digest.update(memoryview(data.numpy()))
+            if seen:
+                seen(len(data))
+        return digest.hexdigest()
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, in memory of its own."""
@@ -184,22 +198,34 @@ def read_header(path: Path) -> bytes:
     return length + text
 
 
+def partial_path(path: Path) -> Path:
+    """Where a file's bytes are until all of them are."""
+    return path.with_name(path.name + ".partial")
+
+
 class TensorWriter:
     """A safetensors file written tensor by tensor, in any order and from several threads, then put in place at once.
 
     The header is known first, so each tensor has its place; nothing is kept in memory. The data goes to
     ``NAME.partial`` until :meth:`commit`.
+
+    Args:
+        keep: go on with the ``NAME.partial`` that is there, if any (see :meth:`stored_sha256`), instead of emptying it.
     """
 
-    def __init__(self, path: Path, header: bytes) -> None:
+    def __init__(self, path: Path, header: bytes, keep: bool = False) -> None:
         self.path = path
-        self._partial = path.with_name(path.name + ".partial")
+        self._partial = partial_path(path)
         entries = json.loads(header[8:])
         self._metadata = entries.pop("__metadata__", None)
         self._places = {name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()}
         self.size = max([len(header), *(end for _, end in self._places.values())])
-        self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o644)
+        os.ftruncate(self._fd, self.size)
         self._write(header, 0)
+
+    def names(self) -> list[str]:
+        return list(self._places)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
@@ -220,14 +246,34 @@ class TensorWriter:
             raise WeightsError(f"{self.path}: tensor {name!r} got {offset - end:+d} bytes against its header")
         return digest.hexdigest()
 
+    def stored_sha256(self, name: str) -> str:
+        """The SHA-256 of the bytes that are now in a tensor's place."""
+        digest = hashlib.sha256()
+        offset, end = self._places[name]
+        while offset < end and (data := os.pread(self._fd, min(CHUNK_BYTES, end - offset), offset)):
+            digest.update(data)
+            offset += len(data)
+        return digest.hexdigest()
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that the file takes on the disk so far."""
+        return os.fstat(self._fd).st_blocks * 512
+
     def commit(self, sync: bool = False) -> None:
         """Puts the file in place; with ``sync`` its bytes are on the disk first."""
         if sync:
             os.fsync(self._fd)
-        os.close(self._fd)
+        self.close()
         os.replace(self._partial, self.path)
 
+    def close(self) -> None:
+        """Leaves ``NAME.partial`` as it is. Closing twice does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
     def abort(self) -> None:
-        """Removes what was written."""
-        os.close(self._fd)
+        """Removes what was written; a file that was put in place stays."""
+        self.close()
         self._partial.unlink(missing_ok=True)

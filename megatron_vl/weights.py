@@ -6,13 +6,15 @@ canonical names of :mod:`megatron_vl.models.tensors` with global layer numbers. 
 every tensor-parallel rank of its stage, so a rank reads its own file only; a tied output layer is not stored (the last
 stage reads the embedding from the first stage's file).
 
-Whatever lies on disk, :meth:`WeightReader.get` gives any slice for any tensor-parallel size and reads only those bytes.
+Whatever lies on disk, :meth:`WeightReader.get` gives any slice for any tensor-parallel size. What is read is compared with
+the manifest's SHA-256 first, and the manifest with a digest of its own: nothing damaged is handed out.
 How one cut maps to another is written as :class:`Block` lists, rectangles of a matrix: converters use the same ones.
 Nothing here imports Megatron-core, and nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
-from megatron_vl.models.tensors import TensorInfo, check_tp, tensor_table
+from megatron_vl.models.tensors import LayoutError, TensorInfo, check_tp, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.tensor_files import (
     CODES,
@@ -42,9 +44,12 @@ from megatron_vl.tensor_files import (
 )
 
 FORMAT = "megatron-vl-weights"
-VERSION = 1
+VERSION = 2
+"""2 added the manifest's own digest."""
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
+UNFINISHED = "unfinished.jsonl"
+"""Journal of a conversion under way (see :mod:`converters.restart`): who finds it without a manifest finds no checkpoint."""
 
 
 # --- Rectangles -----------------------------------------------------------------------------------------------------
@@ -210,6 +215,7 @@ def write_manifest(
             for entry in sorted(rank_entries, key=lambda entry: entry["file"])
         },
     }
+    manifest["digest"] = manifest_digest(manifest)
     path = Path(folder) / MANIFEST
     partial = path.with_name(MANIFEST + ".partial")
     with open(partial, "w") as file:
@@ -219,11 +225,22 @@ def write_manifest(
     os.replace(partial, path)
 
 
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of everything in a manifest but its digest, as JSON without spaces and with sorted keys.
+
+    It finds damage and edits by hand, not forgery: who can write the folder can write a digest.
+    """
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]) -> dict[str, dict[str, Any]]:
     """The manifest's tensor table, once every tensor is found where it belongs, with its shape and one type."""
     stored: dict[tuple[int, int, str], dict[str, Any]] = {}
     for entry in entries:
         for name, tensor in entry["tensors"].items():
+            if (entry["tp"], entry["pp"], name) in stored:
+                raise WeightsError(f"tensor {name!r} is there twice in tensor rank {entry['tp']}, pipeline rank {entry['pp']}")
             stored[entry["tp"], entry["pp"], name] = tensor
     tp = layout.tp if layout else 1
     table = {}
@@ -253,27 +270,86 @@ def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dic
 
 
 def find_weights(path: str | Path) -> Path:
-    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its latest step).
+    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its newest complete step).
 
     Raises:
         FileNotFoundError: nothing there is a folder of weights; the message says what was looked for.
+        WeightsError: ``latest.json`` is damaged.
     """
     path = Path(path)
-    if (path / MANIFEST).is_file():
-        return path
-    if (path / "weights" / MANIFEST).is_file():
-        return path / "weights"
+    for folder in (path, path / "weights"):
+        if (folder / MANIFEST).is_file():
+            return folder
+    steps = [int(step.name[5:]) for step in path.glob("step_*") if step.is_dir() and step.name[5:].isdigit()]
     if (path / LATEST).is_file():
-        step = json.loads((path / LATEST).read_text()).get("step")
-        weights = path / f"step_{int(step):08d}" / "weights"
-        if (weights / MANIFEST).is_file():
-            return weights
-        raise FileNotFoundError(f"{path / LATEST} names step {step}, but {weights / MANIFEST} is missing")
-    raise FileNotFoundError(f"{path} holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {LATEST}")
+        steps.append(_latest_step(path / LATEST))
+    elif (path / UNFINISHED).is_file():
+        raise FileNotFoundError(f"{path} holds a conversion that is not finished; run it again to let it go on")
+    if not steps:
+        raise FileNotFoundError(f"{path} holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {LATEST}")
+    # As resuming does: a run that was killed between naming a checkpoint and writing latest.json has a newer one.
+    weights = path / f"step_{max(steps):08d}" / "weights"
+    if not (weights / MANIFEST).is_file():
+        raise FileNotFoundError(f"{weights / MANIFEST} is missing, though step {max(steps)} is the latest of {path}")
+    return weights
+
+
+def _latest_step(path: Path) -> int:
+    """What ``latest.json`` says, when the step is there."""
+    try:
+        step = json.loads(path.read_text())["step"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{path} is damaged ({error}); remove it to use the newest step_ folder") from error
+    if type(step) is not int or not (path.parent / f"step_{step:08d}").is_dir():
+        raise FileNotFoundError(f"{path} names step {step}, but there is no such step_ folder; give the folder of another step")
+    return step
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A manifest as it was written. Raises :class:`WeightsError` when it is not one, or not as it was written."""
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise WeightsError(f"{path} is not JSON ({error}); write the weights again") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise WeightsError(f"{path} is not a manifest of {FORMAT!r}")
+    if manifest.get("version") != VERSION:
+        raise WeightsError(f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}: convert again")
+    for field in ("kind", "family", "layout", "hf_config", "tensors", "files", "digest"):
+        if field not in manifest:
+            raise WeightsError(f"{path}: field {field!r} is missing")
+    if manifest["digest"] != manifest_digest(manifest):
+        raise WeightsError(f"{path} was changed after it was written (its digest differs); write the weights again")
+    return manifest
+
+
+def _read_layout(spec: ModelSpec, manifest: dict[str, Any]) -> Layout | None:
+    """The layout in a manifest, when its other fields agree with it and with the config."""
+    layout, kind, family = manifest["layout"], manifest["kind"], manifest["family"]
+    if family != spec.family:
+        raise ConfigError(f"family is {family!r}, but hf_config is of a {spec.family} model")
+    if kind != ("full" if layout is None else "shards"):
+        raise LayoutError(f"kind is {kind!r}, but layout is {layout}")
+    return None if layout is None else make_layout(spec, **{key: layout[key] for key in ("tp", "pp", "vpp", "layers")})
+
+
+def _check_tensor_table(path: Path, manifest: dict[str, Any], table: Mapping[str, TensorInfo]) -> None:
+    """Raises :class:`WeightsError` unless the manifest's tensors are those of its config."""
+    expected = {name: {"shape": list(info.shape), "split": info.split} for name, info in table.items()}
+    stated = {name: {"shape": t["shape"], "split": t["split"]} for name, t in manifest["tensors"].items()}
+    for name in sorted(expected.keys() | stated.keys()):
+        if expected.get(name) != stated.get(name):
+            raise WeightsError(f"{path}: tensor {name!r} is {stated.get(name)}, its config says {expected.get(name)}")
+        if manifest["tensors"][name]["dtype"] not in NAMES:
+            raise WeightsError(f"{path}: tensor {name!r} has type {manifest['tensors'][name]['dtype']!r}")
 
 
 class WeightReader:
     """Reads weights of any layout as if of any other.
+
+    Args:
+        verify: compare each stored tensor with its SHA-256 when it is first touched, before any of it is handed out.
+            A slice of a larger stored tensor costs a pass over all of that (1 to 2 GB/s a core).
 
     Attributes:
         path: the folder of weights (a run or step folder is resolved to it).
@@ -287,60 +363,49 @@ class WeightReader:
         WeightsError: the manifest or a file does not fit; the message names it.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
         self.path = find_weights(path)
-        self.manifest = self._read_manifest()
+        self.manifest = read_manifest(self.path / MANIFEST)
         try:
             self.spec = read_spec(self.manifest["hf_config"])
-        except ConfigError as error:
+            self.layout = _read_layout(self.spec, self.manifest)
+            self.table = tensor_table(self.spec)
+            self._where = self._place_files()
+        except (WeightsError, FileNotFoundError):
+            raise
+        except (ConfigError, LayoutError) as error:
             raise WeightsError(f"{self.path / MANIFEST}: {error}") from error
-        layout = self.manifest["layout"]
-        layout = self.manifest["layout"]
-        self.layout: Layout | None = None
-        if layout:
-            self.layout = make_layout(self.spec, **{key: layout.get(key) for key in ("tp", "pp", "vpp", "layers")})
-        self.table = tensor_table(self.spec)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field of another type than we write
+            raise WeightsError(f"{self.path / MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+        self._verify = verify
         self._files: dict[str, TensorReader] = {}
+        self._checked: set[tuple[str, str]] = set()
+        self._checks: dict[tuple[str, str], threading.Lock] = {}
         self._lock = threading.Lock()
-        self._where = self._place_files()
-
-    def _read_manifest(self) -> dict[str, Any]:
-        path = self.path / MANIFEST
-        try:
-            manifest = json.loads(path.read_text())
-        except ValueError as error:
-            raise WeightsError(f"{path} is not JSON ({error}); write the weights again") from error
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise WeightsError(f"{path} is not a manifest of {FORMAT!r}")
-        if manifest.get("version") != VERSION:
-            raise WeightsError(f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}")
-        for field in ("layout", "hf_config", "tensors", "files"):
-            if field not in manifest:
-                raise WeightsError(f"{path}: field {field!r} is missing")
-        return manifest
 
     def _place_files(self) -> dict[tuple[int, str], str]:
         """(tensor rank, tensor) -> file, once the manifest is known to describe this model."""
         path = self.path / MANIFEST
-        expected = {name: {"shape": list(info.shape), "split": info.split} for name, info in self.table.items()}
-        stated = {name: {"shape": t["shape"], "split": t["split"]} for name, t in self.manifest["tensors"].items()}
-        for name in sorted(expected.keys() | stated.keys()):
-            if expected.get(name) != stated.get(name):
-                raise WeightsError(f"{path}: tensor {name!r} is {stated.get(name)}, its config says {expected.get(name)}")
-            if self.manifest["tensors"][name]["dtype"] not in NAMES:
-                raise WeightsError(f"{path}: tensor {name!r} has type {self.manifest['tensors'][name]['dtype']!r}")
-        where = {}
+        _check_tensor_table(path, self.manifest, self.table)
+        where: dict[tuple[int, str], str] = {}
         for file, entry in self.manifest["files"].items():
             # A manifest may come from anybody: its names stay inside its folder.
             if not re.fullmatch(r"[\w.-]+\.safetensors", file):
                 raise WeightsError(f"{path}: {file!r} is not a file name of weights")
             if not (self.path / file).is_file():
                 raise WeightsError(f"{self.path / file} is missing, though {MANIFEST} names it")
-            where.update({(entry["tp"], name): file for name in entry["tensors"]})
+            for name in entry["tensors"]:
+                if name not in self.table or (self.layout.stage_of(self.table[name]) if self.layout else 0) != entry["pp"]:
+                    raise WeightsError(f"{path}: tensor {name!r} does not belong in {file}, pipeline rank {entry['pp']}")
+                if where.setdefault((entry["tp"], name), file) != file:
+                    raise WeightsError(f"{path}: tensor {name!r} of tensor rank {entry['tp']} is in two files")
+        tp = self.layout.tp if self.layout else 1
         for name, info in self.table.items():
-            for t in range(self.layout.tp if self.layout else 1):
+            for t in range(tp):
                 if (t, name) not in where:
                     raise WeightsError(f"{path}: no file holds tensor {name!r} ({info.split}) of tensor rank {t}")
+        if len(where) != tp * len(self.table):
+            raise WeightsError(f"{path}: files of more tensor ranks than its layout's {tp}")
         return where
 
     def names(self) -> list[str]:
@@ -352,18 +417,41 @@ class WeightReader:
         return NAMES[self.manifest["tensors"][name]["dtype"]]
 
     def _open(self, tp_rank: int, name: str) -> TensorReader:
-        """The file with one rank's slice of a tensor, opened and checked once."""
+        """The file with one rank's slice of a tensor, opened and checked once, the tensor verified once."""
         file = self._where[tp_rank, name]
         with self._lock:
             if file not in self._files:
-                reader = TensorReader(self.path / file)
-                held = set(reader.names())
-                for tensor in self.manifest["files"][file]["tensors"]:
-                    shape = self.table[tensor].shard_shape(self.layout.tp if self.layout else 1)
-                    if tensor not in held or reader.shape(tensor) != shape or reader.dtype(tensor) != self.dtype(tensor):
-                        raise WeightsError(f"{reader.path}: tensor {tensor!r} is missing or differs from {MANIFEST}")
-                self._files[file] = reader
-            return self._files[file]
+                self._files[file] = self.open_file(file)
+            check = self._checks.setdefault((file, name), threading.Lock())
+        reader = self._files[file]
+        if self._verify and (file, name) not in self._checked:
+            with check:  # others that want this tensor wait, those that want another do not
+                if (file, name) not in self._checked and reader.sha256(name) != self.manifest["files"][file]["tensors"][name]:
+                    raise WeightsError(
+                        f"{reader.path} is damaged: tensor {name!r} is not what was written (SHA-256 differs from {MANIFEST}); "
+                        "fetch or write the weights again"
+                    )
+                self._checked.add((file, name))
+        return reader
+
+    def open_file(self, file: str) -> TensorReader:
+        """One of the manifest's files, once it holds the tensors that the manifest says."""
+        reader = TensorReader(self.path / file)
+        held = set(reader.names())
+        for tensor in self.manifest["files"][file]["tensors"]:
+            shape = self.table[tensor].shard_shape(self.layout.tp if self.layout else 1)
+            if tensor not in held or reader.shape(tensor) != shape or reader.dtype(tensor) != self.dtype(tensor):
+                raise WeightsError(f"{reader.path}: tensor {tensor!r} is missing or differs from {MANIFEST}")
+        return reader
+
+    def check(self, name: str) -> None:
+        """Verifies now what :meth:`window` of this tensor reads; raises :class:`WeightsError` when it is damaged."""
+        for rank in {block.part for block in shard_blocks(self.table[name], self.layout.tp if self.layout else 1)}:
+            self._open(int(rank), name)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What changes when any of these weights do."""
+        return {MANIFEST: self.manifest["digest"]}
 
     def window(self, name: str, window: Window) -> Tensor:
         """A window of the full tensor taken as a matrix. May be a view of a file: do not write to it."""
@@ -379,10 +467,7 @@ class WeightReader:
         return gather(blocks, window, lambda _, w: self.window(name, w), self.dtype(name))
 
     def get(self, name: str, tp_rank: int = 0, tp: int = 1) -> Tensor:
-        """The slice of a tensor that ``tp_rank`` of ``tp`` holds, whatever layout is on disk.
-
-        Only the bytes needed are read, now and into memory of the tensor's own.
-        """
+        """The slice of a tensor that ``tp_rank`` of ``tp`` holds, whatever layout is on disk, in memory of its own."""
         check_tp(self.spec, tp)
         shape, dtype = self.table[name].shard_shape(tp), self.dtype(name)
         out = torch.empty(matrix_shape(shape), dtype=dtype)

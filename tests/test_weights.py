@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.models.tensors import EMBEDDING, LayoutError, TensorInfo, tensor_table
+from megatron_vl.models.tensors import EMBEDDING, OUTPUT, LayoutError, TensorInfo, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.tensor_files import TensorReader, WeightsError, Window, make_header, read_header
 from megatron_vl.weights import (
@@ -19,6 +19,7 @@ from megatron_vl.weights import (
     Block,
     WeightReader,
     gather,
+    manifest_digest,
     shard,
     shard_blocks,
     unshard,
@@ -275,18 +276,33 @@ def test_unsupported_type_and_no_debris(tmp_path: Path) -> None:
 # --- Reading what somebody handed over ------------------------------------------------------------------------------
 
 
-def edited(folder: Path, **changes: object) -> None:
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+def edited(folder: Path, signed: bool = True, **changes: object) -> None:
+    """Changes fields of a manifest; ``signed`` makes the digest fit, so that what it says is what is refused."""
+    manifest = json.loads((folder / MANIFEST).read_text()) | changes
+    if signed and "digest" not in changes:
+        manifest["digest"] = manifest_digest(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+LAYOUT = {"tp": 2, "pp": 1, "vpp": 1, "layers": [4]}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": "other"}, "is not a manifest of"),
-        ({"version": 99}, "has version 99; this program reads version 1"),
+        ({"version": 1}, "has version 1; this program reads version 2: convert again"),
+        ({"digest": "0" * 64}, "manifest.json was changed after it was written"),
+        ({"kind": "shards"}, "kind is 'shards', but layout is None"),
+        ({"family": "qwen2_vl"}, "family is 'qwen2_vl', but hf_config is of a qwen2_5_vl model"),
+        ({"layout": LAYOUT}, "kind is 'full', but layout"),
+        ({"layout": LAYOUT, "kind": "shards"}, "no file holds tensor .* of tensor rank 1"),
+        ({"layout": {"tp": 2}, "kind": "shards"}, "is damaged: KeyError: 'pp'"),
+        ({"layout": LAYOUT | {"tp": 3}, "kind": "shards"}, "manifest.json: tp=3 does not divide"),
         ({"hf_config": {"model_type": "llama"}}, "model_type 'llama' is not supported"),
         ({"hf_config": CONFIG | {"vocab_size": 80}}, "tensor 'language_model.embedding.*its config says"),
+        ({"hf_config": CONFIG | {"num_hidden_layers": "4"}}, "manifest.json is damaged: "),
+        ({"hf_config": []}, "manifest.json is damaged: "),
         ({"tensors": {}}, "its config says"),
         ({"files": {}}, "no file holds tensor"),
         ({"files": {"../x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "is not a file name of weights"),
@@ -298,6 +314,118 @@ def test_bad_manifests(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor],
     edited(tmp_path, **changes)
     with pytest.raises(WeightsError, match=message):
         WeightReader(tmp_path)
+
+
+def test_any_edit_of_the_manifest_is_seen(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Fields that nothing else depends on included; the order of keys and spaces are no content."""
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    for name in manifest:
+        edited(tmp_path, signed=False, **{name: "other"})
+        with pytest.raises(WeightsError, match="manifest"):
+            WeightReader(tmp_path)
+        (tmp_path / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key != name}))
+        with pytest.raises(WeightsError, match="manifest"):
+            WeightReader(tmp_path)
+        edited(tmp_path, signed=False, **manifest)
+    edited(tmp_path, signed=False, hf_config=CONFIG | {"rope_theta": 5.0})
+    with pytest.raises(WeightsError, match="was changed after it was written"):
+        WeightReader(tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps(dict(reversed(manifest.items())), indent=7))
+    assert WeightReader(tmp_path).spec == spec
+
+
+# --- Damage to what is stored ---------------------------------------------------------------------------------------
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 16]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_flipped_bit_is_refused_by_name(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], tp: int) -> None:
+    """Whatever slice is asked for, the whole stored tensor is compared; other tensors and ranks are as good as before."""
+    layout = make_layout(spec, tp=2, pp=2)
+    write_shards(tmp_path, spec, full, layout)
+    file, name = tmp_path / "tp01_pp01.safetensors", "language_model.decoder.layers.3.mlp.linear_fc2.weight"
+    header = read_header(file)
+    flip(file, len(header) + json.loads(header[8:])[name]["data_offsets"][1] - 1)
+    reader, refused = WeightReader(tmp_path), 0
+    for rank in range(tp):
+        try:
+            got = reader.get(name, rank, tp)
+        except WeightsError as error:
+            assert f"{file} is damaged: tensor '{name}' is not what was written" in str(error)
+            refused += 1
+        else:
+            assert torch.equal(got, shard(full[name], reader.table[name], rank, tp))
+    assert refused == max(1, tp // 2)
+    for other in set(full) - {name}:
+        assert torch.equal(reader.get(other), full[other])
+    unverified = WeightReader(tmp_path, verify=False).get(name)
+    assert not torch.equal(unverified, full[name])  # who asks for it gets what is there
+
+
+def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Files of two ranks, or two tensors of one shape in a header, exchanged: shapes all fit, and only the hashes tell."""
+    layout = make_layout(spec, tp=2)
+    write_shards(tmp_path, spec, full, layout)
+    a, b = (tmp_path / f"tp0{t}_pp00.safetensors" for t in (0, 1))
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+    with pytest.raises(WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.embedding"):
+        WeightReader(tmp_path).get(EMBEDDING)
+    b.write_bytes(second)
+    names = [f"language_model.decoder.layers.{i}.mlp.linear_fc2.weight".encode() for i in (1, 2)]
+    swapped = first.replace(names[0], b"(other)").replace(names[1], names[0]).replace(b"(other)", names[1])
+    assert len(swapped) == len(first)
+    a.write_bytes(swapped)
+    with pytest.raises(WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.decoder.layers.1.mlp"):
+        WeightReader(tmp_path).get(names[0].decode())
+
+
+def test_a_tensor_is_verified_once(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Damage after the first look is not searched for again: reading twice costs one pass."""
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    reader, hashed = WeightReader(tmp_path), []
+    reader.get(EMBEDDING)
+    file = reader.open_file("tp00_pp00.safetensors")
+    original = type(file).sha256
+    try:
+        type(file).sha256 = lambda self, name, seen=None: hashed.append(name) or original(self, name, seen)  # type: ignore
+        for rank in range(4):
+            reader.get(EMBEDDING, rank, 4)
+        reader.get(OUTPUT)
+    finally:
+        type(file).sha256 = original  # type: ignore[method-assign]
+    assert hashed == [OUTPUT]
+
+
+def test_the_newest_step_of_a_run(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """As resuming finds it: also when the run was killed before latest.json was written anew."""
+    for step in (4, 8):
+        folder = tmp_path / f"step_{step:08d}" / "weights"
+        write_manifest(folder, spec, None, [write_rank_file(folder, 0, 0, full)])
+    assert WeightReader(tmp_path).path.parent.name == "step_00000008"
+    for text, error, message in (
+        ('{"step": 4}', None, ""),
+        ('{"step": 5}', FileNotFoundError, "latest.json names step 5, but"),
+        ('{"step": "8"}', FileNotFoundError, "latest.json names step 8, but"),
+        ('{"stop": 4}', WeightsError, "latest.json is damaged"),
+        ("[8]", WeightsError, "latest.json is damaged"),
+        ("{", WeightsError, "latest.json is damaged"),
+    ):
+        (tmp_path / "latest.json").write_text(text)
+        if error is None:
+            assert WeightReader(tmp_path).path.parent.name == "step_00000008"
+            continue
+        with pytest.raises(error, match=message):
+            WeightReader(tmp_path)
 
 
 def test_manifest_that_is_not_json(tmp_path: Path) -> None:

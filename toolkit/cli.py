@@ -46,4 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # As the module that the subcommands import: run as a script this one is another, with a CommandError of its own.
+    from toolkit.cli import main as command
+
+    sys.exit(command())

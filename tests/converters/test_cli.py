@@ -138,3 +138,11 @@ def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None
     drawn = re.findall(r"\r(convert: [^\033]*)\033\[K", terminal.getvalue())
     assert len(drawn) == 40 and drawn[-1] == "convert: 2.00 of 4.00 GB (50 %), 0.05 GB/s, 40 s left"
     assert terminal.getvalue().endswith("\r\033[K")
+
+
+def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
+    """``python -m toolkit.cli`` is another module than the one whose error the subcommands raise."""
+    command = [sys.executable, "-m", "toolkit.cli", "merge", "--checkpoint", "x" * 300, "--out", "out"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
+    assert result.returncode == 1
+    assert result.stderr.startswith("megatron-vl merge: [Errno 36] File name too long") and "Traceback" not in result.stderr

@@ -40,8 +40,16 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "and chat template are copied from it",
     )
     for command in (convert, split, merge, export):
-        command.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
-        command.add_argument("--force", action="store_true", help="replace the checkpoint that is in --out")
+        command.add_argument(
+            "--out",
+            type=Path,
+            required=True,
+            help="folder to write; must not exist, or be empty, or hold what the same command left when it was interrupted: it "
+            "goes on then",
+        )
+        command.add_argument(
+            "--force", action="store_true", help="replace the checkpoint, or another unfinished conversion, that is in --out"
+        )
         _common_options(command)
 
     verify = _add(
@@ -135,8 +143,15 @@ def _disk_errors_told() -> Iterator[None]:
 
 def _finish(args: argparse.Namespace, work) -> int:
     """Runs a conversion and prints what was written."""
+    from megatron_vl.weights import UNFINISHED
+
     with _disk_errors_told():
-        report = work()
+        try:
+            report = work()
+        except OSError as error:
+            if isinstance(error, FileExistsError) or not (args.out / UNFINISHED).is_file():
+                raise
+            raise CommandError(f"{error}\n{args.out} keeps what was written: the same command goes on from there") from error
     if args.json:
         result = dataclasses.asdict(report) | {"out": str(report.out), "cast": [[*types, n] for types, n in report.cast.items()]}
         print(json.dumps(result))
@@ -145,6 +160,8 @@ def _finish(args: argparse.Namespace, work) -> int:
     print(
         f"{report.out}: {report.tensors} tensors in {report.files} files, {size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
     )
+    if report.kept_tensors:
+        print(f"went on: {report.kept_files} of {report.files} files kept from before the interruption")
     if report.layout:
         layers = ",".join(map(str, report.layout.layers))
         print(f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, layers {layers}")

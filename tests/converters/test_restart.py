@@ -1,0 +1,188 @@
+"""A conversion that was killed goes on where it was, gives the same bytes, and is never taken for a finished one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from converters.convert import convert, export, reshard
+from converters.hf import HfCheckpoint, TensorFolder
+from converters.restart import Journal
+from megatron_vl.tensor_files import WeightsError
+from megatron_vl.weights import MANIFEST, UNFINISHED, WeightReader
+from toolkit.cli import main
+
+from .helpers import assert_same_folder, released_folder
+
+SIZE = "Qwen2.5-VL-3B-Instruct"
+LAYOUT = {"tp": 2, "pp": 2}
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return released_folder(tmp_path_factory.mktemp("restart") / "hf", SIZE)
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, work, after: int = 40) -> None:
+    """Runs ``work`` until the disk fails at the n-th window that is read, which leaves what a kill leaves."""
+    calls = [0]
+    with monkeypatch.context() as patch:
+        for source in (HfCheckpoint, WeightReader):
+
+            def failing(self, name, window, read=source.window):
+                calls[0] += 1
+                if calls[0] > after:
+                    raise OSError("input/output error")
+                return read(self, name, window)
+
+            patch.setattr(source, "window", failing)
+        with pytest.raises(OSError, match="input/output error"):
+            work()
+
+
+def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) -> None:
+    """Real processes, SIGKILL before chosen writing operations and at random times; kills.py compares every byte."""
+    command = [sys.executable, "-m", "tests.converters.kills", str(origin), str(tmp_path), "2", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=repository, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["command"] for line in lines} == {"convert", "split", "merge", "export"}
+    assert all(line["killed"] >= 1 for line in lines if "kill_before" in line)
+    # At the middle some tensors are there, after the last rename all are.
+    for line in lines:
+        if line.get("kill_before") == line["of"]:
+            assert line["kept_files"] == line["files"], line
+            assert f"going on: {line['files']} of {line['files']} files kept" in line["told"]
+        if line.get("kill_before") == line["of"] // 2 and line["killed"] == 1:
+            assert line["kept_tensors"] > 5 and line["kept_files"] < line["files"], line
+
+
+def test_other_arguments_are_refused(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT))
+    for other, message in (({"tp": 4}, "layout tp was 2, now it is 4"), (None, "layout was {.*}, now it is absent")):
+        with pytest.raises(FileExistsError, match=f"unfinished conversion, and {message}.*--force"):
+            convert(origin, out, other)
+    with pytest.raises(FileExistsError, match="unfinished conversion to Megatron weights; give another --out"):
+        convert(origin, tmp_path / "full")
+        export(tmp_path / "full", origin, out, force=True)
+    report = convert(origin, out, {"tp": 4}, force=True)
+    assert report.kept_tensors == 0
+    convert(origin, tmp_path / "whole", {"tp": 4})
+    assert_same_folder(tmp_path / "whole", out)
+
+
+def test_a_changed_source_is_refused(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By time of change for a HF folder, by content for Megatron weights."""
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    shutil.copytree(origin, hf)
+    interrupted(monkeypatch, lambda: convert(hf, out))
+    os.utime(hf / "model-00002-of-00002.safetensors", ns=(1, 1))
+    with pytest.raises(FileExistsError, match="source model-00002-of-00002.safetensors was .*--force"):
+        convert(hf, out)
+    convert(hf, out, force=True)
+    convert(origin, tmp_path / "shards", LAYOUT)
+    interrupted(monkeypatch, lambda: reshard(tmp_path / "shards", tmp_path / "merged"))
+    shutil.rmtree(tmp_path / "shards")
+    convert(origin, tmp_path / "shards", {"tp": 4})
+    with pytest.raises(FileExistsError, match="source manifest.json was "):
+        reshard(tmp_path / "shards", tmp_path / "merged")
+
+
+def test_a_source_that_changes_meanwhile(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, window = tmp_path / "hf", HfCheckpoint.window
+    shutil.copytree(origin, hf)
+
+    def touching(self, name, w):
+        os.utime(hf / "model-00001-of-00002.safetensors")
+        return window(self, name, w)
+
+    monkeypatch.setattr(HfCheckpoint, "window", touching)
+    with pytest.raises(WeightsError, match="model-00001-of-00002.safetensors was changed while it was read"):
+        convert(hf, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_damage_to_what_was_written_is_written_again(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flipped bit, a file cut short, one that vanished, half a line in the journal: only whole tensors are kept."""
+    out = tmp_path / "out"
+    convert(origin, tmp_path / "whole", LAYOUT)
+    interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT), after=100)
+    lines = (out / UNFINISHED).read_text().splitlines()
+    files = sorted(out.glob("*.partial"))
+    assert len(files) == 4
+    data = bytearray(files[0].read_bytes())
+    data[100_000] ^= 1
+    files[0].write_bytes(data)
+    files[1].write_bytes(files[1].read_bytes()[:5000])
+    files[2].unlink()
+    with (out / UNFINISHED).open("a") as file:
+        file.write('["tp00_pp00.safetens')
+    report = convert(origin, out, LAYOUT)
+    assert 0 < report.kept_tensors < len(lines) - 1
+    assert_same_folder(tmp_path / "whole", out)
+
+
+def test_force_killed_after_its_first_step(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replacing an old checkpoint: from the journal's first line on, the old one does not come back half replaced."""
+    out = tmp_path / "out"
+    convert(origin, out, {"tp": 4})
+    removed = []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name)
+        if len(removed) == 3:
+            raise KeyboardInterrupt
+        os.unlink(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", unlink)
+        convert(origin, out, LAYOUT, force=True)
+    assert removed[0] == MANIFEST and (out / UNFINISHED).is_file()
+    with pytest.raises(FileNotFoundError, match="a conversion that is not finished"):
+        WeightReader(out)
+    convert(origin, out, LAYOUT)
+    convert(origin, tmp_path / "whole", LAYOUT)
+    assert_same_folder(tmp_path / "whole", out)
+
+
+def test_an_unfinished_folder_is_no_checkpoint(
+    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    convert(origin, tmp_path / "full")
+    interrupted(monkeypatch, lambda: export(tmp_path / "full", origin, tmp_path / "back"))
+    interrupted(monkeypatch, lambda: convert(origin, tmp_path / "shards", LAYOUT))
+    with pytest.raises(WeightsError, match="an export that is not finished; run it again"):
+        TensorFolder(tmp_path / "back")
+    with pytest.raises(FileNotFoundError, match="a conversion that is not finished; run it again"):
+        WeightReader(tmp_path / "shards")
+    assert main(["export", "--checkpoint", str(tmp_path / "full"), "--hf", str(origin), "--out", str(tmp_path / "back")]) == 0
+    told = capsys.readouterr()
+    assert "of 2 files kept" in told.err and "went on: " in told.out
+    assert_same_folder(origin, tmp_path / "back")
+
+
+def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) -> None:
+    (tmp_path / "out").mkdir()
+    journal = Journal(tmp_path / "out")
+    with pytest.raises(FileExistsError, match="another process is writing"):
+        convert(origin, tmp_path / "out")
+    journal.close(remove=True)
+    convert(origin, tmp_path / "out")
+    assert not (tmp_path / "out" / UNFINISHED).exists()
+
+
+def test_full_disk_keeps_what_is_there(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is checked for what is left to write; too little of it loses nothing."""
+    out, usage = tmp_path / "out", shutil.disk_usage(tmp_path)
+    interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT))
+    with monkeypatch.context() as patch, pytest.raises(WeightsError, match="the disk has 0.0 GB free"):
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        convert(origin, out, LAYOUT)
+    assert convert(origin, out, LAYOUT).kept_tensors > 0
