@@ -10,6 +10,17 @@ MIXED_ROWS = [["mixed", "text"], ["image_between", "short_text"], ["two_images"]
 TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "short_text"]]
 """On two data-parallel ranks the last micro-batch of the second rank has no image."""
 
+TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS, TEXT_LAST]
+TRAINED: dict[str, Any] = {
+    "tied": True,
+    "tp": 2,
+    "pp": 2,
+    "vpp": 2,
+    "sequence_parallel": True,
+    "overlap": True,
+    "bucket_size": 10_000,
+}
+
 Q2, Q25 = "qwen2_vl", "qwen2_5_vl"
 
 
@@ -38,6 +49,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("merger alone", freeze=["vision", "language"]),
         case("full recompute", recompute={"language": "full", "vision": "full"}),
         case("selective recompute", recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]}),
+        case("training", steps=TRAINING, train=True),
+        case("training, qwen2_vl", Q2, steps=TRAINING, train=True),
         case("overlap, three steps, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
     ],
     2: [
@@ -71,6 +84,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
             distributed_optimizer=False,
         ),
         case("DP2, qwen2_vl, overlap", Q2, steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True),
+        case("training, DP2, overlap, several padded buckets", steps=TRAINING, train=True, overlap=True, bucket_size=10_000),
+        case("training, DP2, tied, no distributed optimizer", tied=True, steps=TRAINING, train=True, distributed_optimizer=False),
+        case("training, PP2 tied", tied=True, pp=2, layers=[1, 3], steps=TRAINING, train=True, bucket_size=10_000),
         case("DP2, vision frozen, overlap", steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True, freeze=["vision"]),
     ],
     4: [
@@ -99,6 +115,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
             overlap=True,
             steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST],
         ),
+        case("training, TP2 x PP2 x VPP2 + SP, tied", steps=TRAINING, train=True, **TRAINED),
+        case("training, PP2 x DP2, tied, overlap", tied=True, pp=2, overlap=True, bucket_size=10_000, steps=TRAINING, train=True),
         case("TP2 x PP2, full recompute", tp=2, pp=2, recompute={"language": "full", "vision": "full"}),
     ],
 }

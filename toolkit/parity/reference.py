@@ -63,6 +63,13 @@ def hf_pixels(item: MediaItem, spec: ModelSpec, norm: PixelNorm) -> Tensor:
 def reference(hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
     """(mean loss over all loss tokens, canonical gradients) of samples run one by one."""
     spec, norm = read_spec(hf_dir), read_pixel_norm(hf_dir)
+    loss = backward(model, samples, spec, norm)
+    grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    return loss, canonical(grads, hf_dir)
+
+
+def backward(model: torch.nn.Module, samples: list[Sample], spec: ModelSpec, norm: PixelNorm) -> float:
+    """Fills the gradients of the mean loss over all loss tokens of samples run one by one; returns the loss."""
     device = str(next(model.parameters()).device)
     model.zero_grad(set_to_none=True)
     count = sum(int(s.loss_mask[1:].sum()) for s in samples)
@@ -73,23 +80,23 @@ def reference(hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module)
         loss = (losses * sample.loss_mask[1:].to(device)).sum()
         (loss / count).backward()
         total += float(loss)
-    return total / count, canonical_gradients(model, hf_dir)
+    return total / count
 
 
-def canonical_gradients(model: torch.nn.Module, hf_dir: str | Path) -> dict[str, Tensor]:
-    """Gradients of a Hugging Face model under canonical names; zeros where there is none."""
+def canonical(tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tensor]:
+    """One tensor for each parameter of the Hugging Face model (gradients, moments) under canonical names, fp32 on the host."""
     folder = Path(tempfile.mkdtemp(prefix="parity-gradients-"))
     try:
         hf = folder / "hf"
         hf.mkdir()
         shutil.copy(Path(hf_dir) / "config.json", hf / "config.json")
         tied = read_spec(hf_dir).language.tied_embeddings
-        grads = {
-            name: (p.grad if p.grad is not None else torch.zeros_like(p)).detach().float().cpu().contiguous()
-            for name, p in model.named_parameters()
+        stored = {
+            name: tensor.detach().float().cpu().contiguous()
+            for name, tensor in tensors.items()
             if not (tied and name == "lm_head.weight")
         }
-        save_file(grads, hf / "model.safetensors", metadata={"format": "pt"})
+        save_file(stored, hf / "model.safetensors", metadata={"format": "pt"})
         convert(hf, folder / "full")
         reader = WeightReader(folder / "full")
         return {name: reader.get(name).clone() for name in reader.names()}

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors, part_of
@@ -32,7 +32,7 @@ from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training import checkpoint
-from megatron_vl.training.feed import Feed
+from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.optimizer import build_optimizer
 from megatron_vl.training.step import reduce_losses, run_schedule, wrap
 from megatron_vl.weights import WeightReader, unshard
@@ -44,6 +44,7 @@ LOSS_TOLERANCE = 1e-5
 """Relative, fp32."""
 GRADIENT_TOLERANCE = 1e-4
 """Relative L2 per parameter, fp32."""
+ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0, schedule="constant", warmup_steps=2)
 BF16_LOSS_TOLERANCE = 1e-2
 """Relative, against transformers in bf16 on the same samples."""
 BF16_GRADIENT_RATIO = 1.5
@@ -75,10 +76,13 @@ class Case:
     recompute: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     """float32 or bfloat16."""
+    train: bool = False
+    """Take real optimizer steps and compare losses, weights and Adam's moments with a training of ``transformers``."""
 
     @property
     def config(self) -> TrainConfig:
         return TrainConfig(
+            optimizer=ADAM,
             dtype=self.dtype,  # type: ignore[arg-type]
             model=ModelConfig(
                 checkpoint=self.weights,
@@ -102,8 +106,26 @@ class Case:
         )
 
 
-def run_case(case: Case, platform: Platform) -> dict[str, Any]:
-    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, gradient_error, worst}]}."""
+@dataclass
+class Live:
+    """A case built in this process group, with the weights loaded."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    layout: Layout
+    grid: Grid
+    wrapped: list[Any]
+    optimizer: Any
+    tensors: list[tuple[str, torch.nn.Parameter]]
+
+    def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
+        """This rank's rows of one step."""
+        rows = iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
+        return Feed(self.grid, platform, rows, len(samples) // self.grid.dp).next_step()
+
+
+def build(case: Case, platform: Platform) -> Live:
+    """Collective."""
     config = case.config
     spec = read_spec(case.hf)
     layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers)
@@ -125,30 +147,36 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
     check_tensors(spec, layout, tensors)
     checkpoint.load_weights(WeightReader(case.weights), tensors, grid)
     wrapped = wrap(config, chunks)
-    optimizer = build_optimizer(config, platform, wrapped)
+    return Live(config, spec, layout, grid, wrapped, build_optimizer(config, platform, wrapped), tensors)
+
+
+def run_case(case: Case, platform: Platform) -> dict[str, Any]:
+    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, gradient_error, worst}]}."""
+    if case.train:
+        from .training import run_training
+
+        return run_training(case, platform)
+    live = build(case, platform)
+    spec, grid, wrapped, optimizer = live.spec, live.grid, live.wrapped, live.optimizer
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0  # the weights stay, so every step can be compared with the reference
     models = Reference(case, platform) if grid.rank == 0 else None
     results = []
     for number, rows in enumerate(case.steps):
         samples = draw(rows, spec, number)
-        feed = Feed(
-            grid,
-            platform,
-            iter(local_rows(samples, grid, spec, case.seq_len)) if grid.owns_loader else None,
-            len(rows) // grid.dp,
-        )
-        data = feed.next_step()
+        data = live.feed(samples, platform, case.seq_len)
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reports = run_schedule(wrapped, data.rows, seq_len=case.seq_len)
         loss_sum, tokens, _ = reduce_losses(reports, grid, platform.device)
-        gradients = collect_gradients(wrapped, tensors, grid)
+        gradients = collect_gradients(wrapped, live.tensors, grid)
         optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
         if grid.rank == 0:
-            results.append(compare(case, spec, layout, loss_sum / tokens, gradients, [s for row in samples for s in row], models))
+            results.append(
+                compare(case, spec, live.layout, loss_sum / tokens, gradients, [s for row in samples for s in row], models)
+            )
     return {"ok": all(r["ok"] for r in results), "steps": results}
 
 

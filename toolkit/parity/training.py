@@ -1,0 +1,133 @@
+"""A short training, optimizer included, against ``transformers`` with torch's AdamW on the same samples.
+
+The moments are compared as a checkpoint holds them: saved by the trainer's own saver in the case's layout and read back
+as full tensors. That shows at once that the optimizer steps right and that nothing is lost or misplaced on disk.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.data.assemble import Sample
+from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.models.families import read_spec
+from megatron_vl.models.tensors import tensor_table
+from megatron_vl.platform import Platform
+from megatron_vl.training.checkpoint import CheckpointSaver, read_run, step_folder, take_snapshot
+from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.optimizer_state import OptimizerReader
+from megatron_vl.training.step import train_step
+from megatron_vl.weights import WeightReader
+
+from .reference import backward, canonical, load_hf
+from .run import ADAM, LOSS_TOLERANCE, Case, Live, build, draw
+
+STATE_TOLERANCE = 1e-4
+"""Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps of tiny weights."""
+WEIGHT_TOLERANCE = 1e-4
+"""Relative L2 of a weight after some steps."""
+
+
+def run_training(case: Case, platform: Platform) -> dict[str, Any]:
+    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": errors by kind}."""
+    live = build(case, platform)
+    results: list[dict[str, Any]] = []
+    batches = [draw(rows, live.spec, number) for number, rows in enumerate(case.steps)]
+    for number, samples in enumerate(batches):
+        data = live.feed(samples, platform, case.seq_len)
+        set_learning_rates(live.optimizer, live.config, number)
+        result = train_step(live.wrapped, live.optimizer, data.rows, live.grid, case.seq_len)
+        results.append({"loss": result.loss, "grad_norm": result.grad_norm, "ok": result.updated})
+    state = saved_state(live, len(batches))
+    if live.grid.rank != 0:
+        return {"ok": True}
+    want_losses, want_norms, want = reference_training(case, [[s for row in batch for s in row] for batch in batches])
+    for result, loss, norm in zip(results, want_losses, want_norms, strict=True):
+        result |= {"reference": loss, "loss_error": abs(result["loss"] - loss) / loss}
+        result |= {"norm_error": abs(result["grad_norm"] - norm) / norm}
+        result["ok"] &= result["loss_error"] <= LOSS_TOLERANCE and result["norm_error"] <= 1e-4
+    errors = {kind: worst(state[kind], want[kind]) for kind in want}
+    limits = {kind: WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE for kind in want}
+    near = all(error <= limits[kind] for kind, (_, error) in errors.items())
+    return {"ok": near and all(r["ok"] for r in results), "steps": results, "state": errors}
+
+
+def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, float]:
+    """The tensor that differs most and its relative L2 error; infinite where a tensor is missing."""
+    if ours.keys() != theirs.keys():
+        return sorted(ours.keys() ^ theirs.keys())[0], math.inf
+    errors = {name: ((ours[name] - want).norm() / want.norm().clamp(min=1e-30)).item() for name, want in theirs.items()}
+    name = max(errors, key=errors.__getitem__)
+    return name, errors[name]
+
+
+def saved_state(live: Live, step: int) -> dict[str, dict[str, Tensor]]:
+    """Kind -> name -> full tensor, read back from a checkpoint of this layout; on rank 0. Collective."""
+    place: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
+    dist.broadcast_object_list(place)
+    folder = Path(place[0])
+    saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, keep=0)
+
+    def take() -> Any:
+        return take_snapshot(
+            step,
+            chunks=live.wrapped,
+            optimizer=live.optimizer,
+            spec=live.spec,
+            layout=live.layout,
+            grid=live.grid,
+            loader_state=None,
+            run={},
+        )
+
+    saver.start(take, step)
+    saver.wait()
+    dist.barrier()
+    state: dict[str, dict[str, Tensor]] = {}
+    if live.grid.rank == 0:
+        source = step_folder(folder, step)
+        files = {name.removeprefix("optimizer/"): facts for name, facts in read_run(source)["files"].items()}
+        reader, weights = OptimizerReader(source / "optimizer", files, live.layout.tp), WeightReader(source / "weights")
+        table = tensor_table(live.spec)
+        state["weights"] = {name: weights.get(name).float().clone() for name in table}
+        for kind in ("main", "exp_avg", "exp_avg_sq"):
+            state[kind] = {}
+            for name, info in table.items():
+                tensor = reader.get(info, kind, 0, 1, 0, torch.Size(info.shape).numel())
+                assert tensor is not None
+                state[kind][name] = tensor.view(info.shape)
+        reader.close()
+        shutil.rmtree(folder)
+    return state
+
+
+def reference_training(case: Case, batches: list[list[Sample]]) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
+    """(losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW and clipping."""
+    spec, norm = read_spec(case.hf), read_pixel_norm(case.hf)
+    model = load_hf(case.hf)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": ADAM.weight_decay},
+        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps)
+    losses, norms = [], []
+    for number, samples in enumerate(batches):
+        losses.append(backward(model, samples, spec, norm))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.clip_grad)))
+        for group in adam.param_groups:
+            group["lr"] = ADAM.lr * min(1.0, (number + 1) / ADAM.warmup_steps)
+        adam.step()
+    state: dict[str, dict[str, Tensor]] = {"weights": canonical(named, case.hf)}
+    state["main"] = state["weights"]
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state[kind] = canonical({name: adam.state[p][kind] for name, p in named.items()}, case.hf)
+    return losses, norms, state
