@@ -14,6 +14,7 @@ name only when all of it does, and a crash at any moment leaves the last good on
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -103,8 +104,10 @@ class CheckpointSaver:
         self.keep, self.keep_every = keep, keep_every
         self._thread: threading.Thread | None = None
         self._error: str | None = None
+        self._lock: Any = None
         if grid.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_folder(folder)
             for left in folder.glob("step_*.partial"):  # of a run that was killed while it saved
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -196,6 +199,22 @@ class CheckpointSaver:
         for step in steps:
             if step not in kept:
                 shutil.rmtree(step_folder(self.folder, step), ignore_errors=True)
+
+
+def lock_folder(folder: Path) -> Any:
+    """Keeps other runs from writing to ``folder`` for the life of this process; the lock dies with it, however it dies.
+
+    Raises:
+        CheckpointError: another run holds it.
+    """
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise CheckpointError(f"another run is writing to {folder}; end it, or give another checkpoint.dir") from error
+    except OSError:
+        pass  # a file system without locks
+    return file
 
 
 def saved_steps(folder: Path) -> list[int]:

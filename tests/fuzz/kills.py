@@ -9,6 +9,7 @@ many kills hit a save. Losses, gradient norms and the samples of every step must
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -31,9 +32,7 @@ def kill_once(prepared: dict[str, Path], run: Path, steps: int, rng: random.Rand
     """Starts (or resumes) the run and kills it. Returns (whether it was killed before its end, at which step)."""
     seen = len(metrics(run))
     with (run.parent / "killed.log").open("ab") as log:
-        process = subprocess.Popen(
-            command(prepared, run, *OPTIONS, steps=steps), env=environment(), stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(command(prepared, run, *OPTIONS, steps=steps), env=environment(), stdout=log, stderr=log)
         while process.poll() is None and len(metrics(run)) == seen:
             time.sleep(0.05)
         wait = time.monotonic() + rng.uniform(0.0, 3.0)
@@ -41,15 +40,31 @@ def kill_once(prepared: dict[str, Path], run: Path, steps: int, rng: random.Rand
             time.sleep(0.01)
         ended = process.poll() is not None
         if not ended:
-            os.killpg(process.pid, signal.SIGKILL)
-        # Ranks are children in the same session; a torn-down launcher must not leave one behind.
-        subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
+            kill_tree(process.pid)
         code = process.wait()
     if ended and code:
         raise RuntimeError(f"the run ended by itself with exit code {code}; {run.parent / 'killed.log'} says why")
     lines = metrics(run)
     saving = " while saving" if list(run.glob("step_*.partial")) else ""
     return not ended, f"step {lines[-1]['step'] if lines else 0}{saving}"
+
+
+def kill_tree(root: int) -> None:
+    """SIGKILL to a process and all below it. The launcher gives ranks sessions of their own, so its group is not enough."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # gone meanwhile
+            parents[int(entry.name)] = int(fields[1])
+    tree = {root}
+    while below := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= below
+    for pid in tree:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def joined(lines: list[dict[str, Any]]) -> dict[int, Any]:
