@@ -109,7 +109,7 @@ def _write(
     headers = {
         file: make_header({name: plan.stored[name] for name in names}, {"format": "pt"}) for file, names in plan.files.items()
     }
-    work = _work(what, source, headers, layout and layout.as_dict(), origin)
+    work = _work(what, source, headers, layout.as_dict() if layout else None, origin)
     workers = workers or default_workers()
     with writing(out, inputs, headers, work, force=force, workers=workers, say=_say) as output:
         jobs: dict[str, list[Job]] = {}

@@ -183,13 +183,16 @@ def write_rank_file(folder: str | Path, tp_rank: int, pp_rank: int, tensors: Map
 
 def write_manifest(
     folder: str | Path, spec: ModelSpec, layout: Layout | None, rank_entries: Sequence[dict], origin: dict | None = None
-) -> None:
+) -> str:
     """Writes ``manifest.json``, last of all files, after checking that the entries are the whole model.
 
     Args:
         layout: None for unsplit weights.
         rank_entries: what :func:`write_rank_file` returned on each model-parallel rank, in any order.
-        origin: anything worth keeping about where the weights came from.
+        origin: anything worth keeping about where the weights came from; a run's ``step`` is compared with its folder's.
+
+    Returns:
+        The manifest's digest, which stands for these weights.
 
     Raises:
         WeightsError: a tensor or file is missing, too many, of another shape or of two types; the message names it.
@@ -223,6 +226,7 @@ def write_manifest(
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+    return str(manifest["digest"])
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
@@ -371,6 +375,7 @@ class WeightReader:
             self.layout = _read_layout(self.spec, self.manifest)
             self.table = tensor_table(self.spec)
             self._where = self._place_files()
+            self._check_step()
         except (WeightsError, FileNotFoundError):
             raise
         except (ConfigError, LayoutError) as error:
@@ -407,6 +412,12 @@ class WeightReader:
         if len(where) != tp * len(self.table):
             raise WeightsError(f"{path}: files of more tensor ranks than its layout's {tp}")
         return where
+
+    def _check_step(self) -> None:
+        """Weights that a run saved say of which step they are; a step's folder holds those of its own."""
+        step, folder = (self.manifest.get("origin") or {}).get("step"), self.path.parent.name
+        if step is not None and self.path.name == "weights" and folder.startswith("step_") and folder != f"step_{step:08d}":
+            raise WeightsError(f"{self.path / MANIFEST}: the weights are those of step {step}, but they lie in {folder}")
 
     def names(self) -> list[str]:
         """Canonical names, in model order."""

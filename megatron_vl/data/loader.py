@@ -7,7 +7,8 @@ listed in its ``Row.dropped_samples``. A sample that cannot be read or encoded s
 rows are chosen: so it also does when a state is restored whose samples can no longer be read.
 
 A medium that fails to decode after packing leaves its sample in the row, grey and without loss, so that all ranks see
-the same row. One loader serves a data-parallel replica.
+the same row. One loader serves a data-parallel replica. (A validation pass ends: what is dropped behind its last row has no
+row to be counted in, and is logged only.)
 """
 
 from __future__ import annotations
@@ -169,9 +170,7 @@ class RowEncoder(DefaultTaskEncoder):
             raise FatalSampleError(
                 f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last: {sample.__key__}: {refused[1]}"
             )
-        if self.logged[refused[0]] <= 10:
-            last = " (further ones are counted, not logged)" if self.logged[refused[0]] == 10 else ""
-            log.warning("sample %s: %s: %s%s", sample.__key__, *refused, last)
+        self._log(sample, *refused)
         return EncodedSample.derive_from(sample, shard=sample.shard, source=_source(sample.text), refused=refused)
 
     def _encode(self, sample: RawSample) -> EncodedSample:
@@ -209,6 +208,11 @@ class RowEncoder(DefaultTaskEncoder):
         if self.data.max_patches and patches > self.data.max_patches:
             detail = f"{patches} patches do not fit into data.max_patches {self.data.max_patches}"
             raise UnusableError("more than max_patches", detail)
+
+    def _log(self, sample: Sample, reason: str, detail: str) -> None:
+        if self.logged[reason] <= 10:
+            last = " (further ones are counted, not logged)" if self.logged[reason] == 10 else ""
+            log.warning("sample %s: %s: %s%s", sample.__key__, reason, detail, last)
 
     def _drop(self, sample: EncodedSample, reason: str, detail: str) -> None:
         """Counts a sample for the next row and lists it there."""
@@ -251,7 +255,8 @@ class RowEncoder(DefaultTaskEncoder):
         if problem:
             loss_mask = torch.zeros_like(loss_mask)
             self._drop(sample, *problem)
-            log.warning("sample %s stays in its row without loss: %s: %s", sample.__key__, *problem)
+            self.logged[problem[0]] += 1
+            self._log(sample, *problem)
         return DecodedSample.derive_from(sample, sample=assemble.Sample(sample.token_ids, loss_mask, items))
 
     def _planes(self, item: dict[str, Any], data: bytes, grid: Grid) -> Tensor:

@@ -25,6 +25,7 @@ import json
 import math
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ MAX_ASPECT = 200
 MAX_PIXELS = 128_000_000
 """Largest picture or video frame that is decoded unless a caller says otherwise. Checked in the header, before decoding: a
 file of some kilobytes can say that it holds gigabytes."""
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO", "JPEG2000", "PPM", "AVIF", "TGA")
-"""Of all that Pillow reads, the formats of pictures. EPS, for one, is a program that Pillow hands to Ghostscript."""
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "AVIF", "TGA")
+"""Of all that Pillow reads, the formats of pictures (JPEG's reader takes MPO too). EPS, for one, is a program that Pillow
+hands to Ghostscript."""
 
 
 class PixelError(ValueError):
@@ -337,7 +339,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+            image = Image.open(io.BytesIO(data), formats=_image_formats())
     except Image.DecompressionBombError as error:
         raise TooLargeError(f"more than the {max_pixels} pixels that are allowed: {error}") from error
     except Exception as error:
@@ -345,6 +347,15 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
     if image.width * image.height > max_pixels:
         raise TooLargeError(f"{image.height} x {image.width} pixels, more than the {max_pixels} that are allowed")
     return image
+
+
+@cache
+def _image_formats() -> list[str]:
+    """Those of :data:`IMAGE_FORMATS` that this Pillow was built with (12.0 raises a KeyError for any other)."""
+    from PIL import Image
+
+    Image.init()
+    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
 def image_size(data: bytes) -> tuple[int, int]:

@@ -39,6 +39,8 @@ class StepData:
     """(full-attention lengths, window lengths) in patches of each row; empty lists for a text-only row."""
     keys: list[list[str]] = field(default_factory=list)
     """Keys of the samples of each row."""
+    dropped: list[dict[str, str]] = field(default_factory=list)
+    """Samples that could not be used, as listed by the loader (at most some hundreds a row)."""
     wait_s: float = 0.0
     """Seconds the loader's owner waited for its rows."""
 
@@ -82,6 +84,7 @@ class Feed:
             [d["lengths"] for d in described],
             [d["vision_lengths"] for d in described],
             [d["keys"] for d in described],
+            [sample for d in described for sample in d["dropped"]],
             wait,
         )
 
@@ -153,6 +156,7 @@ def _describe(row: Row) -> dict[str, Any]:
         "vision_lengths": (vision.cu_seqlens.diff().tolist(), vision.cu_window_seqlens.diff().tolist()) if real else ([], []),
         "counts": counts,
         "keys": row.keys,
+        "dropped": [sample.as_json() for sample in row.dropped_samples],
     }
 
 

@@ -202,6 +202,8 @@ def _steps(run: Run, log: MetricsLog) -> None:
         log.add(data)
         if run.step % config.log.interval == 0 or run.step == last or not result.updated:
             log.write(run.step, result, lr)
+        if problem := log.too_many_bad():
+            raise TrainingStopped(f"{problem}; they are listed in quarantine.jsonl")
         bad = 0 if result.updated else bad + 1
         if bad >= config.max_bad_steps:
             raise TrainingStopped(f"loss or gradient was not finite in {bad} steps in a row, the last one step {run.step}")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.data.bad_samples import BadSampleMeter
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
@@ -36,6 +37,8 @@ class MetricsLog:
         self.wait_s = 0.0
         self.counts: dict[str, int] = {}
         self.keys: list[list[str]] = []
+        self.dropped: list[dict[str, str]] = []
+        self.meter = BadSampleMeter(config.data.max_bad_share)
         self.totals: dict[str, int] = {}
         name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
         self.peak = peak_tflops(name, config.log.peak_tflops)
@@ -60,6 +63,7 @@ class MetricsLog:
             self.flops = self.flops + row_flops(self.spec, self.config.model, lengths, full, window)
         if self.config.log.samples:
             self.keys += data.keys
+        self.dropped += data.dropped
         for name, value in data.counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
 
@@ -76,6 +80,7 @@ class MetricsLog:
             self.counts,
             self.tokens,
             self.keys,
+            self.dropped,
         )
         dist.all_gather_object(everyone, mine)
         language, vision = sum(e[0] for e in everyone), sum(e[1] for e in everyone)
@@ -98,11 +103,24 @@ class MetricsLog:
             **counts,
         }
         self._emit(numbers)
+        self._quarantine(step, [sample for e in everyone for sample in e[7]])
+        self.meter.add(counts.get("samples", 0), {n[8:]: v for n, v in counts.items() if n.startswith("dropped/")})
         if self.config.log.samples:
             self._list_samples(step, [e[6] for e in everyone])
         self.steps = self.tokens = 0
-        self.flops, self.wait_s, self.counts, self.keys = Flops(0.0, 0.0), 0.0, {}, []
+        self.flops, self.wait_s, self.counts = Flops(0.0, 0.0), 0.0, {}
+        self.keys, self.dropped = [], []
         return numbers
+
+    def _quarantine(self, step: int, dropped: list[dict[str, str]]) -> None:
+        """Lists the samples that could not be used in ``quarantine.jsonl`` beside the checkpoints."""
+        if dropped and self.grid.rank == 0 and self.config.checkpoint.dir:
+            with (Path(self.config.checkpoint.dir) / "quarantine.jsonl").open("a") as file:
+                file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in dropped)
+
+    def too_many_bad(self) -> str | None:
+        """Why the run should stop, when more samples could not be used than ``data.max_bad_share``; equal on all ranks."""
+        return self.meter.problem() or None
 
     def _list_samples(self, step: int, keys: list[list[list[str]]]) -> None:
         """One line a printed step: the samples of each row, rows of data-parallel rank 0 first."""

@@ -252,7 +252,7 @@ def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
     at = data.index(b"\x89PNG")
     shard.write_bytes(data[:at] + bytes(200) + data[at + 200 :])
     row = next(loader(path, shuffle_buffer=0, packing_buffer=2))
-    assert row.dropped == {"image does not decode": 1} and row.num_samples == 2
+    assert row.dropped == {"image changed since conversion": 1} and row.num_samples == 2
     damaged = slice(int(row.cu_seqlens[0]), int(row.cu_seqlens[1]))
     assert row.loss_mask[damaged].sum() == 0 and row.loss_mask.sum() > 0
     assert row.vision.planes.unique().tolist() == [128]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_tools.convert import ConvertError, Options, convert
+from data_tools.convert import ConvertError, Options, _Pool, convert
 from data_tools.shards import ShardError
 from tests.data.datasets import mixed_records
 from tests.data.media import encoded, write
@@ -117,14 +117,20 @@ def test_killed_at_some_moment_with_workers(source, tmp_path, undisturbed, secon
     assert digests(out) == undisturbed
 
 
-def test_workers_end_with_their_parent(source, tmp_path):
-    process = FORK.Process(target=convert, args=(inputs(source), options(source, tmp_path / "out", workers=2)))
+def test_workers_end_with_their_parent():
+    """A worker without one would wait for its next task for ever."""
+
+    def target() -> None:
+        with _Pool(2) as pool:
+            list(pool.ordered(time.sleep, iter([(60,)] * 4)))
+
+    process = FORK.Process(target=target)
     process.start()
     children: list[str] = []
     until = time.monotonic() + 20
     while len(children) < 2 and time.monotonic() < until:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    time.sleep(0.1)  # they have asked to go with their parent
+    time.sleep(0.3)  # they have asked to go with their parent
     process.kill()
     process.join(10)
     while any(alive(pid) for pid in children) and time.monotonic() < until:

@@ -26,15 +26,26 @@ timeout 400 python3 -m tests.gpu.parity --ranks "$ranks" --out "$out" > "$out/pa
 echo "== parity on $ranks: exit $?"
 grep -E "^ok|^FAILED" "$out/parity.log"
 grep -E "Error" "$out/parity.log" | sort | uniq -c | head -5
-if [ "$ranks" = 8 ]; then
+sp="--parallel.sequence_parallel true"
+case "$ranks" in
+8)
   demo one 1 1 1
   demo tp2pp2dp2 8 2 2
   demo tp4pp2 8 4 2
   bench dp8 --global_batch_size 32
-  bench tp2pp2dp2 --global_batch_size 16 --rows images --parallel.tp 2 --parallel.pp 2 --parallel.layers '[8,20]' --parallel.sequence_parallel true
-  bench tp4pp2 --global_batch_size 8 --rows images --parallel.tp 4 --parallel.pp 2 --parallel.layers '[8,20]' --parallel.sequence_parallel true
-else
+  bench tp2pp2dp2 --global_batch_size 16 --rows images --parallel.tp 2 --parallel.pp 2 --parallel.layers '[8,20]' $sp
+  bench tp4pp2 --global_batch_size 8 --rows images --parallel.tp 4 --parallel.pp 2 --parallel.layers '[8,20]' $sp
+  ;;
+4)
+  demo one 1 1 1
+  demo tp2pp2 4 2 2
+  demo tp4 4 4 1
+  bench dp4 --global_batch_size 16
+  bench tp2pp2 --global_batch_size 8 --rows images --parallel.tp 2 --parallel.pp 2 --parallel.layers '[8,20]' $sp
+  ;;
+*)
   demo one 1 1 1
   bench layers4 --global_batch_size 4 --language-layers 4
   bench layers4_offload --global_batch_size 4 --language-layers 4 --rows text --optimizer.cpu_offload true
-fi
+  ;;
+esac

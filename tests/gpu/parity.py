@@ -56,6 +56,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "PP2 x VPP2", "pp": 2, "vpp": 2, "steps": [ROWS]},
         {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
     ],
+    4: [
+        {"name": "TP2 x PP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [ROWS, TEXT_LAST]},
+        {"name": "TP2 x PP2 x VPP2 + SP, tied", **TP2_PP2, "tied": True, "vpp": 2, "steps": [TEXT_LAST, ROWS]},
+        {"name": "TP4 + SP", "tp": 4, "sequence_parallel": True, "steps": [ROWS]},
+        {"name": "PP2 x DP2, overlap", "pp": 2, "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {"name": "DP4, qwen2_vl", "family": "qwen2_vl", "overlap": True, "steps": [ROWS, TEXT_LAST, ROWS]},
+    ],
     8: [
         {"name": "TP2 x PP2 x DP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
         {"name": "TP4 x PP2 + SP", **TP2_PP2, "tp": 4, "steps": [ROWS, TEXT_LAST]},

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from converters.convert import convert, export
 from converters.verify import compare
 from megatron_vl.weights import WeightReader
-from tests.training.small_run import LAYOUT, REPOSITORY, metrics, prepare, train
+from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, metrics, prepare, train
 from toolkit.commands.checkpoint import verify_checkpoint
 
 
@@ -162,3 +162,27 @@ def test_impossible_runs_are_refused_before_a_group_starts(
         cwd=tmp_path,
     )
     assert done.returncode == 1 and message in done.stderr
+
+
+def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Path]) -> None:
+    """Some samples do not fit into so short a row: all ranks stop together and say what was dropped."""
+    run = prepared["folder"] / "bad"
+    done = train(prepared, run, *LAYOUT, "--data.seq_len", "56", "--data.max_bad_share", "0.0")
+    assert done.returncode != 0
+    assert "samples could not be used" in done.stderr and "quarantine.jsonl" in done.stderr, done.stderr[:6000]
+    listed = metrics(run, "quarantine.jsonl")
+    assert listed and all(sample["key"] and sample["reason"] for sample in listed)
+
+
+def test_a_save_that_fails_leaves_the_last_good_checkpoint(prepared: dict[str, Path], whole: Path) -> None:
+    """Files may not grow beyond some kilobytes, as on a full disk: the run ends, and goes on from the checkpoint before."""
+    run = prepared["folder"] / "full_disk"
+    shutil.copytree(prepared["folder"] / "resumed" / "step_00000003", run / "step_00000003")
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "limited", *command(prepared, run, *LAYOUT)]
+    done = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=300, cwd=prepared["folder"])
+    assert done.returncode != 0
+    assert "could not be written" in done.stderr and "File too large" in done.stderr
+    assert not (run / "step_00000006").exists() and not verify_checkpoint(run / "step_00000003")
+    done = train(prepared, run, *LAYOUT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert metrics(run)[-1]["loss"] == metrics(whole)[-1]["loss"]

@@ -51,10 +51,10 @@ def run_training(case: Case, platform: Platform) -> dict[str, Any]:
     if live.grid.rank != 0:
         return {"ok": True}
     want_losses, want_norms, want = reference_training(case, [[s for row in batch for s in row] for batch in batches])
-    for result, loss, norm in zip(results, want_losses, want_norms, strict=True):
-        result |= {"reference": loss, "loss_error": abs(result["loss"] - loss) / loss}
-        result |= {"norm_error": abs(result["grad_norm"] - norm) / norm}
-        result["ok"] &= result["loss_error"] <= LOSS_TOLERANCE and result["norm_error"] <= 1e-4
+    for line, loss, norm in zip(results, want_losses, want_norms, strict=True):
+        line |= {"reference": loss, "loss_error": abs(line["loss"] - loss) / loss}
+        line |= {"norm_error": abs(line["grad_norm"] - norm) / norm}
+        line["ok"] &= line["loss_error"] <= LOSS_TOLERANCE and line["norm_error"] <= 1e-4
     errors = {kind: worst(state[kind], want[kind]) for kind in want}
     limits = {kind: WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE for kind in want}
     near = all(error <= limits[kind] for kind, (_, error) in errors.items())
@@ -115,7 +115,7 @@ def reference_training(case: Case, batches: list[list[Sample]]) -> tuple[list[fl
     spec, norm = read_spec(case.hf), read_pixel_norm(case.hf)
     model = load_hf(case.hf)
     named = dict(model.named_parameters())
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": ADAM.weight_decay},
         {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
@@ -127,7 +127,7 @@ def reference_training(case: Case, batches: list[list[Sample]]) -> tuple[list[fl
         for group in adam.param_groups:
             group["lr"] = ADAM.lr * min(1.0, (number + 1) / ADAM.warmup_steps)
         adam.step()
-    state: dict[str, dict[str, Tensor]] = {"weights": canonical(named, case.hf)}
+    state = {"weights": canonical({name: p.detach() for name, p in named.items()}, case.hf)}
     state["main"] = state["weights"]
     for kind in ("exp_avg", "exp_avg_sq"):
         state[kind] = canonical({name: adam.state[p][kind] for name, p in named.items()}, case.hf)

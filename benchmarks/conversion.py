@@ -1,0 +1,233 @@
+"""Speed and memory of convert, split, merge and export against a copy of the same bytes: ``python benchmarks/conversion.py``.
+
+A Hugging Face folder with the structure of Qwen2.5-VL-7B and as many decoder layers as fill the size is written with random
+bf16 data. Each command runs as users run it, in a process of its own, its start included, after everything was written back
+to the disk and dropped from the page cache. RssAnon is memory that no file backs, sampled every 10 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters import rules_for
+from converters.hf import INDEX
+from megatron_vl.models.families import read_spec
+from megatron_vl.tensor_files import TensorWriter, make_header, row_windows
+from megatron_vl.weights import WeightReader
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+"""The fields of the released Qwen2.5-VL-7B-Instruct that decide its tensors."""
+FILE_BYTES = 4_000_000_000
+LAYOUT = ["--tp", "4", "--pp", "2"]
+
+
+def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
+    spec = read_spec(CONFIG | {"num_hidden_layers": layers})
+    return {name: shape for rule in rules_for(spec) for name, shape in rule.hf.items()}
+
+
+def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+
+
+def write_hf(folder: Path, gigabytes: float) -> int:
+    """A HF folder of about this size. Returns its decoder layers."""
+    layers = min(range(2, 200), key=lambda n: abs(size_of(shapes_of(n)) - gigabytes * 1e9))
+    shapes = shapes_of(layers)
+    groups: list[list[str]] = [[]]
+    for name in shapes:
+        if size_of({n: shapes[n] for n in [*groups[-1], name]}) > FILE_BYTES:
+            groups.append([])
+        groups[-1].append(name)
+    random = torch.randint(-(2**15), 2**15, (1 << 24,), dtype=torch.int16).view(torch.bfloat16)
+
+    def pieces(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        for window in row_windows(shape, 2):
+            count = (window.row_end - window.row) * (window.col_end - window.col)
+            start = int(torch.randint(0, max(1, random.numel() - count), ()))
+            yield random[start : start + count]
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    where = {}
+    for i, names in enumerate(groups, 1):
+        file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        writer = TensorWriter(folder / file, make_header({name: (torch.bfloat16, shapes[name]) for name in names}))
+        for name in names:
+            writer.write(name, pieces(shapes[name]))
+            where[name] = file
+        writer.commit(sync=True)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size_of(shapes)}, "weight_map": where}))
+    return layers
+
+
+def settle(folder: Path) -> None:
+    """Nothing waits to be written, and nothing of the folder is in the page cache."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of a process that no file backs."""
+    try:
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def timed(words: list[str], root: Path) -> dict[str, float]:
+    """Runs a command. Returns its seconds, those until its output is on the disk, and its peak of RssAnon in bytes."""
+    settle(root)
+    begin, peak = time.monotonic(), 0
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while process.poll() is None:
+        peak = max(peak, anonymous(process.pid))
+        time.sleep(0.01)
+    seconds = time.monotonic() - begin
+    if process.returncode:
+        assert process.stderr
+        raise SystemExit(f"{' '.join(words)} failed:\n{process.stderr.read().decode()}")
+    os.sync()
+    return {"seconds": seconds, "seconds_to_disk": time.monotonic() - begin, "rss_anon": peak}
+
+
+def load_rank(checkpoint: Path, verify: bool) -> Callable[[], int]:
+    """Rank 0 of tensor parallel size 2 as the trainer reads it, from whatever layout is there."""
+
+    def load() -> int:
+        reader = WeightReader(checkpoint, verify=verify)
+        return sum(reader.get(name, 0, 2).nbytes for name in reader.names())
+
+    return load
+
+
+def benchmark(root: Path, gigabytes: float, workers: int) -> dict[str, Any]:
+    print(f"writing {gigabytes:g} GB to {root}", file=sys.stderr, flush=True)
+    layers = write_hf(root / "hf", gigabytes)
+    size = sum(path.stat().st_size for path in (root / "hf").iterdir())
+    tool = [sys.executable, "-m", "toolkit"]
+    common = ["--workers", str(workers)]
+    paths = {name: str(root / name) for name in ("hf", "copy", "shards", "split", "full", "back")}
+    steps: dict[str, tuple[list[str], list[str]]] = {
+        "cp": (["cp", "-r", paths["hf"], paths["copy"]], ["copy"]),
+        "convert --tp 4 --pp 2": ([*tool, "convert", "--hf", paths["hf"], *LAYOUT, "--out", paths["shards"], *common], []),
+        "merge": ([*tool, "merge", "--checkpoint", paths["shards"], "--out", paths["full"], *common], []),
+        "split --tp 4 --pp 2": (
+            [*tool, "split", "--checkpoint", paths["full"], *LAYOUT, "--out", paths["split"], *common],
+            ["full", "split"],
+        ),
+        "export": (
+            [*tool, "export", "--checkpoint", paths["shards"], "--hf", paths["hf"], "--out", paths["back"], *common],
+            [],
+        ),
+    }
+    results: dict[str, dict[str, float]] = {}
+    for name, (words, finished) in steps.items():
+        results[name] = timed(words, root)
+        print(f"{name}: {results[name]['seconds']:.1f} s", file=sys.stderr, flush=True)
+        if name.startswith("split"):
+            same_files(root / "shards", root / "split")
+        for folder in finished:
+            shutil.rmtree(root / folder)
+    same_files(root / "hf", root / "back")
+    for verify in (True, False):
+        settle(root)
+        begin = time.monotonic()
+        load_rank(root / "shards", verify)()
+        results[f"load a TP 2 rank from TP 4 shards, {'verified' if verify else 'not verified'}"] = {
+            "seconds": time.monotonic() - begin
+        }
+    return {
+        "bytes": size,
+        "layers": layers,
+        "workers": workers,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "results": results,
+    }
+
+
+def same_files(a: Path, b: Path) -> None:
+    """Byte for byte: speed of something wrong is of no use."""
+    if subprocess.run(["diff", "-rq", str(a), str(b)], stdout=subprocess.DEVNULL).returncode:
+        raise SystemExit(f"{a} and {b} differ")
+
+
+def table(report: dict[str, Any]) -> str:
+    copy, size = report["results"]["cp"], report["bytes"]
+    lines = [
+        f"{size / 1e9:.2f} GB bf16, {report['layers']} decoder layers, {report['workers']} workers on {report['cores']} cores, "
+        f"Python {report['python']}, torch {report['torch']}",
+        f"{'':<48}{'s':>8}{'x cp':>7}{'MB/s':>8}{'s to disk':>11}{'x cp':>7}{'RssAnon MiB':>13}",
+    ]
+    for name, result in report["results"].items():
+        line = (
+            f"{name:<48}{result['seconds']:8.1f}{result['seconds'] / copy['seconds']:7.2f}{size / result['seconds'] / 1e6:8.0f}"
+        )
+        if "rss_anon" in result:
+            line += f"{result['seconds_to_disk']:11.1f}{result['seconds_to_disk'] / copy['seconds_to_disk']:7.2f}"
+            line += f"{result['rss_anon'] / 2**20:13.0f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=8, help="size of the folder in GB (1e9 bytes); at least about 5 (default 8)")
+    parser.add_argument("--dir", type=Path, help="where to write; 4 times the size is needed (default: the temporary folder)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one a core)")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        report = benchmark(Path(folder), args.gb, args.workers)
+    print(table(report))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Training meets what conversion could not see: every sample is used, or counted and named; nothing hangs or ends silently."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter
+from megatron_vl.data.loader import LoaderError, build_loader
+from megatron_vl.data.packing import fill_row, pack_greedily
+from megatron_vl.data.reading import crc_differs, with_crc
+from megatron_vl.models.families import read_spec
+from tests.tiny import tiny_checkpoint
+
+from .datasets import converted, mixed_records
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pristine")
+    out, report = converted(folder, mixed_records(folder / "media", COUNT), samples_per_shard=6)
+    assert report.shards == 4
+    return out
+
+
+@pytest.fixture
+def dataset(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "data")
+
+
+def loader(path: Path, **changes):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 0}
+    settings |= {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24, **changes}
+    return build_loader(DataConfig(path=str(path), **settings), read_spec(folder), folder)
+
+
+def epoch(path: Path, **changes) -> tuple[Counter[str], dict[str, tuple[str, str]]]:
+    """Keys that one pass and more gave, and (reason, shard) of the dropped by key."""
+    rows = loader(path, **changes)
+    used: Counter[str] = Counter()
+    dropped = {}
+    for row in islice(rows, 30):
+        used.update(row.keys)
+        assert sum(row.dropped.values()) == len(row.dropped_samples)
+        dropped |= {d.key: (d.reason, d.shard) for d in row.dropped_samples}
+    rows.close()
+    return used, dropped
+
+
+def vanish(shard: Path) -> None:
+    shard.unlink()
+
+
+def index_vanishes(shard: Path) -> None:
+    shard.with_suffix(".tar.idx").unlink()
+
+
+def empty(shard: Path) -> None:
+    shard.write_bytes(b"")
+
+
+def index_empty(shard: Path) -> None:
+    shard.with_suffix(".tar.idx").write_bytes(b"")
+
+
+def noise(shard: Path) -> None:
+    shard.write_bytes(random.Random(0).randbytes(shard.stat().st_size))
+
+
+def index_noise(shard: Path) -> None:
+    index = shard.with_suffix(".tar.idx")
+    index.write_bytes(random.Random(0).randbytes(index.stat().st_size))
+
+
+def folder(shard: Path) -> None:
+    shard.unlink()
+    shard.mkdir()
+
+
+WHOLE_SHARD = [
+    (vanish, {"shard missing"}, 0),
+    (vanish, {"shard missing"}, 2),
+    (index_vanishes, {"shard missing"}, 0),
+    (empty, {"shard damaged"}, 0),
+    (noise, {"shard damaged"}, 0),
+    (folder, {"shard unreadable"}, 0),
+    (index_empty, {"shard damaged"}, 0),
+]
+
+
+@pytest.mark.parametrize("damage,reasons,workers", WHOLE_SHARD, ids=[f"{d.__name__}-{w}" for d, _, w in WHOLE_SHARD])
+def test_a_shard_is_gone(dataset, damage, reasons, workers):
+    """The others are read on, and each of its samples is counted under its place in the shard."""
+    damage(dataset / "train-000002.tar")
+    used, dropped = epoch(dataset, num_workers=workers)
+    missing = {f"train-000002.tar[{i}]" for i in range(6)}
+    # The first sample of a shard is at its start whatever the index says.
+    assert missing - {"train-000002.tar[0]"} <= set(dropped) <= missing
+    assert {reason for reason, _ in dropped.values()} <= reasons and {s for _, s in dropped.values()} == {"train-000002.tar"}
+    assert {f"{i:09d}" for i in range(COUNT) if not 12 <= i < 18} <= set(used)
+    assert len(set(used)) + len(dropped) == COUNT
+
+
+def test_an_index_of_noise(dataset):
+    index_noise(dataset / "train-000002.tar")
+    used, dropped = epoch(dataset)
+    assert {shard for _, shard in dropped.values()} == {"train-000002.tar"} and len(dropped) >= 5
+    assert len(set(used)) + len(dropped) == COUNT
+
+
+def test_a_tar_cut_short_gives_what_is_in_front_of_the_cut(dataset):
+    shard = dataset / "train-000001.tar"
+    data = shard.read_bytes()
+    at = data.index(b"000000009.json")
+    shard.write_bytes(data[: at + 700])
+    used, dropped = epoch(dataset)
+    assert dropped == {f"train-000001.tar[{i}]": ("shard damaged", "train-000001.tar") for i in (3, 4, 5)}
+    assert set(used) == {f"{i:09d}" for i in range(COUNT) if i not in (9, 10, 11)}
+
+
+def test_a_shard_that_was_written_again_with_other_samples(dataset):
+    shutil.copy(dataset / "train-000000.tar", dataset / "train-000003.tar")
+    used, dropped = epoch(dataset)
+    assert all(shard == "train-000003.tar" for _, shard in dropped.values())
+    assert {f"{i:09d}" for i in range(18)} <= set(used) and dropped
+
+
+def test_one_changed_byte_of_text_or_pixels_is_noticed(dataset):
+    """Both would decode; the picture stays in its row, grey and without loss."""
+    shard = dataset / "train-000000.tar"
+    data = bytearray(shard.read_bytes())
+    data[data.index(b"What is this?")] ^= 1
+    at = data.index(b"\x89PNG")
+    at = data.index(b"IDAT", at) + 100
+    data[at] ^= 1
+    shard.write_bytes(data)
+    used, dropped = epoch(dataset)
+    assert dropped["000000000"] == ("text changed since conversion", "train-000000.tar")
+    reasons = Counter(reason for reason, _ in dropped.values())
+    assert reasons == {"text changed since conversion": 1, "image changed since conversion": 1}
+    assert "000000000" not in used and all(key in used for key in dropped if key != "000000000")
+
+
+def test_the_list_says_where_a_sample_came_from(tmp_path):
+    turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
+    path, _ = converted(tmp_path, [{"conversations": turns(400 if i == 2 else 5)} for i in range(8)])
+    row = next(loader(path))
+    (dropped,) = row.dropped_samples
+    assert dropped.as_json() == {
+        "key": "000000002",
+        "shard": "train-000000.tar",
+        "source": "in.json record 3",
+        "reason": "longer than seq_len",
+        "detail": dropped.detail,
+    }
+    assert "tokens do not fit into data.seq_len 320" in dropped.detail
+
+
+def test_the_list_is_bounded_and_the_counts_are_not(tmp_path):
+    turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
+    path, _ = converted(tmp_path, [{"conversations": turns(400 if i < 600 else 5)} for i in range(604)])
+    row = next(loader(path))
+    assert row.dropped == {"longer than seq_len": 600} and len(row.dropped_samples) == LISTED_PER_ROW
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_whose_samples_vanished_is_restored(dataset, workers):
+    """They wait in the buffer of the saved state; the rest of it goes on, and they are counted."""
+    first = loader(dataset, num_workers=workers, packing_buffer=8, shuffle_buffer=6)
+    for _ in range(3):
+        next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    first.close()
+    (dataset / "train-000002.tar").unlink()
+    second = loader(dataset, num_workers=workers, packing_buffer=8, shuffle_buffer=6)
+    second.load_state_dict(state)
+    used: set[str] = set()
+    dropped: set[str] = set()
+    for row in islice(second, 30):
+        used.update(row.keys)
+        dropped.update(d.key for d in row.dropped_samples)
+    second.close()
+    assert dropped == {f"train-000002.tar[{i}]" for i in range(6)}
+    assert used == {f"{i:09d}" for i in range(COUNT) if not 12 <= i < 18}
+
+
+def test_a_data_set_that_is_gone_ends_the_run_with_the_counts(dataset, monkeypatch):
+    monkeypatch.setattr("megatron_vl.data.loader.MOST_REFUSED_IN_A_ROW", 50)
+    for shard in dataset.glob("*.tar"):
+        shard.unlink()
+    with pytest.raises(
+        LoaderError, match=r"^50 samples in a row cannot be used \(50 shard missing\); the last: train-.*"
+    ) as error:
+        next(loader(dataset))
+    assert "\n" not in str(error.value)
+
+
+def test_what_workers_print(dataset, capfd, caplog):
+    """No progress bars of Energon; bad samples are named."""
+    (dataset / "train-000001.tar").unlink()
+    with caplog.at_level(logging.WARNING):
+        list(islice(loader(dataset), 8))
+    assert "train-000001.tar[0]: shard missing" in caplog.text
+    assert capfd.readouterr().err.count("Filling") == 0
+
+
+# ------------------------------------------------------------------------------------------------------- the limit
+
+
+def test_the_share_of_bad_samples():
+    meter = BadSampleMeter(0.01, minimum=1000)
+    meter.add(50, {"image does not decode": 10})
+    assert not meter.problem() and meter.share == 0.01
+    meter.add(0, {"shard missing": 1})
+    assert "11 of 61 samples could not be used" in meter.problem()
+    assert "10 image does not decode, 1 shard missing" in meter.problem() and "data.max_bad_share 0.01" in meter.problem()
+    meter.add(2000, {})
+    assert not meter.problem()
+    meter.add(0, {"shard missing": 11})
+    assert meter.problem()
+    other = BadSampleMeter(0.01)
+    other.load_state_dict(json.loads(json.dumps(meter.state_dict())))
+    assert other.problem() == meter.problem()
+
+
+def test_no_bad_sample_or_any_number():
+    none, any_ = BadSampleMeter(0.0), BadSampleMeter(1.0, minimum=1)
+    for meter in (none, any_):
+        assert not meter.problem()
+        meter.add(100, {"x": 1})
+    assert none.problem() and not any_.problem()
+    any_.add(0, {"x": 100})
+    assert not any_.problem()
+    for share, minimum in ((-0.1, 1), (1.1, 1), (0.5, 0)):
+        with pytest.raises(ValueError, match="max_bad_share"):
+            BadSampleMeter(share, minimum)
+
+
+# --------------------------------------------------------------------------------------------------------- packing
+
+
+def test_a_row_is_the_fullest_there_is():
+    """Against all subsets."""
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [(draw.randint(1, 40), draw.randint(0, 30)) for _ in range(draw.randint(1, 8))]
+        tokens, patches = 64, draw.choice([0, 40])
+        row = fill_row(sizes, tokens, patches)
+        fits = [
+            sum(sizes[i][0] for i in chosen)
+            for mask in range(1 << (len(sizes) - 1))
+            if (chosen := [0] + [i + 1 for i in range(len(sizes) - 1) if mask >> i & 1])
+            and sum(sizes[i][0] for i in chosen) <= tokens
+            and (not patches or sum(sizes[i][1] for i in chosen) <= patches)
+        ]
+        assert row == sorted(set(row)) and row[0] == 0
+        assert sum(sizes[i][0] for i in row) == max(fits)
+        assert not patches or sum(sizes[i][1] for i in row) <= patches
+
+
+def test_rows_are_full_and_none_waits_for_ever(tmp_path):
+    """Rows of a data set of mixed lengths, in the loader itself, against packing that empties its buffer."""
+    draw = random.Random(0)
+    words = [min(int(draw.lognormvariate(3.0, 0.8)) + 5, 120) for _ in range(600)]
+    turns = lambda n: [{"from": "human", "value": "x" + " x" * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
+    path, _ = converted(tmp_path, [{"conversations": turns(n)} for n in words])
+    filled, oldest, lengths = [], [], []
+    for row in islice(loader(path, packing_buffer=32), 60):
+        assert row.cu_seqlens[-1] == 320 and not row.dropped
+        sizes = row.cu_seqlens.diff()[: row.num_samples].tolist()
+        lengths += sizes
+        filled.append(sum(sizes) / 320)
+        oldest.append(min(row.keys))
+    assert oldest == sorted(set(oldest)), "each row takes the sample that has waited longest"
+    emptied = []
+    for start in range(0, len(lengths) - 32, 32):
+        sizes = [(n, 0) for n in lengths[start : start + 32]]
+        emptied += [sum(sizes[i][0] for i in bin_) / 320 for bin_ in pack_greedily(sizes, 320)]
+    assert sum(filled) / 60 > 0.995 and sum(emptied) / len(emptied) < 0.96
+
+
+def test_validation_ends_with_every_sample(tmp_path):
+    turns = [{"from": "human", "value": "x " * 60}, {"from": "gpt", "value": "y"}]
+    path, report = converted(tmp_path, [{"conversations": turns}] * 40, val_fraction=0.5)
+    folder = tiny_checkpoint("qwen2_5_vl")
+    for buffer in (4, 20, 64):
+        data = DataConfig(path=str(path), seq_len=320, num_workers=0, packing_buffer=buffer)
+        rows = list(build_loader(data, read_spec(folder), folder, split="val"))
+        assert sum(row.num_samples for row in rows) == report.val == len({key for row in rows for key in row.keys})
+
+
+def test_checksum_of_a_text():
+    text = with_crc(b'{"a": "\xc3\xa9"}')
+    assert json.loads(text)["a"] == "é" and not crc_differs(text)
+    assert crc_differs(text.replace(b"a", b"b", 1)) and not crc_differs(b'{"a": 1}') and not crc_differs(b"")

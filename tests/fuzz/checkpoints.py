@@ -1,0 +1,512 @@
+"""Damages Megatron checkpoints in every way that comes to mind and reads them: ``python -m tests.fuzz.checkpoints --count 500``.
+
+Four checkpoints are made: unsplit weights, shards, a run's folder as one rank saved it, and one as four ranks would have.
+Each round copies one, damages it, then merges and exports it as the command does and, for runs, resumes with the trainer's
+own function into a built model. What comes out must be, bit for bit, what the undamaged checkpoint gives, or a refusal that
+names the damaged file, or the tensor or field in it. Anything else is a fault, printed with the seed that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.convert import convert
+from megatron_vl.config import parse_config
+from megatron_vl.models.tensors import tensor_table
+from megatron_vl.parallel.layout import make_layout
+from megatron_vl.tensor_files import WeightsError, read_header
+from megatron_vl.weights import MANIFEST, WeightReader, manifest_digest, shard, write_manifest, write_rank_file
+from toolkit.cli import main as command
+from toolkit.tiny import write_tiny_checkpoint
+
+CHECKPOINTS = ("full", "shards", "run", "run_of_four")
+
+
+# --- What is damaged ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Damage:
+    """What was done to a checkpoint: in words, and what a refusal may name."""
+
+    kind: str
+    what: str
+    names: set[str] = field(default_factory=set)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """New content under a name that may be a hard link to the undamaged file."""
+    path.unlink()
+    path.write_bytes(data)
+
+
+class Mutator:
+    """Damages of a folder, drawn from a generator."""
+
+    def __init__(self, folder: Path, draw: random.Random) -> None:
+        self.folder, self.draw = folder, draw
+        self.files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+        self.tensors = [path for path in self.files if path.suffix == ".safetensors"]
+        self.json = [path for path in self.files if path.suffix == ".json"]
+
+    def damage(self) -> Damage:
+        kinds = [self.flip, self.cut, self.extend, self.delete, self.swap, self.zeros, self.header, self.rename_tensors]
+        kinds += [self.edit, self.edit, self.signed_edit, self.older_file, self.older_part, self.empty, self.junk]
+        while True:
+            kind = self.draw.choice(kinds)
+            done = kind()
+            if done is not None:
+                names = {part for name in done[1] for part in (name, Path(name).name)}
+                return Damage(kind.__name__, done[0], names)
+
+    def pick(self) -> Path:
+        """Small files are drawn as often as large ones; half of the time it is a JSON file."""
+        return self.draw.choice(self.draw.choice([self.files, self.json]))
+
+    def name(self, path: Path) -> str:
+        return str(path.relative_to(self.folder))
+
+    def flip(self) -> tuple[str, list[str]]:
+        path = self.pick()
+        data = bytearray(path.read_bytes())
+        places = [(self.draw.randrange(len(data)), self.draw.randrange(8)) for _ in range(self.draw.choice([1, 1, 2, 8]))]
+        for at, bit in places:
+            data[at] ^= 1 << bit
+        replace(path, bytes(data))
+        return f"{self.name(path)}: bits {places} flipped", [self.name(path)]
+
+    def cut(self) -> tuple[str, list[str]]:
+        path = self.pick()
+        data = path.read_bytes()
+        size = self.draw.choice([self.draw.randrange(len(data)), len(data) - 1, len(data) // 2, 8, 4096])
+        replace(path, data[:size])
+        return f"{self.name(path)}: cut to {size} bytes", [self.name(path)]
+
+    def extend(self) -> tuple[str, list[str]]:
+        path = self.pick()
+        extra = self.draw.choice([b"\0", b" ", b"\n{}", self.draw.randbytes(self.draw.randrange(1, 5000))])
+        replace(path, path.read_bytes() + extra)
+        return f"{self.name(path)}: {len(extra)} bytes added", [self.name(path)]
+
+    def delete(self) -> tuple[str, list[str]]:
+        path = self.pick()
+        path.unlink()
+        return f"{self.name(path)}: deleted", [self.name(path)]
+
+    def empty(self) -> tuple[str, list[str]]:
+        path = self.pick()
+        replace(path, b"")
+        return f"{self.name(path)}: emptied", [self.name(path)]
+
+    def junk(self) -> tuple[str, list[str]]:
+        path = self.pick()
+        replace(path, self.draw.choice([self.draw.randbytes(2000), b"null", b"[]", b"{}", b"\xff\xfe", b'"x"']))
+        return f"{self.name(path)}: replaced by junk", [self.name(path)]
+
+    def swap(self) -> tuple[str, list[str]] | None:
+        a = self.pick()
+        others = [path for path in self.files if path != a and path.suffix == a.suffix]
+        if not others:
+            return None
+        b = self.draw.choice(others)
+        first, second = a.read_bytes(), b.read_bytes()
+        replace(a, second)
+        replace(b, first)
+        return f"{self.name(a)} and {self.name(b)} exchanged", [self.name(a), self.name(b), *self.described_by(a)]
+
+    def zeros(self) -> tuple[str, list[str]]:
+        path = self.draw.choice(self.tensors)
+        data = bytearray(path.read_bytes())
+        page = self.draw.randrange(len(data) // 4096 + 1) * 4096
+        data[page : page + 4096] = bytes(len(data[page : page + 4096]))
+        replace(path, bytes(data))
+        return f"{self.name(path)}: page at {page} zeroed", [self.name(path)]
+
+    def header(self) -> tuple[str, list[str]]:
+        """A field of one tensor in a header, which is then written anew in whatever length it has."""
+        path = self.draw.choice(self.tensors)
+        old = read_header(path)
+        entries = json.loads(old[8:])
+        name = self.draw.choice([name for name in entries if name != "__metadata__"])
+        entry = entries[name]
+        change = self.draw.choice(["dtype", "shape", "offsets", "drop", "name", "metadata", "transpose"])
+        if change == "dtype":
+            entry["dtype"] = self.draw.choice(["F32", "BF16", "F16", "I32", "I64", "F4", "U8"])
+        elif change == "shape":
+            entry["shape"] = self.draw.choice([[1, *entry["shape"]], entry["shape"][:-1], [n + 1 for n in entry["shape"]]])
+        elif change == "transpose":
+            entry["shape"] = entry["shape"][::-1]
+        elif change == "offsets":
+            entry["data_offsets"][self.draw.randrange(2)] += self.draw.choice([-4, 4, 1, 1 << 40])
+        elif change == "drop":
+            del entries[name]
+        elif change == "name":
+            entries[name + "x"] = entries.pop(name)
+        else:
+            entries["__metadata__"] = {"tp": str(self.draw.randrange(9)), "format": "tf"}
+        self.put_header(path, len(old), entries)
+        return f"{self.name(path)}: header, {change} of {name}", [self.name(path), name]
+
+    def put_header(self, path: Path, old: int, entries: dict) -> None:
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        replace(path, len(text).to_bytes(8, "little") + text + path.read_bytes()[old:])
+
+    def rename_tensors(self) -> tuple[str, list[str]] | None:
+        """Two tensors of one shape and type exchange their names: every length still fits."""
+        path = self.draw.choice(self.tensors)
+        old = read_header(path)
+        entries = json.loads(old[8:])
+        names = [name for name in entries if name != "__metadata__"]
+        self.draw.shuffle(names)
+        for i, a in enumerate(names):
+            for b in names[i + 1 :]:
+                if all(entries[a][key] == entries[b][key] for key in ("dtype", "shape")):
+                    entries[a]["data_offsets"], entries[b]["data_offsets"] = (
+                        entries[b]["data_offsets"],
+                        entries[a]["data_offsets"],
+                    )
+                    self.put_header(path, len(old), entries)
+                    return f"{self.name(path)}: {a} and {b} exchanged in the header", [self.name(path), a, b]
+        return None
+
+    def edit(self) -> tuple[str, list[str]] | None:
+        """One value in a JSON file; what a run says of itself has most to lose."""
+        own = [path for path in self.json if path.name in ("run.json", "latest.json")]
+        path = self.draw.choice(self.draw.choice([own or self.json, self.json]))
+        content = json.loads(path.read_text())
+        where = self.edit_value(content, lambda place: True)
+        if where is None:
+            return None
+        replace(path, json.dumps(content).encode())
+        return f"{self.name(path)}: {'.'.join(map(str, where))} edited", [self.name(path), *map(str, where)]
+
+    def signed_edit(self) -> tuple[str, list[str]] | None:
+        """A manifest whose digest was made to fit: fields that the config, files and hashes decide are still compared."""
+        path = self.draw.choice([path for path in self.json if path.name == MANIFEST])
+        content = json.loads(path.read_text())
+        decided = ("kind", "family", "layout", "tensors", "files", "format", "version")
+        where = self.edit_value(content, lambda place: place[0] in decided)
+        if where is None:
+            return None
+        content["digest"] = manifest_digest(content)
+        replace(path, json.dumps(content).encode())
+        return f"{self.name(path)}: {'.'.join(map(str, where))} edited and signed", [self.name(path), *map(str, where)]
+
+    def edit_value(self, content: Any, wanted: Callable[[tuple], bool]) -> tuple | None:
+        """Changes one value in place, the outer ones as often as the many inner ones. Returns where."""
+        node, place = content, ()
+        while isinstance(node, dict | list) and node:
+            parent = node
+            keys = [key for key in (node if isinstance(node, dict) else range(len(node))) if wanted((*place, key))]
+            if not keys:
+                return None
+            key = self.draw.choice(keys)
+            place, node = (*place, key), node[key]
+            if self.draw.random() < 0.15:
+                break
+        if not place:
+            return None
+        if self.draw.random() < 0.2:
+            del parent[key]
+        else:
+            parent[key] = self.other(node)
+        return place
+
+    def other(self, value: Any) -> Any:
+        choices: list[Any] = [None, [], {}, "x", -1, 1 << 70, 0.5, True]
+        if isinstance(value, bool):
+            choices += [not value] * 8
+        elif isinstance(value, int | float):
+            choices += [value + 1, value - 1, value * 2, -value, 0] * 3
+        elif isinstance(value, str):
+            choices += [value + "x", value[:-1], value[::-1]] * 4
+        elif isinstance(value, list):
+            choices += [value[1:], value + value[:1], value[::-1]] * 3
+        return self.draw.choice([choice for choice in choices if choice != value])
+
+    def older_file(self) -> tuple[str, list[str]] | None:
+        """A file of the newest step replaced by the same file of the step before it."""
+        steps = sorted(self.folder.glob("step_*"))
+        if len(steps) < 2:
+            return None
+        path = self.draw.choice([path for path in self.files if steps[-1] in path.parents])
+        older = steps[0] / path.relative_to(steps[-1])
+        if older.read_bytes() == path.read_bytes():
+            return None
+        replace(path, older.read_bytes())
+        return f"{self.name(path)}: that of {steps[0].name}", [self.name(path), MANIFEST, *self.described_by(path)]
+
+    def described_by(self, path: Path) -> list[str]:
+        """Where a description is another step's, it and the files it describes no longer agree: either may be named."""
+        described = path.name in ("run.json", MANIFEST)
+        return [self.name(file) for file in self.files if described and path.parent in file.parents]
+
+    def older_part(self) -> tuple[str, list[str]] | None:
+        """Weights, optimizer or loader as a whole of the step before."""
+        steps = sorted(self.folder.glob("step_*"))
+        if len(steps) < 2:
+            return None
+        part = self.draw.choice(["weights", "optimizer", "loader"])
+        files = [str(path.relative_to(self.folder)) for path in (steps[-1] / part).iterdir()]
+        shutil.rmtree(steps[-1] / part)
+        shutil.copytree(steps[0] / part, steps[-1] / part, copy_function=os.link)
+        return f"{steps[-1].name}/{part}: that of {steps[0].name}", [part, *files]
+
+
+# --- What reads it --------------------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The message of a refusal."""
+
+
+class Bench:
+    """The undamaged checkpoints, a built run to resume into, and what they give."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hf = write_tiny_checkpoint(
+            folder / "hf", "qwen2_5_vl", tied=True, dtype=torch.float32, layers=2, vision_layers=2, full_attention_layers=(1,)
+        )
+        convert(self.hf, folder / "full", workers=1)
+        convert(self.hf, folder / "shards", {"tp": 2, "pp": 2}, workers=1)
+        self.run = self._trained()
+        self._as_four_ranks()
+        self.good = {(name, action): work(folder / name) for name in CHECKPOINTS for action, work in self.actions(name).items()}
+
+    def actions(self, checkpoint: str) -> dict[str, Callable[[Path], str]]:
+        actions = {"merge": self.merge, "export": self.export, "load": self.load}
+        return actions | {"resume": self.resume} if checkpoint.startswith("run") else actions
+
+    def _trained(self) -> Any:
+        """A run of two steps on one rank with a checkpoint after each, as the trainer writes them, and its model."""
+        from megatron_vl.training.loop import set_up, train
+
+        data = self._data()
+        words = ["--model.hf", self.hf, "--model.checkpoint", self.folder / "full", "--data.path", data, "--data.seq_len", "64"]
+        words += ["--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu", "--steps", "2", "--optimizer.lr", "1e-3"]
+        words += ["--data.shuffle_buffer", "4", "--data.packing_buffer", "4", "--data.num_workers", "0"]
+        words += ["--checkpoint.dir", self.folder / "run", "--checkpoint.interval", "1", "--checkpoint.keep", "2"]
+        config = parse_config([str(word) for word in words])
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(config)
+            return set_up(config)
+
+    def _data(self) -> Path:
+        from data_tools.convert import Options
+        from data_tools.convert import convert as convert_data
+
+        turns = [{"from": "human", "value": "What is this?"}, {"from": "gpt", "value": "A cat."}]
+        (self.folder / "data.json").write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(12)]))
+        with contextlib.redirect_stdout(io.StringIO()):
+            convert_data([self.folder / "data.json"], Options(out=self.folder / "data", media_root=self.folder, workers=1))
+        return self.folder / "data"
+
+    def _as_four_ranks(self) -> None:
+        """The run's checkpoints as TP2 x PP2 would have written them."""
+        from megatron_vl.training.checkpoint import read_run, step_folder, write_json
+        from megatron_vl.training.optimizer_state import KINDS, OptimizerReader, write_hashed
+
+        layout, table = make_layout(self.run.spec, tp=2, pp=2), tensor_table(self.run.spec)
+        for step in (1, 2):
+            source, out = step_folder(self.folder / "run", step), step_folder(self.folder / "run_of_four", step)
+            saved, weights = read_run(source), WeightReader(source / "weights")
+            shutil.copytree(source / "loader", out / "loader")
+            (out / "optimizer").mkdir()
+            files = {name: facts for name, facts in saved["files"].items() if name.startswith("loader/")}
+            states = {name[10:]: facts for name, facts in saved["files"].items() if name.startswith("optimizer/")}
+            state, entries = OptimizerReader(source / "optimizer", states, 1), []
+            for rank, (pp, tp) in enumerate((pp, tp) for pp in range(2) for tp in range(2)):
+                tensors = dict(state.rng("rank_00000.safetensors"))
+                infos = [info for info in table.values() if layout.stage_of(info) == pp]
+                for info in infos:
+                    count = torch.Size(info.shard_shape(2)).numel()
+                    for kind in KINDS:
+                        moment = state.get(info, kind, tp, 2, 0, count)
+                        assert moment is not None
+                        tensors[f"{info.name}[0:{count}]/{kind}"] = moment
+                    tensors[f"{info.name}[0:{count}]/step"] = torch.tensor([state.step(info.name)])
+                name = f"optimizer/rank_{rank:05d}.safetensors"
+                files[name] = write_hashed(out / name, tensors, {"tp": str(tp), "pp": str(pp), "dp": "0"})
+                shards = {info.name: shard(weights.get(info.name), info, tp, 2) for info in infos}
+                entries.append(write_rank_file(out / "weights", tp, pp, shards))
+            weights_digest = write_manifest(out / "weights", self.run.spec, layout, entries, weights.manifest["origin"])
+            facts = {**saved, "layout": layout.as_dict(), "files": files}
+            # What the trainer adds so that run.json, the weights' manifest and the folder belong together.
+            facts |= {"weights": weights_digest} if "weights" in saved else {}
+            facts |= {"digest": manifest_digest(facts)} if "digest" in saved else {}
+            write_json(out / "run.json", facts)
+        write_json(self.folder / "run_of_four" / "latest.json", {"step": 2})
+
+    def merge(self, checkpoint: Path) -> str:
+        return self._command("merge", "--checkpoint", checkpoint)
+
+    def export(self, checkpoint: Path) -> str:
+        return self._command("export", "--checkpoint", checkpoint, "--hf", self.hf)
+
+    def _command(self, *words: Any) -> str:
+        """The hash of everything that a command writes."""
+        out, error = self.folder / "out", io.StringIO()
+        shutil.rmtree(out, ignore_errors=True)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
+            code = command([*map(str, words), "--out", str(out), "--workers", "2"])
+        if code:
+            if out.is_dir() and any(out.iterdir()):
+                raise AssertionError(f"refused, but {out} was left with {sorted(path.name for path in out.iterdir())}")
+            raise Refused(error.getvalue())
+        digest = hashlib.sha256()
+        for path in sorted(out.rglob("*")):
+            if path.is_file():
+                digest.update(str(path.relative_to(out)).encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()
+
+    def load(self, checkpoint: Path) -> str:
+        """Weights as a new run with TP 2 reads them."""
+        digest = hashlib.sha256()
+        try:
+            reader = WeightReader(checkpoint)
+            for name in reader.names():
+                for rank in range(2):
+                    digest.update(reader.get(name, rank, 2).numpy().tobytes())
+        except (WeightsError, FileNotFoundError) as error:
+            raise Refused(str(error)) from error
+        return digest.hexdigest()
+
+    def resume(self, checkpoint: Path) -> str:
+        """The trainer's own function, into a model and optimizer full of other numbers."""
+        from megatron_vl.training import checkpoint as saved
+        from megatron_vl.training.loop import _run_facts
+        from megatron_vl.training.optimizer_state import optimizer_slices
+
+        run, parameters = self.run, saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for tensor in [p for _, p in parameters] + [piece.main for piece in optimizer_slices(run.optimizer, parameters)]:
+                tensor.fill_(7)
+            for piece in optimizer_slices(run.optimizer, parameters):
+                for key, value in piece.state.items():
+                    piece.state[key] = torch.full_like(value, 7)
+        try:
+            step = saved.latest_step(checkpoint)
+            if step is None:
+                raise Refused("None: the run would start anew")
+            facts = {"chunks": run.chunks, "optimizer": run.optimizer, "spec": run.spec, "layout": run.layout, "grid": run.grid}
+            loader = saved.load(checkpoint, step, **facts, run=_run_facts(run.config))
+        except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
+            raise Refused(str(error)) from error
+        digest = hashlib.sha256(json.dumps([step, loader], sort_keys=True).encode())
+        digest.update(torch.get_rng_state().numpy().tobytes())
+        for name, parameter in parameters:
+            digest.update(name.encode() + parameter.detach().numpy().tobytes())
+        for piece in optimizer_slices(run.optimizer, parameters):
+            for key in sorted(piece.state):
+                digest.update(key.encode() + torch.as_tensor(piece.state[key]).numpy().tobytes())
+            digest.update(piece.main.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+
+# --- Rounds ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Round:
+    seed: str
+    checkpoint: str
+    damage: Damage
+    outcomes: dict[str, str]
+    faults: list[str]
+
+
+def play(bench: Bench, seed: str) -> Round:
+    """Damages one checkpoint and reads it in all ways."""
+    draw = random.Random(seed)
+    name = draw.choice(CHECKPOINTS)
+    copy = bench.folder / "damaged"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(bench.folder / name, copy, copy_function=os.link)
+    damage = Mutator(copy, draw).damage()
+    outcomes, faults = {}, []
+    for action, work in bench.actions(name).items():
+        try:
+            outcome = "same" if work(copy) == bench.good[name, action] else "WRONG"
+            if outcome == "WRONG":
+                faults.append(f"{action}: loaded, but not what the undamaged checkpoint gives")
+        except Refused as refusal:
+            outcome = "refused"
+            if not any(part in str(refusal) for part in damage.names):
+                faults.append(f"{action}: refused without naming what is damaged: {refusal}")
+        except Exception as error:  # what was not foreseen is what is looked for
+            outcome = "ERROR"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+            own = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)][-4:]
+            faults.append(f"{action}: {type(error).__name__} at {place} ({' > '.join(own)}): {error}")
+        outcomes[action] = outcome
+    return Round(seed, name, damage, outcomes, faults)
+
+
+def rounds(bench: Bench, count: int, seed: int) -> Iterator[Round]:
+    for i in range(count):
+        yield play(bench, f"{seed}:{i}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=500, help="damaged checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="one round again, by the seed that a fault was printed with")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    outcomes: Counter[tuple[str, str]] = Counter()
+    kinds: Counter[str] = Counter()
+    faults: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        begin = shown = time.monotonic()
+        for done, result in enumerate([play(bench, args.only)] if args.only else rounds(bench, args.count, args.seed), 1):
+            outcomes.update(result.outcomes.items())
+            kinds[result.damage.kind] += 1
+            for fault in result.faults:
+                faults.append(
+                    {"seed": result.seed, "checkpoint": result.checkpoint, "damage": result.damage.what, "fault": fault}
+                )
+                print(f"FAULT {result.seed} {result.checkpoint}: {result.damage.what}\n  {fault}", file=sys.stderr, flush=True)
+            if time.monotonic() - shown > 20:
+                shown = time.monotonic()
+                rate = done / (shown - begin)
+                print(f"{done} of {args.count}, {rate:.1f} a second, {(args.count - done) / rate:.0f} s left", file=sys.stderr)
+        seconds = time.monotonic() - begin
+    table = {
+        action: {o: n for (a, o), n in sorted(outcomes.items()) if a == action} for action in sorted({a for a, _ in outcomes})
+    }
+    if args.json:
+        print(json.dumps({"damaged": done, "seconds": seconds, "outcomes": table, "kinds": dict(kinds), "faults": faults}))
+    else:
+        print(f"{done} damaged checkpoints in {seconds:.0f} s, {len(faults)} faults; damage: {dict(kinds.most_common())}")
+        for action, counts in table.items():
+            print(f"  {action:<7} {', '.join(f'{n} {o}' for o, n in counts.items())}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""Mutated records and pictures through the data tool, and mutated samples and shards through the loader.
+
+    python -m tests.fuzz.data --count 5000
+
+What must hold: no hang, no crash, no memory bomb, and nothing dropped uncounted: records in = samples out + refused, and every
+sample of the shards is in a row or named among the dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import multiprocessing
+import random
+import resource
+import tarfile
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_tools.convert import Options, convert
+from megatron_vl.config import DataConfig
+from megatron_vl.data.chat import ChatEncoder
+from megatron_vl.data.loader import build_loader
+from megatron_vl.data.reading import with_crc
+from megatron_vl.models.families import read_spec
+from tests.data.datasets import mixed_records
+from tests.data.media import encoded, video
+from tests.tiny import tiny_checkpoint
+
+FORK = multiprocessing.get_context("fork")
+ODD: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    5,
+    1e308,
+    -0.0,
+    2**70,
+    "",
+    "x",
+    "\0",
+    "\ud800",
+    "<image>",
+    "<|image_pad|>",
+    "../a",
+    "é" * 400,
+]
+ODD += [[], {}, [[]], {"a": {}}, ["<image>"], [{"type": "image"}], {"type": "text"}, "file:///etc/passwd", "https://x/y.png"]
+KINDS = ["png", "webp", "jpeg", "jpeg420", "progressive", "grey", "rgba", "palette", "cmyk", "exif", "grey16", "bilevel"]
+
+
+@dataclass
+class Outcome:
+    """What one part of the fuzzing came to."""
+
+    count: int
+    used: int
+    reasons: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    peak_gib: float = 0.0
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in self.reasons.most_common())
+        return f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used; {reasons}"
+
+
+# --------------------------------------------------------------------------------------------------------- mutations
+
+
+def flipped(data: bytes, draw: random.Random) -> bytes:
+    out = bytearray(data)
+    for _ in range(draw.choice([1, 1, 4, 40])):
+        out[draw.randrange(len(out))] ^= 1 << draw.randrange(8)
+    return bytes(out)
+
+
+def cut(data: bytes, draw: random.Random) -> bytes:
+    return data[: draw.randrange(len(data))]
+
+
+def spliced(data: bytes, draw: random.Random) -> bytes:
+    at, to, size = (draw.randrange(len(data)) for _ in range(3))
+    return data[:at] + data[to : to + size // 4] + data[at:]
+
+
+def numbers(data: bytes, draw: random.Random) -> bytes:
+    """Bytes of a header, where sizes are, set to extremes."""
+    out = bytearray(data)
+    at = draw.randrange(min(len(out), 200))
+    out[at : at + 4] = draw.choice([b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", bytes(4), b"\x00\x01\x00\x00"])
+    return bytes(out)
+
+
+def noise(data: bytes, draw: random.Random) -> bytes:
+    return draw.randbytes(draw.choice([0, 1, 100, len(data)]))
+
+
+def unchanged(data: bytes, draw: random.Random) -> bytes:
+    return data
+
+
+BYTES: list[Callable[[bytes, random.Random], bytes]] = [flipped, flipped, cut, spliced, numbers, noise, unchanged]
+
+
+def edited(value: Any, draw: random.Random) -> Any:
+    """A JSON value with one edit somewhere within: replaced, removed, doubled, or renamed."""
+    if isinstance(value, dict) and value and draw.random() < 0.85:
+        name = draw.choice(list(value))
+        rest = {k: v for k, v in value.items() if k != name}
+        return [{**rest}, {**value, name: edited(value[name], draw)}, {**rest, name + "s": value[name]}][
+            draw.choice([0, 1, 1, 1, 2])
+        ]
+    if isinstance(value, list) and value and draw.random() < 0.85:
+        i = draw.randrange(len(value))
+        return [
+            value[:i] + value[i + 1 :],
+            value[:i] + [edited(value[i], draw)] + value[i + 1 :],
+            value[: i + 1] + value[i:],
+            value[::-1],
+        ][draw.choice([0, 1, 1, 1, 2, 3])]
+    return draw.choice(ODD)
+
+
+def medium(draw: random.Random) -> tuple[str, bytes]:
+    """Kind and bytes of a picture or video, mutated or not."""
+    if draw.random() < 0.1:
+        return "video", draw.choice(BYTES)(_VIDEO, draw)
+    return "image", draw.choice(BYTES)(draw.choice(_PICTURES), draw)
+
+
+_PICTURES = [encoded(30 + 9 * i, 90 - 5 * i, kind, seed=i) for i, kind in enumerate(KINDS)]
+_VIDEO = video(6, 64, 64)
+
+
+# --------------------------------------------------------------------------------------------------------- data tool
+
+
+def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
+    """A line of a JSON-lines file: a record with a mutated medium, an edited record, or mutated bytes."""
+    how = draw.choice(["medium", "medium", "record", "record", "bytes", "encoding"])
+    record = draw.choice(base)
+    if how == "medium":
+        kind, data = medium(draw)
+        (media / f"fuzz/{i}.bin").write_bytes(data)
+        turns = [{"from": "human", "value": f"<{kind}>What?"}, {"from": "gpt", "value": f"It is {i}."}]
+        return json.dumps({"id": i, kind: f"fuzz/{i}.bin", "conversations": turns}).encode()
+    if how == "record":
+        for _ in range(draw.choice([1, 1, 2, 5])):
+            record = edited(record, draw)
+        return json.dumps(record).encode()
+    line = json.dumps(record, ensure_ascii=False).encode()
+    if how == "encoding":
+        return line.decode().replace("What", "Wäs").encode(draw.choice(["utf-16", "latin-1", "utf-8-sig", "cp037"]))
+    return draw.choice(BYTES[:-1])(line, draw)
+
+
+def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
+    """``count`` mutated records through ``convert``; the data set is ``folder/out``."""
+    draw = random.Random(seed)
+    media = folder / "media"
+    (media / "fuzz").mkdir(parents=True)
+    base = mixed_records(media, 20)
+    source = folder / "in.jsonl"
+    source.write_bytes(b"\n".join(line_of(i, base, media, draw) for i in range(count)) + b"\n")
+    lines = [i for i, line in enumerate(source.read_bytes().split(b"\n"), 1) if line.strip()]
+    options = Options(media, folder / "out", workers=workers, samples_per_shard=50)
+    start = time.monotonic()
+    report = _guarded(lambda: convert([source], options), 60 + count * 0.2)
+    listed = [json.loads(line) for line in (folder / "out/quarantine.jsonl").read_text().splitlines()]
+    assert report.records == len(lines), f"{len(lines)} lines, {report.records} records"
+    assert report.samples + len(listed) == report.records
+    assert sum(sum(reasons.values()) for reasons in report.refused.values()) == len(listed)
+    assert all(line["reason"] and line["detail"] and line["file"] == "in.jsonl" for line in listed)
+    used = {json.loads(v["json"])["source"]["record"] for s in sorted((folder / "out").glob("*.tar")) for _, v in _samples(s)}
+    assert sorted([*used, *(line["record"] for line in listed)]) == lines
+    return _outcome(Outcome(len(lines), report.samples, Counter(line["reason"] for line in listed)), start)
+
+
+# ------------------------------------------------------------------------------------------------------------ loader
+
+
+def _samples(shard: Path) -> list[tuple[str, dict[str, bytes]]]:
+    out: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(shard) as tar:
+        for member in tar:
+            key, _, part = member.name.partition(".")
+            out.setdefault(key, {})[part] = tar.extractfile(member).read()  # type: ignore[union-attr]
+    return list(out.items())
+
+
+def _mutated(members: dict[str, bytes], draw: random.Random) -> dict[str, bytes]:
+    """A stored sample with edited text or media and checksums that fit them, as if it had been converted so."""
+    record = json.loads(members["json"])
+    record.pop("crc32", None)
+    out = dict(members)
+    how = draw.choice(["text", "media", "bytes", "member"])
+    if how == "text":
+        record = edited(record, draw)
+    names = [name for name in members if name != "json"]
+    if how == "media" and names:
+        name = draw.choice(names)
+        out[name] = draw.choice(BYTES)(members[name] or b"x", draw)
+        for item in record["media"]:
+            if item["key"] == name:
+                item["crc32"] = zlib.crc32(out[name])
+    if how == "member" and names:
+        del out[draw.choice(names)]
+    text = json.dumps(record).encode()
+    out["json"] = with_crc(text) if isinstance(record, dict) and record else text
+    if how == "bytes":
+        out["json"] = draw.choice(BYTES)(out["json"], draw)
+    return out
+
+
+def _rewrite(shard: Path, samples: list[tuple[str, dict[str, bytes]]]) -> None:
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+    with tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for key, members in samples:
+            for part, data in members.items():
+                info = tarfile.TarInfo(f"{key}.{part}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    list(WebdatasetPreparator._preprocess_tar(shard.name, {shard.name: 0}, EPath(shard.parent), max_parts=0))
+
+
+def _damage(shard: Path, draw: random.Random) -> None:
+    """What storage does to a shard or its index."""
+    target = draw.choice([shard, shard, shard.with_suffix(".tar.idx")])
+    target.write_bytes(draw.choice([flipped, cut, numbers, noise])(target.read_bytes(), draw))
+
+
+def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
+    """At least ``count`` mutated samples of the data set ``out`` through the loader, in rounds over the whole set."""
+    draw = random.Random(seed)
+    ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))  # slow imports, before the forks
+    shards = sorted(out.glob("*.tar"))
+    pristine = {shard: (_samples(shard), shard.read_bytes()) for shard in shards}
+    total = Outcome(0, 0)
+    start = time.monotonic()
+    while total.count < count:
+        places: dict[str, str] = {}
+        for shard, (samples, _) in pristine.items():
+            _rewrite(shard, [(key, _mutated(members, draw)) for key, members in samples])
+            if draw.random() < 0.2:
+                _damage(shard, draw)
+            places |= {f"{shard.name}[{i}]": key for i, (key, _) in enumerate(samples)}
+        todo = set(places.values())
+        used, reasons, missing = _guarded(lambda todo=todo, places=places: _one_pass(out, places, todo, workers), 60 + len(todo))
+        assert not missing, f"neither in a row nor counted: {sorted(missing)[:5]}"
+        total.count += len(places)
+        total.used += used
+        total.reasons.update(reasons)
+    return _outcome(total, start)
+
+
+def _one_pass(out: Path, places: dict[str, str], todo: set[str], workers: int) -> tuple[int, Counter[str], set[str]]:
+    """Rows until every sample was seen once: used without loss of its media, or dropped by reason."""
+    folder = tiny_checkpoint("qwen2_5_vl")
+    pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
+    data = DataConfig(path=str(out), seq_len=1024, num_workers=workers, packing_buffer=16, shuffle_buffer=0, **pixels)
+    rows = build_loader(data, read_spec(folder), folder)
+    dropped: dict[str, str] = {}
+    used: set[str] = set()
+    seen = 0
+    for row in rows:
+        assert sum(row.dropped.values()) == len(row.dropped_samples)
+        dropped |= {places.get(d.key, d.key): d.reason for d in row.dropped_samples}
+        used |= set(row.keys)
+        seen += row.num_samples + len(row.dropped_samples)
+        missing = todo - used - dropped.keys()
+        if not missing or seen > 4 * len(todo):
+            break
+    rows.close()
+    return len(used - dropped.keys()), Counter(dropped.values()), missing
+
+
+# ------------------------------------------------------------------------------------------------------------- guard
+
+
+def _guarded(work: Callable[[], Any], seconds: float) -> Any:
+    """Runs ``work`` in a process of its own: a crash and a hang both fail."""
+    receive, send = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=lambda: send.send(work()))
+    process.start()
+    send.close()
+    try:
+        if not receive.poll(seconds):
+            raise AssertionError(f"no result within {seconds:.0f} s: it hangs")
+        return receive.recv()
+    except EOFError as error:
+        process.join(10)
+        raise AssertionError(f"the process ended with exit code {process.exitcode}") from error
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def _outcome(outcome: Outcome, start: float) -> Outcome:
+    outcome.seconds = time.monotonic() - start
+    outcome.peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    assert outcome.peak_gib < 4, f"{outcome.peak_gib:.1f} GiB of memory for small pictures"
+    return outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=5000, help="mutated records, and mutated samples (default: 5000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2, help="processes of the data tool (default: 2)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print("data tool:", fuzz_tool(args.count, args.seed, Path(folder), args.workers), flush=True)
+        print("loader:", fuzz_loader(args.count, args.seed, Path(folder) / "out"), flush=True)
+
+
+if __name__ == "__main__":
+    main()
