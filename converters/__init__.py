@@ -1,6 +1,6 @@
 """Hugging Face <-> Megatron weights: one table of rules a family, used in both directions. CPU only, streaming.
 
-``rules.py`` says what a tensor is made of, ``qwen2_vl.py`` and ``qwen2_5_vl.py`` are the tables, ``hf.py`` reads HF folders,
+``rules.py`` says what a tensor is made of, ``qwen*.py`` are the families' tables, ``hf.py`` reads HF folders,
 ``stream.py`` moves bytes, ``convert.py`` joins them into convert, split, merge and export, ``verify.py`` compares.
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from megatron_vl.models.families import ModelSpec
 
-from . import qwen2_5_vl, qwen2_vl
+from . import qwen2_5_vl, qwen2_vl, qwen3_vl
 from .rules import Rule, check_cover
 
 RULES = {
     "qwen2_vl": qwen2_vl.rules,
     "qwen2_5_vl": qwen2_5_vl.rules,
+    "qwen3_vl": qwen3_vl.rules,
 }
 """Family -> the function that gives its rules."""
 

@@ -2,7 +2,8 @@
 
 Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*`` and ``visual.*``, and so does
 ``save_pretrained`` of transformers 5.17; in memory, and in folders written with ``save_original_format=False``, they are
-``model.language_model.layers.*`` and ``model.visual.*``. Rules use the released names; both are read.
+``model.language_model.layers.*`` and ``model.visual.*``, which are the released names of Qwen3-VL. Rules use each family's
+released names; both are read for all.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ import torch
 from torch import Tensor
 
 from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.models.tensors import EMBEDDING
 from megatron_vl.tensor_files import TensorReader, WeightsError, Window, read_header, row_windows
 from megatron_vl.weights import UNFINISHED, Block, gather
 
 from . import rules_for
-from .rules import HF_EMBEDDING, HF_OUTPUT, Rule
+from .rules import HF_OUTPUT, Rule
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
-def released_name(name: str) -> str:
-    """The released name of a tensor that may have the name it has in memory."""
-    for prefix, released in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+def short_name(name: str) -> str:
+    """The one name of a tensor that is called ``model.language_model.*`` or ``model.*``, ``model.visual.*`` or ``visual.*``."""
+    for prefix, short in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         if name.startswith(prefix):
-            return released + name.removeprefix(prefix)
+            return short + name.removeprefix(prefix)
     return name
 
 
@@ -138,8 +140,9 @@ class HfCheckpoint:
 
     def _released_names(self) -> dict[str, str]:
         stored: dict[str, str] = {}
+        rules = {short_name(name): name for name in self.expected}
         for name in self.folder.where:
-            released = released_name(name)
+            released = rules.get(short_name(name), short_name(name))
             if released in stored:
                 raise WeightsError(f"{self.path}: tensors {stored[released]!r} and {name!r} are the same tensor under two names")
             stored[released] = name
@@ -149,6 +152,11 @@ class HfCheckpoint:
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Released name -> shape, of all tensors that the config calls for."""
         return {name: shape for rule in self.rules.values() for name, shape in rule.hf.items()}
+
+    @property
+    def embedding(self) -> str:
+        """The released name of the embedding."""
+        return next(iter(self.rules[EMBEDDING].hf))
 
     def in_order(self) -> list[str]:
         """The released names of this folder's tensors, in model order."""
@@ -162,7 +170,7 @@ class HfCheckpoint:
     def _check_tensors(self) -> None:
         expected = dict(self.expected)
         if self.has_tied_output:
-            expected[HF_OUTPUT] = expected[HF_EMBEDDING]
+            expected[HF_OUTPUT] = expected[self.embedding]
         for name in expected:
             if name not in self.stored:
                 raise WeightsError(f"{self.path}: tensor {name!r} is missing, though config.json calls for it")
@@ -178,7 +186,7 @@ class HfCheckpoint:
         """Raises :class:`WeightsError` when a stored tied output layer is not the embedding, bit for bit."""
         if not self.has_tied_output:
             return
-        names = [self.stored[HF_OUTPUT], self.stored[HF_EMBEDDING]]
+        names = [self.stored[HF_OUTPUT], self.stored[self.embedding]]
         same_type = self.folder.code(names[0]) == self.folder.code(names[1])
         windows = row_windows(self.folder.shape(names[0]), self.hf_dtype(HF_OUTPUT).itemsize) if same_type else ()
         if not same_type or any(not _same_bits(*(self.folder.window(name, w) for name in names)) for w in windows):
@@ -220,7 +228,7 @@ class HfCheckpoint:
 
     def hf_blocks(self, released: str) -> Sequence[Block]:
         """A HF tensor's rectangles in the canonical tensors: the rules read backwards."""
-        return self._hf_blocks[HF_EMBEDDING if released == HF_OUTPUT and self.has_tied_output else released]
+        return self._hf_blocks[self.embedding if released == HF_OUTPUT and self.has_tied_output else released]
 
     @cached_property
     def _hf_blocks(self) -> dict[str, list[Block]]:

@@ -15,7 +15,6 @@ from megatron_vl.models.tensors import EMBEDDING, OUTPUT, TensorInfo, tensor_tab
 from megatron_vl.tensor_files import Window, matrix_shape
 from megatron_vl.weights import Block
 
-HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
 
 
@@ -94,13 +93,13 @@ def _runs(info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], paddi
 # --- Parts that families share --------------------------------------------------------------------------------------
 
 
-def language_rules(spec: ModelSpec, table: dict[str, TensorInfo]) -> list[Rule]:
-    """The Qwen2 language model, with the names of the released checkpoints."""
+def language_rules(spec: ModelSpec, table: dict[str, TensorInfo], prefix: str = "model.") -> list[Rule]:
+    """The language model, its HF names beginning with ``prefix`` as in the released checkpoints."""
     m = spec.language
-    rules = [same(table[EMBEDDING], HF_EMBEDDING)]
+    rules = [same(table[EMBEDDING], f"{prefix}embed_tokens.weight")]
     for i in range(m.num_layers):
-        rules += _language_layer(m, table, f"language_model.decoder.layers.{i}.", f"model.layers.{i}.")
-    rules.append(same(table["language_model.decoder.final_layernorm.weight"], "model.norm.weight"))
+        rules += _language_layer(m, table, f"language_model.decoder.layers.{i}.", f"{prefix}layers.{i}.")
+    rules.append(same(table["language_model.decoder.final_layernorm.weight"], f"{prefix}norm.weight"))
     if not m.tied_embeddings:
         rules.append(same(table[OUTPUT], HF_OUTPUT))
     return rules
@@ -116,6 +115,7 @@ def _language_layer(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf
     return [
         same(table[ours + "self_attention.linear_qkv.layer_norm_weight"], hf + "input_layernorm.weight"),
         *(qkv(kind) for kind in (("weight", "bias") if m.qkv_bias else ("weight",))),
+        *(same(table[f"{ours}self_attention.{n}_layernorm.weight"], f"{attention}{n}_norm.weight") for n in "qk" if m.qk_norm),
         same(table[ours + "self_attention.linear_proj.weight"], attention + "o_proj.weight"),
         same(table[ours + "mlp.linear_fc1.layer_norm_weight"], hf + "post_attention_layernorm.weight"),
         gated(table[ours + "mlp.linear_fc1.weight"], mlp + "gate_proj.weight", mlp + "up_proj.weight", m.ffn_hidden_size),
@@ -123,28 +123,46 @@ def _language_layer(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf
     ]
 
 
-def vision_rules(spec: ModelSpec, table: dict[str, TensorInfo], mlp: Callable[[VisionSpec, str, str], list[Rule]]) -> list[Rule]:
-    """The vision tower of Qwen2-VL and Qwen2.5-VL.
+QWEN2_MERGER = ("ln_q", "mlp.0", "mlp.2")
+"""HF's names within the merger of Qwen2-VL and Qwen2.5-VL: norm, first and second linear layer."""
+
+
+def vision_rules(
+    spec: ModelSpec,
+    table: dict[str, TensorInfo],
+    mlp: Callable[[VisionSpec, str, str], list[Rule]],
+    *,
+    prefix: str = "visual.",
+    merger: tuple[str, str, str] = QWEN2_MERGER,
+) -> list[Rule]:
+    """The vision tower.
 
     Args:
         mlp: the rules of a layer's MLP, which differ: called with the tower, the layer's canonical and HF prefixes.
+        prefix: what HF's names begin with.
+        merger: HF's names of a merger's norm and two linear layers.
     """
     v = spec.vision
     kinds = ("weight", "bias") if v.norm == "LayerNorm" else ("weight",)
     conv = (v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
-    rules = [same(table["vision_model.patch_embed.proj.weight"], "visual.patch_embed.proj.weight", conv)]
+    rules = [same(table["vision_model.patch_embed.proj.weight"], f"{prefix}patch_embed.proj.weight", conv)]
+    if v.patch_bias:
+        rules.append(same(table["vision_model.patch_embed.proj.bias"], f"{prefix}patch_embed.proj.bias"))
+    if v.position_table_side:
+        rules.append(same(table["vision_model.position_table.weight"], f"{prefix}pos_embed.weight"))
     for i in range(v.num_layers):
-        ours, hf = f"vision_model.decoder.layers.{i}.", f"visual.blocks.{i}."
+        ours, hf = f"vision_model.decoder.layers.{i}.", f"{prefix}blocks.{i}."
         qkv, proj = ours + "self_attention.linear_qkv.", ours + "self_attention.linear_proj."
         rules += [same(table[f"{qkv}layer_norm_{kind}"], f"{hf}norm1.{kind}") for kind in kinds]
         rules += [fused_qkv(table[qkv + kind], f"{hf}attn.qkv.{kind}", v.num_heads, v.head_dim) for kind in ("weight", "bias")]
         rules += [same(table[proj + kind], f"{hf}attn.proj.{kind}") for kind in ("weight", "bias")]
         rules += [same(table[f"{ours}mlp.linear_fc1.layer_norm_{kind}"], f"{hf}norm2.{kind}") for kind in kinds]
         rules += mlp(v, ours + "mlp.", hf + "mlp.")
-    rules += [same(table[f"vision_model.merger.norm.{kind}"], f"visual.merger.ln_q.{kind}") for kind in kinds]
-    for number, hf_number in ((1, 0), (2, 2)):
-        for kind in ("weight", "bias"):
-            rules.append(same(table[f"vision_model.merger.linear_fc{number}.{kind}"], f"visual.merger.mlp.{hf_number}.{kind}"))
+    deepstack = range(len(v.deepstack_layers))
+    for ours, hf in [("merger", "merger"), *((f"deepstack_mergers.{i}", f"deepstack_merger_list.{i}") for i in deepstack)]:
+        for part, hf_part in zip(("norm", "linear_fc1", "linear_fc2"), merger, strict=True):
+            for kind in kinds if part == "norm" else ("weight", "bias"):
+                rules.append(same(table[f"vision_model.{ours}.{part}.{kind}"], f"{prefix}{hf}.{hf_part}.{kind}"))
     return rules
 
 

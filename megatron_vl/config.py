@@ -105,7 +105,8 @@ class DataConfig:
     video_max_frames: int = 32
     """Most frames taken from a video."""
     video_max_pixels: int = 0
-    """Largest frame area in pixels after resizing; 0: as for images."""
+    """Largest frame area in pixels after resizing (Qwen3-VL: of all frames together); 0: as for images (Qwen3-VL: the
+    checkpoint's video processor decides)."""
     num_workers: int = 2
     """Loader processes of each data-parallel rank; 0: in the training process."""
     shuffle_buffer: int = 1000

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_vl.config import parse_config, validate
 from megatron_vl.models.families import FAMILIES, read_spec
+from megatron_vl.models.families.base import text_config
 from megatron_vl.parallel.layout import make_layout
 from megatron_vl.weights import WeightReader
 from tests.commands import logical_lines, megatron_vl_arguments
@@ -41,7 +42,7 @@ def test_yaml_fits_the_released_model(folder):
     make_layout(spec, p.tp, p.pp, p.vpp, p.layers)
     nodes = int(re.search(r"NNODES:-(\d+)", (folder / "pretrain.sh").read_text())[1])
     assert validate(config, nodes * 8) >= 1
-    assert config.data.seq_len <= (spec.hf_config["max_position_embeddings"])
+    assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]
     assert config.model.checkpoint and config.data.path and config.checkpoint.dir
 
 

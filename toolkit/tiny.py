@@ -1,9 +1,10 @@
 """Small Hugging Face checkpoints with the real architecture: for the demo, the tests and dry runs.
 
-A folder written here has what a released checkpoint has: a config with its old flat fields, sharded safetensors with the
-released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat template, image processor and generation
-settings. Only the sizes are small, and the structural oddities are kept: grouped queries, window and full vision layers, a
-vision FFN width that no tensor parallelism divides, M-RoPE sections of different lengths, more embedding rows than tokens.
+A folder written here has what a released checkpoint has: a config with its old flat fields (Qwen3-VL: nested), sharded
+safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat template, image
+processor and generation settings. Only the sizes are small, and the structural oddities are kept: grouped queries, window
+and full vision layers, a vision FFN width that no tensor parallelism divides, M-RoPE sections of different lengths, more
+embedding rows than tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families of which a tiny checkpoint can be written."""
 
 SPECIAL_TOKENS = (
@@ -61,6 +62,14 @@ class TinySizes:
     """Qwen2.5-VL only; odd, so that no tensor parallelism divides it (released: 3420). Qwen2-VL has 4 x the width."""
     full_attention_layers: tuple[int, ...] = (1, 3)
     """Qwen2.5-VL only: vision layers that do not attend in windows."""
+    head_dim: int = 24
+    """Qwen3-VL only: of the language model, and not ``hidden_size / heads`` (the others have that)."""
+    interleaved_section: tuple[int, int, int] = (6, 3, 3)
+    """Qwen3-VL only: adds up to half of ``head_dim``."""
+    position_table_side: int = 6
+    """Qwen3-VL only: smaller than some grids and larger than others (released: 48)."""
+    deepstack_layers: tuple[int, ...] = (0, 1, 3)
+    """Qwen3-VL only: vision layers whose output goes to the first decoder layers."""
     text_vocab_size: int = 400
     """Largest number of byte-pair tokens; special tokens come on top, then the embedding is rounded up to a multiple of 128."""
     min_pixels: int = 3136
@@ -115,12 +124,16 @@ def write_tiny_checkpoint(
         for file in folder.glob("*.safetensors"):
             file.unlink()
     tensors = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-    _write_shards(folder, tensors if memory_names else {_released_name(name): t for name, t in tensors.items()}, shards)
+    if not (memory_names or family == "qwen3_vl"):  # released Qwen3-VL has the names in memory
+        tensors = {_released_name(name): t for name, t in tensors.items()}
+    _write_shards(folder, tensors, shards)
     return folder
 
 
 def tiny_config(family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """A ``config.json`` in the flat style of the released Qwen2-VL and Qwen2.5-VL checkpoints."""
+    """A ``config.json`` in the style of the released checkpoints: flat for Qwen2-VL and Qwen2.5-VL, nested for Qwen3-VL."""
+    if family == "qwen3_vl":
+        return _nested_config(sizes, text_tokens, tied, dtype)
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
     used = text_tokens + len(SPECIAL_TOKENS)
     tower: dict[str, Any] = {
@@ -175,6 +188,61 @@ def tiny_config(family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, 
         "vision_config": tower,
         "rope_scaling": {"type": "mrope", "mrope_section": list(sizes.mrope_section)},
         "vocab_size": (used // 128 + 1) * 128,
+    }
+
+
+def _nested_config(sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
+    ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
+    used = text_tokens + len(SPECIAL_TOKENS)
+    text = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": ids["<|endoftext|>"],
+        "dtype": str(dtype).removeprefix("torch."),
+        "eos_token_id": ids["<|im_end|>"],
+        "head_dim": sizes.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": sizes.ffn_hidden_size,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": sizes.heads,
+        "num_hidden_layers": sizes.layers,
+        "num_key_value_heads": sizes.kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": list(sizes.interleaved_section), "rope_type": "default"},
+        "rope_theta": 5000000,
+        "use_cache": True,
+        "vocab_size": (used // 128 + 1) * 128,
+    }
+    tower = {
+        "deepstack_visual_indexes": list(sizes.deepstack_layers),
+        "depth": sizes.vision_layers,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": sizes.vision_hidden_size,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": sizes.vision_ffn_hidden_size,
+        "model_type": "qwen3_vl",
+        "num_heads": sizes.vision_heads,
+        "num_position_embeddings": sizes.position_table_side**2,
+        "out_hidden_size": sizes.hidden_size,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": ids["<|image_pad|>"],
+        "model_type": "qwen3_vl",
+        "text_config": text | ({"tie_word_embeddings": True} if tied else {}),
+        "tie_word_embeddings": tied,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_config": tower,
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
     }
 
 
@@ -238,6 +306,8 @@ def _write_processor(
 ) -> None:
     _write_tokenizer(folder, vocabulary, merges)
     _write_json(folder / "preprocessor_config.json", _preprocessor(family, sizes))
+    if family == "qwen3_vl":
+        _write_json(folder / "video_preprocessor_config.json", _video_preprocessor(sizes))
 
 
 def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
@@ -279,6 +349,17 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tupl
 
 
 def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
+    if family == "qwen3_vl":
+        return {
+            "size": {"longest_edge": sizes.max_pixels, "shortest_edge": sizes.min_pixels},
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "processor_class": "Qwen3VLProcessor",
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+        }
     return {
         "min_pixels": sizes.min_pixels,
         "max_pixels": sizes.max_pixels,
@@ -292,12 +373,27 @@ def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
     }
 
 
-def _generation(config: dict[str, Any]) -> dict[str, Any]:
+def _video_preprocessor(sizes: TinySizes) -> dict[str, Any]:
+    """Qwen3-VL's: the areas are those of all frames together."""
     return {
-        "bos_token_id": config["bos_token_id"],
-        "pad_token_id": config["bos_token_id"],
+        "size": {"longest_edge": 2 * sizes.max_pixels, "shortest_edge": sizes.min_pixels},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "processor_class": "Qwen3VLProcessor",
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    }
+
+
+def _generation(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config", config)
+    return {
+        "bos_token_id": text["bos_token_id"],
+        "pad_token_id": text["bos_token_id"],
         "do_sample": True,
-        "eos_token_id": [config["eos_token_id"], config["bos_token_id"]],
+        "eos_token_id": [text["eos_token_id"], text["bos_token_id"]],
         "repetition_penalty": 1.05,
         "temperature": 0.1,
         "top_k": 1,

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ..models.families import ModelSpec
 from ..models.families.base import text_config
-from ..models.rope import Grid, mrope_positions, patch_positions, placeholder_positions, window_order
+from ..models.rope import Grid, mrope_positions, patch_positions, placeholder_positions, placeholder_runs, window_order
 from .row import Row, VisionBatch
 
 
@@ -111,8 +111,9 @@ def _placeholders(samples: Sequence[Sample], lengths: Tensor, spec: ModelSpec) -
     places = []
     for sample, offset in zip(samples, offsets[:-1], strict=True):
         grids = [item.grid for item in sample.media]
-        for grid, start in zip(grids, placeholder_positions(sample.token_ids, grids, spec), strict=True):
-            places.append(torch.arange(grid.tokens(spec.vision.spatial_merge_size)) + offset + start)
+        runs = placeholder_runs(grids, spec)
+        for run, start in zip(runs, placeholder_positions(sample.token_ids, runs, spec), strict=True):
+            places.append(torch.arange(run.tokens(spec.vision.spatial_merge_size)) + offset + start)
     return torch.cat(places)
 
 
@@ -126,10 +127,12 @@ def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -
         indices.append(_plane_index(item, vision.temporal_patch_size) + first)
         first += item.planes.shape[0] * item.planes.shape[1]
     position_hw = torch.cat([patch_positions(grid, vision.spatial_merge_size) for grid in grids])
+    frame_hw = torch.cat([torch.tensor([[grid.h, grid.w]]).expand(grid.patches, 2) for grid in grids])
     return VisionBatch(
         planes=torch.cat([item.planes.flatten(0, 1) for item in media]),
         plane_index=torch.cat(indices)[patches].int(),
         position_hw=position_hw[patches].int(),
+        frame_hw=frame_hw[patches].int(),
         cu_seqlens=order.cu_seqlens,
         cu_window_seqlens=order.cu_window_seqlens,
         max_seqlen=int(order.cu_seqlens.diff().max()),
@@ -156,6 +159,7 @@ def dummy_vision(spec: ModelSpec) -> VisionBatch:
         planes=torch.zeros(1, vision.in_channels * vision.patch_size**2, dtype=torch.uint8),
         plane_index=torch.zeros(grid.patches, vision.temporal_patch_size, dtype=torch.int32),
         position_hw=patch_positions(grid, vision.spatial_merge_size).int(),
+        frame_hw=torch.full((grid.patches, 2), vision.spatial_merge_size, dtype=torch.int32),
         cu_seqlens=segment,
         cu_window_seqlens=segment.clone(),
         max_seqlen=grid.patches,

@@ -1,12 +1,16 @@
 """Conversation -> tokens and loss mask, with the checkpoint's own tokenizer and chat template.
 
 The text is what ``apply_chat_template`` renders (in transformers' sandbox) and the tokens are those of the whole text; the
-placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
+placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them. Where the family writes times into the
+text, a video's placeholder becomes ``<1.5 seconds><|vision_start|>...<|vision_end|>`` for each frame group, as
+``Qwen3VLProcessor`` of transformers 5.17 writes it: the template's own ``<|vision_start|>`` and ``<|vision_end|>`` stay around
+all of them (4.57 took them away).
 
 Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the newline behind
 it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the text rendered with and
 without it. A token that begins in the header (content that starts with a newline melts into it) is not learnt, because
-nobody could have to predict it. Placeholders of media inside an assistant turn are not learnt: they are no text.
+nobody could have to predict it. Placeholders of media inside an assistant turn, and what stands for a video there, are not
+learnt: they are no text of the assistant's.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..models.families import ModelSpec
-from ..models.rope import Grid
+from ..models.rope import Grid, placeholder_runs
 
 
 class ChatError(ValueError):
@@ -49,6 +53,8 @@ class ChatEncoder:
             raise ChatError(f"{hf_dir}: the tokenizer has {len(self.tokenizer)} tokens; the config's placeholders are {ids}")
         self.image_token, self.video_token = self.tokenizer.convert_ids_to_tokens(list(ids))
         self._placeholder = re.compile("|".join(map(re.escape, (self.image_token, self.video_token))))
+        around = self.tokenizer.convert_ids_to_tokens([spec.vision_start_token_id, spec.vision_end_token_id])
+        self._group = f"{around[0]}{self.video_token}{around[1]}"
         pad = self.tokenizer.pad_token_id
         self.pad_token_id: int | None = pad if pad is not None and pad < spec.language.vocab_size else None
 
@@ -98,19 +104,45 @@ class ChatEncoder:
         """
         text = self.render(messages)
         self._check_placeholders(text, grids)
+        spans = self.assistant_spans(messages, text)
+        text, spans, inserted = self._write_times(text, spans, grids)
         encoded = self.tokenizer(text, return_offsets_mapping=True)
         ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
         offsets = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).view(-1, 2)
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
         learnt = torch.zeros(len(ids), dtype=torch.bool)
-        for start, end in self.assistant_spans(messages, text):
+        for start, end in spans:
             learnt |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])
+        for start, end in inserted:
+            learnt &= (offsets[:, 1] <= start) | (offsets[:, 0] >= end)
         learnt &= ~is_media
         # Repeating the ids equals tokenizing the repeated text: special tokens are cut out before anything is merged.
         repeats = torch.ones(len(ids), dtype=torch.int64)
-        counts = [grid.tokens(self.spec.vision.spatial_merge_size) for grid in grids]
+        counts = [run.tokens(self.spec.vision.spatial_merge_size) for run in placeholder_runs(grids, self.spec)]
         repeats[is_media] = torch.tensor(counts, dtype=torch.int64)
         return ids.repeat_interleave(repeats), learnt.repeat_interleave(repeats)
+
+    def _write_times(
+        self, text: str, spans: list[tuple[int, int]], grids: Sequence[Grid]
+    ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
+        """The text with one placeholder for each frame group of a video, behind its time; the spans in the new text; and
+        the spans of what was written. For families without times, the text as it is."""
+        if not self.spec.vision.video_timestamps:
+            return text, spans, []
+        parts, inserted, moves, done, length = [], [], [], 0, 0
+        for match, grid in zip(self._placeholder.finditer(text), grids, strict=True):
+            if grid.kind != "video":
+                continue
+            if len(grid.timestamps) != grid.t:
+                raise ChatError(f"a video of {grid.t} frame groups brings {len(grid.timestamps)} times")
+            written = "".join(f"<{time:.1f} seconds>{self._group}" for time in grid.timestamps)
+            parts += [text[done : match.start()], written]
+            start = length + match.start() - done
+            inserted.append((start, start + len(written)))
+            moves.append((match.end(), len(written) - len(match.group())))
+            done, length = match.end(), start + len(written)
+        moved = [tuple(at + sum(by for end, by in moves if end <= at) for at in span) for span in spans]
+        return "".join([*parts, text[done:]]), moved, inserted  # type: ignore[return-value]
 
     def _check_placeholders(self, text: str, grids: Sequence[Grid]) -> None:
         written = ["image" if token == self.image_token else "video" for token in self._placeholder.findall(text)]

@@ -11,6 +11,11 @@ Frames of a video: ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fp
 down to a multiple of ``temporal_patch_size``; frame ``i`` is frame ``int(i * total / n)`` of the video. A video with fewer
 frames than ``temporal_patch_size`` (HF fails there) keeps what it has, its last frame repeated. A frame group covers
 ``temporal_patch_size / (n / total * fps_of_the_file)`` seconds, as in ``Qwen2_5_VLProcessor``.
+
+A folder whose processor is Qwen3-VL's follows ``Qwen3VLVideoProcessor`` instead (``PixelSettings.video_spread``): ``n`` is not
+rounded to a multiple of ``temporal_patch_size`` (the last frame is repeated), the frames lie evenly from the first to the
+last of the video, and the limits on the area are those of all frames together. The time of a frame group is the mean of its
+first and last frame's, as in ``Qwen3VLProcessor``.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +87,8 @@ class PixelSettings:
     video_fps: float = 2.0
     video_min_frames: int = 4
     video_max_frames: int = 32
+    video_spread: bool = False
+    """Frames and area of a video by the rule of ``Qwen3VLVideoProcessor``; areas are then those of all frames together."""
     resample: int = 3
     """PIL's number of the filter: 3 is bicubic."""
     norm: PixelNorm = PixelNorm()
@@ -115,18 +123,22 @@ def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> P
     data = data or DataConfig()
     low, high = _limits(image, (56 * 56, 28 * 28 * 1280), hf_dir)
     # A folder without a video processor's config: HF reads the image processor's file for videos too.
-    video_low, video_high = _limits(video, (128 * 28 * 28, 28 * 28 * 768), hf_dir)
+    spread = _is_spread(video, image)
+    video_low, video_high = _limits(video, (128 * 32 * 32, 32 * 32 * 768) if spread else (128 * 28 * 28, 28 * 28 * 768), hf_dir)
+    if not spread:  # limits of one picture say nothing about all frames together
+        video_low, video_high = data.min_pixels or video_low, data.max_pixels or video_high
     settings = PixelSettings(
         patch_size=image.get("patch_size", 14),
         merge_size=image.get("merge_size", 2),
         temporal_patch_size=image.get("temporal_patch_size", 2),
         min_pixels=data.min_pixels or low,
         max_pixels=data.max_pixels or high,
-        video_min_pixels=data.min_pixels or video_low,
-        video_max_pixels=data.video_max_pixels or data.max_pixels or video_high,
+        video_min_pixels=video_low,
+        video_max_pixels=data.video_max_pixels or video_high,
         video_fps=data.video_fps,
         video_min_frames=video.get("min_frames", 4),
         video_max_frames=data.video_max_frames,
+        video_spread=spread,
         resample=image.get("resample", 3),
         norm=_norm(image, hf_dir),
     )
@@ -149,6 +161,12 @@ def _processor_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not found:
         raise FileNotFoundError(f"{folder} has no preprocessor_config.json or processor_config.json with an image_processor")
     return found, nested.get("video_processor") or video or image or found
+
+
+def _is_spread(video: dict[str, Any], image: dict[str, Any]) -> bool:
+    """Whether videos follow Qwen3-VL's rule: by the video processor's type, else by the processor that the folder is for."""
+    kind = video.get("video_processor_type") or video.get("processor_class") or image.get("processor_class") or ""
+    return kind.startswith("Qwen3VL")
 
 
 def _limits(config: dict[str, Any], default: tuple[int, int], where: str | Path) -> tuple[int, int]:
@@ -222,6 +240,35 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return new_height, new_width
 
 
+def resized_video_size(frames: int, height: int, width: int, settings: PixelSettings) -> tuple[int, int]:
+    """Height and width of the frames after resizing, for ``frames`` sampled ones.
+
+    Raises:
+        PixelError: as :func:`resized_size`.
+    """
+    factor, low, high = settings.factor, settings.video_min_pixels, settings.video_max_pixels
+    if not settings.video_spread:
+        return resized_size(height, width, factor, low, high)
+    if min(height, width) < 1:
+        raise PixelError(f"a video of {height} x {width} pixels is empty")
+    if min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    if max(height, width) / min(height, width) > MAX_ASPECT:
+        raise PixelError(f"a video of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    step = settings.temporal_patch_size
+    volume = round(frames / step) * step * new_height * new_width
+    if volume > high:
+        beta = math.sqrt(frames * height * width / high)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif volume < low:
+        beta = math.sqrt(low / (frames * height * width))
+        new_height, new_width = math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
+    return new_height, new_width
+
+
 def image_grid(height: int, width: int, settings: PixelSettings) -> Grid:
     """The grid of an image of this size; ``grid.tokens(settings.merge_size)`` is its number of placeholders."""
     size = resized_size(height, width, settings.factor, settings.min_pixels, settings.max_pixels)
@@ -230,12 +277,15 @@ def image_grid(height: int, width: int, settings: PixelSettings) -> Grid:
 
 def video_grid(video: VideoInfo, settings: PixelSettings) -> Grid:
     """The grid of a video, its frames sampled by the rule of this module."""
-    size = resized_size(video.height, video.width, settings.factor, settings.video_min_pixels, settings.video_max_pixels)
-    frames = len(frame_indices(video, settings))
+    indices, step = frame_indices(video, settings), settings.temporal_patch_size
+    frames = len(indices)
+    size = resized_video_size(max(frames, step), video.height, video.width, settings)
     # HF hands this number on as a float32 tensor and cuts it to an int: round it in the same way.
     seconds = torch.tensor(settings.temporal_patch_size / (frames / video.frames * video.fps), dtype=torch.float32).item()
-    groups = -(-frames // settings.temporal_patch_size)
-    return Grid(groups, size[0] // settings.patch_size, size[1] // settings.patch_size, "video", seconds)
+    groups = -(-frames // step)
+    times = [index / video.fps for index in indices + indices[-1:] * (groups * step - frames)]
+    timestamps = tuple((times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step))
+    return Grid(groups, size[0] // settings.patch_size, size[1] // settings.patch_size, "video", seconds, timestamps)
 
 
 def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
@@ -245,6 +295,10 @@ def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
     step = settings.temporal_patch_size
     if video.frames < step:
         return list(range(video.frames))
+    if settings.video_spread:
+        wanted = int(video.frames / video.fps * settings.video_fps)
+        taken = min(max(wanted, settings.video_min_frames), settings.video_max_frames, video.frames)
+        return np.linspace(0, video.frames - 1, taken).round().astype(int).tolist()
     most = max(min(settings.video_max_frames, video.frames) // step * step, step)
     count = min(max(video.frames / video.fps * settings.video_fps, settings.video_min_frames), most)
     count = max(math.floor(count / step) * step, step)

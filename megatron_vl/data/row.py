@@ -33,6 +33,8 @@ class VisionBatch:
     """int32 [P, temporal_patch_size]: the planes of each patch."""
     position_hw: Tensor
     """int32 [P, 2]: row and column of each patch within its frame, for 2D RoPE."""
+    frame_hw: Tensor
+    """int32 [P, 2]: rows and columns of each patch's frame, for tables of learned positions."""
     cu_seqlens: Tensor
     """int32 [frames + 1]: full-attention segments (one per frame of each image or video)."""
     cu_window_seqlens: Tensor

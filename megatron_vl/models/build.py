@@ -17,6 +17,7 @@ from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform
 
 from .attention import choose_backend
+from .deepstack import levels_before
 from .modules import block_spec
 from .names import named_tensors
 from .rotary import MRope
@@ -59,6 +60,9 @@ def build_chunks(
     language_backend = choose_backend(
         model.language_attention, platform=platform.name, head_dim=spec.language.head_dim, causal=True
     )
+    deepstack = len(spec.vision.deepstack_layers)
+    # Levels only become fewer, so the first boundary between chunks decides.
+    message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
     rank, chunks = mpu.get_pipeline_model_parallel_rank(), []
     for stage in range(layout.vpp):
         first = rank == 0 and stage == 0
@@ -75,9 +79,10 @@ def build_chunks(
                 attention_backend=vision_backend,
                 frozen=model.freeze_vision,
             )
+        layers = layout.chunk_layers(rank, stage)
         language = GPTModel(
             config,
-            block_spec(platform, config, len(layout.chunk_layers(rank, stage)), attention_backend=language_backend, causal=True),
+            block_spec(platform, config, len(layers), attention_backend=language_backend, causal=True, deepstack=deepstack),
             vocab_size=spec.language.vocab_size,
             max_sequence_length=seq_len,
             pre_process=first,
@@ -90,7 +95,7 @@ def build_chunks(
             vp_stage=stage if layout.vpp > 1 else None,
         )
         language.rotary_pos_emb = MRope(spec.language)
-        chunk = VisionLanguageModel(config, language, tower)
+        chunk = VisionLanguageModel(config, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels)
         chunks.append(chunk.to(device=platform.device, dtype=dtype))
     _zero_padding(chunks, spec, layout, mpu.get_tensor_model_parallel_rank())
     _freeze(chunks, model)
@@ -136,7 +141,7 @@ def _freeze(chunks: Iterable[VisionLanguageModel], model: ModelConfig) -> None:
 
 def part_of(name: str) -> str:
     """``vision``, ``merger`` or ``language``: the parts that are frozen and given learning rates alone."""
-    if name.startswith("vision_model.merger."):
+    if name.startswith(("vision_model.merger.", "vision_model.deepstack_mergers.")):
         return "merger"
     return "vision" if name.startswith("vision_model.") else "language"
 

@@ -25,8 +25,13 @@ from torch import Tensor, nn
 from megatron_vl.platform import Platform
 
 from .attention import PackedAttention
+from .deepstack import DeepStackLayer
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "quick_gelu": quick_gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 class LocalRMSNorm(nn.Module):
@@ -84,31 +89,42 @@ def block_spec(
     attention_backend: str,
     causal: bool,
     windowed: Callable[[int], bool] = lambda layer: False,
+    deepstack: int = 0,
 ) -> TransformerBlockSubmodules:
     """The layers of one TransformerBlock: pre-norm self-attention and MLP, attention packed.
 
     Args:
         num_layers: layers of this block (of this pipeline chunk).
         windowed: given the zero-based global layer, whether it attends within windows.
+        deepstack: levels of visual features that the model's first layers add to their output.
     """
     column, row = linears(platform)
     layer_norm: Any = local_norm(config)
+    head_norm: Any = local_norm(config) if config.qk_layernorm else None
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
         from megatron.core.transformer.identity_op import IdentityOp
 
         column, layer_norm, final_norm = TELayerNormColumnParallelLinear, IdentityOp, TENorm
+        head_norm = TENorm if config.qk_layernorm else None
     else:
         final_norm = layer_norm
     attention = partial(PackedAttention, backend=attention_backend, causal=causal, windowed=windowed)
     layer = ModuleSpec(
-        module=TransformerLayer,
+        module=DeepStackLayer if deepstack else TransformerLayer,
+        params={"deepstack": deepstack} if deepstack else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=layer_norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
-                submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=attention, linear_proj=row),
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=attention,
+                    linear_proj=row,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=layer_norm,

@@ -10,6 +10,7 @@ merge-unit order throughout (frame, unit row, unit column, row in unit, column i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +35,8 @@ class Grid:
     kind: Literal["image", "video"] = "image"
     second_per_grid: float = 1.0
     """Seconds of video that one frame group covers; ignored for images."""
+    timestamps: tuple[float, ...] = ()
+    """Seconds from the start of the video to each frame group, for families that write them into the text."""
 
     @property
     def patches(self) -> int:
@@ -44,10 +47,18 @@ class Grid:
         return self.patches // merge**2
 
 
-def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -> list[int]:
-    """Where the placeholders of each medium start in ``token_ids`` (int64 [S]), media in the order of the text.
+def placeholder_runs(grids: Sequence[Grid], spec: ModelSpec) -> list[Grid]:
+    """The media as the text has them: frame groups of a video apart where the family writes a time before each."""
+    if not spec.vision.video_timestamps:
+        return list(grids)
+    frames = [(dataclasses.replace(grid, t=1, timestamps=()), grid.t if grid.kind == "video" else 1) for grid in grids]
+    return [frame for frame, count in frames for _ in range(count)]
 
-    Runs are told apart by the counts of the grids, so two media may touch.
+
+def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -> list[int]:
+    """Where the placeholders of each grid start in ``token_ids`` (int64 [S]), in the order of the text.
+
+    Runs are told apart by the counts of the grids, so two media may touch. ``grids`` are :func:`placeholder_runs`.
 
     Raises:
         PositionError: the placeholders do not match the grids in kind, order or number.
@@ -75,7 +86,8 @@ def mrope_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -
 
     Text counts up in all three rows. A medium at position ``p`` spans ``p + (frame, row, column)`` in merge units, and
     the text after it goes on at ``p + max(rows, columns)`` (not after the frames: that is what HF does). Frames of a
-    video are ``tokens_per_second * int(second_per_grid)`` apart in Qwen2.5-VL and 1 apart in Qwen2-VL.
+    video are ``tokens_per_second * int(second_per_grid)`` apart in Qwen2.5-VL and 1 apart in Qwen2-VL; in Qwen3-VL each is
+    a medium of its own, with text between.
 
     Args:
         token_ids: int64 [S], placeholders already expanded.
@@ -88,7 +100,8 @@ def mrope_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -
     merge = spec.vision.spatial_merge_size
     parts: list[Tensor] = []
     here = position = 0
-    for grid, start in zip(grids, placeholder_positions(token_ids, grids, spec), strict=True):
+    runs = placeholder_runs(grids, spec)
+    for grid, start in zip(runs, placeholder_positions(token_ids, runs, spec), strict=True):
         parts.append((torch.arange(start - here) + position).expand(3, -1))
         position += start - here
         parts.append(_medium_positions(grid, spec.vision) + position)

@@ -15,8 +15,8 @@ from megatron_vl.models.families import LanguageSpec
 class MRope(nn.Module):
     """Multimodal RoPE (Qwen2-VL, arXiv 2409.12191): each frequency follows time, height or width.
 
-    Reference: ``Qwen2VLRotaryEmbedding`` and ``apply_multimodal_rotary_pos_emb`` of transformers. It takes the place of
-    core's ``MultimodalRotaryEmbedding`` and is called in the same way.
+    Reference: ``Qwen2VLRotaryEmbedding`` and ``apply_multimodal_rotary_pos_emb`` of transformers; interleaved,
+    ``Qwen3VLTextRotaryEmbedding``. It takes the place of core's ``MultimodalRotaryEmbedding`` and is called in the same way.
     """
 
     def __init__(self, language: LanguageSpec) -> None:
@@ -24,7 +24,12 @@ class MRope(nn.Module):
         half = language.head_dim // 2
         exponent = torch.arange(0, language.head_dim, 2, dtype=torch.float32) / language.head_dim
         self._inv_freq = 1.0 / language.rope_theta**exponent
-        self._axis = torch.repeat_interleave(torch.arange(3), torch.tensor(language.mrope_section))
+        if language.mrope_interleaved:  # t h w t h w ..., and time alone where height and width have had their number
+            self._axis = torch.zeros(half, dtype=torch.int64)
+            for axis in (1, 2):
+                self._axis[axis : 3 * language.mrope_section[axis] : 3] = axis
+        else:
+            self._axis = torch.repeat_interleave(torch.arange(3), torch.tensor(language.mrope_section))
         assert self._axis.numel() == half
 
     def forward(self, position_ids: Tensor, mrope_section: list[int] | None = None, cp_group: object = None) -> Tensor:

@@ -63,12 +63,23 @@ def _vision(spec: ModelSpec) -> list[TensorInfo]:
     def add(name: str, shape: tuple[int, ...], split: Split = "replicated") -> None:
         out.append(TensorInfo(f"vision_model.{name}", shape, split, "vision"))
 
-    def norm(prefix: str, joint: str = ".") -> None:
-        add(f"{prefix}{joint}weight", (h,))
+    def norm(prefix: str, joint: str = ".", width: int = h) -> None:
+        add(f"{prefix}{joint}weight", (width,))
         if norm_bias:
-            add(f"{prefix}{joint}bias", (h,))
+            add(f"{prefix}{joint}bias", (width,))
+
+    def merger(name: str, norm_width: int) -> None:
+        norm(f"{name}.norm", width=norm_width)
+        add(f"{name}.linear_fc1.weight", (unit, unit), "column")
+        add(f"{name}.linear_fc1.bias", (unit,), "column")
+        add(f"{name}.linear_fc2.weight", (v.out_hidden_size, unit), "row")
+        add(f"{name}.linear_fc2.bias", (v.out_hidden_size,))
 
     add("patch_embed.proj.weight", (h, v.patch_dim))
+    if v.patch_bias:
+        add("patch_embed.proj.bias", (h,))
+    if v.position_table_side:
+        add("position_table.weight", (v.position_table_side**2, h))
     fc1: tuple[int, Split] = (2 * f, "gated") if v.gated_mlp else (f, "column")
     for i in range(v.num_layers):
         layer = f"decoder.layers.{i}."
@@ -82,11 +93,9 @@ def _vision(spec: ModelSpec) -> list[TensorInfo]:
         add(f"{layer}mlp.linear_fc1.bias", (fc1[0],), fc1[1])
         add(f"{layer}mlp.linear_fc2.weight", (h, f), "row")
         add(f"{layer}mlp.linear_fc2.bias", (h,))
-    norm("merger.norm")
-    add("merger.linear_fc1.weight", (unit, unit), "column")
-    add("merger.linear_fc1.bias", (unit,), "column")
-    add("merger.linear_fc2.weight", (v.out_hidden_size, unit), "row")
-    add("merger.linear_fc2.bias", (v.out_hidden_size,))
+    merger("merger", h)
+    for number in range(len(v.deepstack_layers)):
+        merger(f"deepstack_mergers.{number}", unit)
     return out
 
 
@@ -104,6 +113,9 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
         add("self_attention.linear_qkv.weight", (qkv, h), "column")
         if m.qkv_bias:
             add("self_attention.linear_qkv.bias", (qkv,), "column")
+        if m.qk_norm:
+            add("self_attention.q_layernorm.weight", (m.head_dim,))
+            add("self_attention.k_layernorm.weight", (m.head_dim,))
         add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
         add("mlp.linear_fc1.layer_norm_weight", (h,))
         add("mlp.linear_fc1.weight", (2 * f, h), "gated")

@@ -62,6 +62,7 @@ def language_config(
         layernorm_epsilon=m.norm_eps,
         add_bias_linear=False,
         add_qkv_bias=m.qkv_bias,
+        qk_layernorm=m.qk_norm,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS["silu"],
         bias_activation_fusion=platform.name == "cuda",

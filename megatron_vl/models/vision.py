@@ -1,8 +1,8 @@
-"""The packed vision tower of Qwen2-VL and Qwen2.5-VL as a Megatron-core TransformerBlock.
+"""The packed vision tower as a Megatron-core TransformerBlock.
 
 All images and video frames of a row go through in one call, in window order (the loader has arranged them), tensor
-parallel over the group that is handed in. Reference: ``Qwen2VisionTransformerPretrainedModel`` and
-``Qwen2_5_VisionTransformerPretrainedModel`` of transformers.
+parallel over the group that is handed in. Reference: ``Qwen2VisionTransformerPretrainedModel``,
+``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen3VLVisionModel`` of transformers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class VisionInput:
     planes: Tensor
     plane_index: Tensor
     position_hw: Tensor
+    frame_hw: Tensor
     full: Segments
     window: Segments
 
@@ -44,7 +45,7 @@ class PatchEmbed(nn.Module):
     def __init__(self, vision: VisionSpec, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> None:
         super().__init__()
         self.vision = vision
-        self.proj = nn.Linear(vision.patch_dim, vision.hidden_size, bias=False, dtype=dtype)
+        self.proj = nn.Linear(vision.patch_dim, vision.hidden_size, bias=vision.patch_bias, dtype=dtype)
         # The statistics apply to pixels from 0 to 255: HF folds the factor 1/255 into them in the same way.
         self._mean = torch.tensor(mean, dtype=torch.float32) * 255.0
         self._std = torch.tensor(std, dtype=torch.float32) * 255.0
@@ -60,23 +61,58 @@ class PatchEmbed(nn.Module):
         return self.proj(patches.transpose(1, 2).reshape(patches.shape[0], -1))
 
 
+class PositionTable(nn.Module):
+    """A square table of learned position embeddings, interpolated (bilinear, corners aligned) to the size of each frame.
+
+    Reference: ``get_vision_interpolation_indices_and_weights`` of transformers.
+    """
+
+    def __init__(self, side: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.side = side
+        self.weight = nn.Parameter(torch.empty(side**2, width, dtype=dtype))
+
+    def forward(self, position_hw: Tensor, frame_hw: Tensor) -> Tensor:
+        """Rows and columns int [P, 2] of patches in frames of frame_hw int [P, 2] patches -> fp32 [P, width]."""
+        place = position_hw.float() * (self.side - 1) / (frame_hw - 1).clamp(min=1)
+        low = place.floor()
+        part = place - low
+        near = low.long()
+        far = (near + 1).clamp(max=self.side - 1)
+        rows, columns = torch.stack((near[:, 0], far[:, 0]), 1), torch.stack((near[:, 1], far[:, 1]), 1)
+        row_weight, column_weight = torch.stack((1 - part[:, 0], part[:, 0]), 1), torch.stack((1 - part[:, 1], part[:, 1]), 1)
+        index = (rows[:, :, None] * self.side + columns[:, None, :]).flatten(1)
+        weight = (row_weight[:, :, None] * column_weight[:, None, :]).flatten(1)
+        return F.embedding_bag(index, self.weight.float(), per_sample_weights=weight, mode="sum")
+
+
 class Merger(nn.Module):
-    """Norm, then each merge unit's patches side by side through a two-layer GELU MLP to the language width."""
+    """Norm, then each merge unit's patches side by side through a two-layer GELU MLP to the language width.
+
+    Args:
+        norm_unit: the norm is over a whole merge unit (mergers of DeepStack), not over each patch.
+    """
 
     def __init__(
-        self, platform: Platform, vision: VisionSpec, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup
+        self,
+        platform: Platform,
+        vision: VisionSpec,
+        config: TransformerConfig,
+        tp_group: torch.distributed.ProcessGroup,
+        norm_unit: bool = False,
     ) -> None:
         super().__init__()
         self.width = vision.merge_unit * vision.hidden_size
         column, row = linears(platform)
         shared = {"config": config, "init_method": config.init_method, "bias": True, "is_expert": False, "tp_group": tp_group}
-        self.norm = norm(platform, config, vision.hidden_size)
+        self.norm_width = self.width if norm_unit else vision.hidden_size
+        self.norm = norm(platform, config, self.norm_width)
         self.linear_fc1 = column(self.width, self.width, gather_output=False, skip_bias_add=False, **shared)
         self.linear_fc2 = row(self.width, vision.out_hidden_size, input_is_parallel=True, skip_bias_add=False, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """[P, 1, hidden] -> [P / merge_unit, 1, out_hidden]"""
-        x = self.norm(x).view(-1, 1, self.width)
+        x = self.norm(x.view(-1, 1, self.norm_width)).view(-1, 1, self.width)
         return self.linear_fc2(F.gelu(self.linear_fc1(x)[0]))[0]
 
 
@@ -86,7 +122,7 @@ class VisionTower(nn.Module):
     Args:
         pixel_mean, pixel_std: per channel, for pixels scaled to 0..1.
         pg: process groups of the tower; only ``tp`` and ``cp`` matter.
-        frozen: the blocks and the patch embedding take no gradient; the merger may.
+        frozen: the blocks and the embeddings of patches and positions take no gradient; the mergers may.
     """
 
     def __init__(
@@ -105,6 +141,12 @@ class VisionTower(nn.Module):
         self.vision, self.frozen = vision, frozen
         self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
+        if vision.patch_bias:
+            nn.init.zeros_(self.patch_embed.proj.bias)
+        self.position_table = None
+        if vision.position_table_side:
+            self.position_table = PositionTable(vision.position_table_side, vision.hidden_size, config.params_dtype)
+            nn.init.normal_(self.position_table.weight, std=config.init_method_std)
         spec = block_spec(
             platform,
             config,
@@ -115,16 +157,26 @@ class VisionTower(nn.Module):
         )
         self.decoder = TransformerBlock(config, spec, post_layer_norm=False, pg_collection=pg)
         self.merger = Merger(platform, vision, config, pg.tp)
+        self.deepstack_mergers = nn.ModuleList(
+            Merger(platform, vision, config, pg.tp, norm_unit=True) for _ in vision.deepstack_layers
+        )
 
-    def forward(self, batch: VisionInput) -> Tensor:
-        """[merged features, out_hidden], in tower order."""
+    def forward(self, batch: VisionInput) -> list[Tensor]:
+        """[merged features, out_hidden], in tower order: those of the last layer, then those of each DeepStack layer."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            hidden = self.patch_embed(batch.planes, batch.plane_index)[:, None]
+            hidden = self.patch_embed(batch.planes, batch.plane_index)
+            if self.position_table is not None:
+                hidden = hidden + self.position_table(batch.position_hw, batch.frame_hw).to(hidden.dtype)
+            hidden = hidden[:, None]
             angles = vision_angles(batch.position_hw, self.vision.head_dim)
             hidden = self.decoder(
                 hidden_states=hidden,
                 attention_mask=None,
                 rotary_pos_emb=angles,
                 packed_seq_params=packed_row(batch.full, batch.window),
+                extract_layer_indices=set(self.vision.deepstack_layers),
             )
-        return self.merger(hidden)[:, 0]
+        # The block gives a pair when it was asked for inner layers.
+        last, inner = hidden if self.deepstack_mergers else (hidden, [])
+        deepstack = [merger(x)[:, 0] for merger, x in zip(self.deepstack_mergers, inner, strict=True)]
+        return [self.merger(last)[:, 0], *deepstack]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -15,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from .attention import Segments, packed_row
+from .deepstack import levels_before
 from .vision import VisionInput, VisionTower
 
 
@@ -39,10 +41,24 @@ class VisionLanguageModel(MegatronModule):
         config: the language model's TransformerConfig.
         language: this chunk's GPTModel, built with ``scatter_embedding_sequence_parallel=False``.
         vision: the tower on the first chunk, None elsewhere.
+        deepstack: levels of visual features that the first decoder layers add.
+        layers: the global decoder layers of this chunk.
+        message_levels: levels for which every pipeline message has room: as many as travel over any stage boundary.
     """
 
-    def __init__(self, config: TransformerConfig, language: GPTModel, vision: VisionTower | None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        language: GPTModel,
+        vision: VisionTower | None,
+        *,
+        deepstack: int = 0,
+        layers: range = range(0),
+        message_levels: int = 0,
+    ) -> None:
         super().__init__(config=config)
+        self.deepstack, self.message_levels = deepstack, message_levels
+        self.levels_in, self.levels_out = levels_before(layers.start, deepstack), levels_before(layers.stop, deepstack)
         self.vision_model = vision
         self.language_model = language
         self.model_type = language.model_type
@@ -52,16 +68,21 @@ class VisionLanguageModel(MegatronModule):
         self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
 
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
-        self.language_model.set_input_tensor(input_tensor)
+        """Takes what came from the stage before: the hidden state, the levels of DeepStack still to be added, and unused room."""
+        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        if received is not None and self.levels_in < self.message_levels:
+            received = received[: received.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)]
+        self.language_model.set_input_tensor([received])
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight on the stages that hold it; core sums its gradient over both."""
         return self.language_model.shared_embedding_or_output_weight()
 
     def forward(self, row: DeviceRow, labels: bool = True) -> Tensor:
-        """Per-token losses [1, S] (logits [1, S, V / tp] when ``labels`` is False) on the last chunk, else [S (/ tp), 1, H]."""
+        """Per-token losses [1, S] (logits [1, S, V / tp] when ``labels`` is False) on the last chunk, else a pipeline message:
+        hidden state and levels of DeepStack, [(1 + message_levels) * S (/ tp), 1, H]."""
         decoder_input = self._embed(row) if self.pre_process else None
-        return self.language_model(
+        out = self.language_model(
             input_ids=row.tokens[None],
             position_ids=row.position_ids[:, None],
             attention_mask=None,
@@ -69,16 +90,24 @@ class VisionLanguageModel(MegatronModule):
             labels=row.labels[None] if labels else None,
             packed_seq_params=packed_row(row.segments),
         )
+        unused = 0 if self.post_process else self.message_levels - self.levels_out
+        if unused:
+            out = torch.cat((out, out.new_zeros(out.shape[0] // (1 + self.levels_out) * unused, *out.shape[1:])))
+        return out
 
     def _embed(self, row: DeviceRow) -> Tensor:
-        """Token embeddings with the features in place, [S, 1, H], scattered when sequence parallel."""
+        """Token embeddings with the features in place and the levels of DeepStack, [(1 + levels) * S (/ tp), 1, H].
+
+        Scattered when sequence parallel, each part on its own.
+        """
         embedded = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
+        parts = [embedded, *(torch.zeros_like(embedded) for _ in range(self.deepstack))]
         if self.vision_model is not None and row.vision is not None:
             features = self.vision_model(row.vision)
-            embedded = place_features(embedded, features, row.feature_index)
+            parts = [place_features(part, f, row.feature_index) for part, f in zip(parts, features, strict=True)]
         if self.config.sequence_parallel:
-            embedded = scatter_to_sequence_parallel_region(embedded)
-        return embedded
+            parts = [scatter_to_sequence_parallel_region(part) for part in parts]
+        return torch.cat(parts) if self.deepstack else parts[0]
 
 
 def place_features(embedded: Tensor, features: Tensor, feature_index: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from megatron_vl.models.vlm import DeviceRow
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
 
-_VISION_INTS = ("plane_index", "position_hw", "cu_seqlens", "cu_window_seqlens", "feature_index")
+_VISION_INTS = ("plane_index", "position_hw", "frame_hw", "cu_seqlens", "cu_window_seqlens", "feature_index")
 
 
 @dataclass
@@ -132,6 +132,7 @@ class Feed:
                 planes=pixels.view(shapes["planes"]),
                 plane_index=fields["plane_index"],
                 position_hw=fields["position_hw"],
+                frame_hw=fields["frame_hw"],
                 full=Segments(fields["cu_seqlens"], d["max_seqlens"][0]),
                 window=Segments(fields["cu_window_seqlens"], d["max_seqlens"][1]),
             )

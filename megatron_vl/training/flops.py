@@ -42,7 +42,7 @@ def language_forward(m: LanguageSpec, lengths: list[int]) -> float:
 
 
 def vision_forward(v: VisionSpec, full: list[int], window: list[int]) -> tuple[float, float]:
-    """Forward FLOPs (blocks with patch embedding, merger) of segments of these lengths in patches."""
+    """Forward FLOPs (blocks with patch embedding, mergers) of segments of these lengths in patches."""
     patches = sum(full)
     mlp = (3 if v.gated_mlp else 2) * v.hidden_size * v.ffn_hidden_size
     linear = 2 * (4 * v.hidden_size**2 + mlp) * patches
@@ -51,7 +51,8 @@ def vision_forward(v: VisionSpec, full: list[int], window: list[int]) -> tuple[f
         lengths = full if v.is_full_attention(layer) else window
         blocks += linear + 4 * v.hidden_size * sum(n * n for n in lengths)
     width = v.merge_unit * v.hidden_size
-    merger = 2.0 * (patches // v.merge_unit) * (width * width + width * v.out_hidden_size)
+    mergers = 1 + len(v.deepstack_layers)
+    merger = mergers * 2.0 * (patches // v.merge_unit) * (width * width + width * v.out_hidden_size)
     return blocks, merger
 
 

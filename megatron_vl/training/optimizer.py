@@ -16,6 +16,11 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron_vl.config import TrainConfig
 from megatron_vl.platform import Platform
 
+VISION = ("patch_embed", "position_table", "decoder")
+"""Modules of the vision tower with the learning rate of the tower."""
+MERGERS = ("merger", "deepstack_mergers")
+"""Modules of the vision tower with the learning rate of the merger."""
+
 
 def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
     """The optimizer of this rank's trainable parameters; biases and norms take no weight decay."""
@@ -41,9 +46,10 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Distri
         use_precision_aware_optimizer=o.cpu_offload,
     )
     overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(core))
-    for part, rate in (("vision_model.[pd]*", o.vision_lr), ("vision_model.merger.*", o.merger_lr)):
+    for parts, rate in ((VISION, o.vision_lr), (MERGERS, o.merger_lr)):
         if rate is not None:
-            overrides[ParamKey(name=(part, f"module.{part}"))] = {"max_lr": rate, "min_lr": rate * o.min_lr_ratio}
+            names = tuple(f"{module}vision_model.{part}.*" for module in ("", "module.") for part in parts)
+            overrides[ParamKey(name=names)] = {"max_lr": rate, "min_lr": rate * o.min_lr_ratio}
     optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     return optimizer
 

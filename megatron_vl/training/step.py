@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_vl.config import TrainConfig
@@ -82,12 +83,14 @@ def run_schedule(
 ) -> list[dict[str, Tensor]]:
     """Forward (and backward) of all rows through this rank's chunks. Returns the reports; empty off the last stage."""
     iterators = [iter(rows) for _ in chunks]
+    # Core takes the size of its messages, and nothing else, from the length; levels of DeepStack travel behind the hidden state.
+    parts = 1 + get_attr_wrapped_model(chunks[0], "message_levels")
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(rows),
-        seq_length=seq_len,
+        seq_length=seq_len * parts,
         micro_batch_size=1,
         forward_only=forward_only,
     )

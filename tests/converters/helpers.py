@@ -19,12 +19,14 @@ CONFIGS = Path(__file__).resolve().parent.parent / "hf_configs"
 SIZES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 FFN = {"Qwen2-VL-2B": 280, "Qwen2.5-VL-3B": 344, "Qwen2-VL-7B": 592, "Qwen2.5-VL-7B": 592, "Qwen2.5-VL-32B": 864}
-"""Widths that divide by 8 and not by 16; the 72B ones have 616."""
+"""Widths that divide by 8 and not by 16; the others have 616."""
 
 
 def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:
     """The released config of ``size`` with the same heads, key/value heads and flags, and small everything else."""
     config = json.loads((CONFIGS / f"{size}.json").read_text())
+    if "text_config" in config:
+        return small_nested_config(config, layers, vision_layers)
     hidden = 8 * config["num_attention_heads"]
     config |= {
         "hidden_size": hidden,
@@ -43,6 +45,33 @@ def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str
         width = 171 if vision["intermediate_size"] == 3420 else 256
         vision |= {"hidden_size": 64, "intermediate_size": width, "out_hidden_size": hidden, "fullatt_block_indexes": [1]}
     return config | {"vision_config": vision}
+
+
+def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int) -> dict[str, Any]:
+    """:func:`small_config` of Qwen3-VL. The width of all heads together is not the hidden size, as in the released 4B and 32B."""
+    text, vision = config["text_config"], config["vision_config"]
+    hidden = 6 * text["num_attention_heads"]
+    text |= {
+        "head_dim": 8,
+        "hidden_size": hidden,
+        "intermediate_size": 616,
+        "num_hidden_layers": layers,
+        "vocab_size": 1208,
+        "rope_scaling": text["rope_scaling"] | {"mrope_section": [2, 1, 1]},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision |= {
+        "depth": vision_layers,
+        "hidden_size": 64,
+        # As the released widths: one that needs no padding, one that no tensor parallelism above 1 divides.
+        "intermediate_size": 256 if vision["intermediate_size"] == 4096 else 171,
+        "out_hidden_size": hidden,
+        "num_position_embeddings": 49,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return config | {"text_config": text, "vision_config": vision} | {name: 3 + i for i, name in enumerate(tokens)}
 
 
 @functools.cache
@@ -67,8 +96,9 @@ def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
     """State dict of transformers' model under the names of the released files; a tied output layer is left out."""
     model = hf_model(size, layers)
     tied = small_config(size)["tie_word_embeddings"]
+    nested = small_config(size)["model_type"] == "qwen3_vl"  # released with the names in memory
     return {
-        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+        name if nested else name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
         for name, tensor in model.state_dict().items()
         if not (tied and name == "lm_head.weight")
     }

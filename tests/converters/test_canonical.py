@@ -14,6 +14,7 @@ from torch import Tensor
 
 from converters import rules_for
 from converters.convert import convert
+from converters.hf import short_name
 from megatron_vl.models.families import read_spec
 from megatron_vl.models.tensors import EMBEDDING, OUTPUT, tensor_table
 from megatron_vl.weights import WeightReader
@@ -28,6 +29,10 @@ PARAMETERS = {
     "Qwen2.5-VL-7B-Instruct": (729, 8_292_166_656),
     "Qwen2.5-VL-32B-Instruct": (1161, 33_452_718_336),
     "Qwen2.5-VL-72B-Instruct": (1353, 73_410_777_344),
+    "Qwen3-VL-2B-Instruct": (625, 2_127_532_032),
+    "Qwen3-VL-4B-Instruct": (713, 4_437_815_808),
+    "Qwen3-VL-8B-Instruct": (750, 8_767_123_696),
+    "Qwen3-VL-32B-Instruct": (1058, 33_357_390_064),
 }
 """Tensors and parameters of the released checkpoints."""
 
@@ -67,10 +72,10 @@ def test_rules_cover_every_element_once(size: str) -> None:
 
 @pytest.fixture(scope="module", params=SIZES)
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(size, reader of unsplit weights, HF tensors)."""
+    """(size, reader of unsplit weights, HF tensors under names that all families share)."""
     size, root = request.param, tmp_path_factory.mktemp("canonical")
     convert(released_folder(root / "hf", size), root / "full")
-    return size, WeightReader(root / "full"), released_tensors(size)
+    return size, WeightReader(root / "full"), {short_name(name): tensor for name, tensor in released_tensors(size).items()}
 
 
 def test_language_qkv(converted) -> None:
@@ -79,7 +84,7 @@ def test_language_qkv(converted) -> None:
     m = read_spec(small_config(size)).language
     groups, dim, per_group = m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
     for layer in range(m.num_layers):
-        for kind in ("weight", "bias"):
+        for kind in ("weight", "bias") if m.qkv_bias else ("weight",):
             fused = reader.get(f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.{kind}")
             heads = fused.view(groups, per_group + 2, dim, -1)
             parts = {"q": heads[:, :per_group], "k": heads[:, per_group], "v": heads[:, per_group + 1]}
@@ -118,6 +123,8 @@ def test_mlps_compute_the_same(converted) -> None:
         if gated:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = torch.nn.functional.silu(gate) * up
+        elif activation == "gelu_tanh":
+            hidden = torch.nn.functional.gelu(hidden, approximate="tanh")
         else:
             assert activation == "quick_gelu"
             hidden = hidden * torch.sigmoid(1.702 * hidden)
@@ -165,7 +172,7 @@ def test_tied_output_is_not_stored(converted) -> None:
 
 
 def test_all_released_sizes_are_here() -> None:
-    assert len(SIZES) == 7
+    assert len(SIZES) == 11
     assert {size: tp_sizes(size)[-1] for size in SIZES} == {
         "Qwen2-VL-2B-Instruct": 4,
         "Qwen2-VL-7B-Instruct": 4,
@@ -174,4 +181,8 @@ def test_all_released_sizes_are_here() -> None:
         "Qwen2.5-VL-7B-Instruct": 4,
         "Qwen2.5-VL-32B-Instruct": 8,
         "Qwen2.5-VL-72B-Instruct": 8,
+        "Qwen3-VL-2B-Instruct": 8,
+        "Qwen3-VL-4B-Instruct": 8,
+        "Qwen3-VL-8B-Instruct": 8,
+        "Qwen3-VL-32B-Instruct": 8,
     }

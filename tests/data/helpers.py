@@ -6,7 +6,7 @@ import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.models.rope import Grid
+from megatron_vl.models.rope import Grid, placeholder_runs
 
 VOCAB = 151_700
 
@@ -32,6 +32,11 @@ def hf_config(family: str) -> dict:
     else:
         vision = {**common, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4}
     tokens = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+    if family == "qwen3_vl":
+        vision = {**common, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 20, "patch_size": 16}
+        vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
+        text |= {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}, "head_dim": 8}
+        return {"model_type": family, "text_config": text, **tokens, "tie_word_embeddings": False, "vision_config": vision}
     return {"model_type": family, **text, **tokens, "tie_word_embeddings": False, "vision_config": vision}
 
 
@@ -51,7 +56,8 @@ def sample_of(spec: ModelSpec, parts: list[int | Grid], seed: int = 0) -> Sample
             continue
         token = spec.image_token_id if part.kind == "image" else spec.video_token_id
         start, end = torch.tensor([spec.vision_start_token_id]), torch.tensor([spec.vision_end_token_id])
-        ids += [start, torch.full((part.tokens(vision.spatial_merge_size),), token), end]
+        for run in placeholder_runs([part], spec):
+            ids += [start, torch.full((run.tokens(vision.spatial_merge_size),), token), end]
         frames = 1 if part.kind == "image" else part.t * vision.temporal_patch_size
         shape = (frames, part.h * part.w, vision.in_channels * vision.patch_size**2)
         media.append(MediaItem(part, torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)))

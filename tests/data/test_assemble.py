@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from megatron_vl.data.assemble import PackError, pack_row
@@ -14,7 +15,7 @@ from megatron_vl.models.rope import Grid, PositionError, mrope_positions, patch_
 
 from .helpers import hf_config, sample_of, spec_of
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 CASES = {
     "text": [17],
     "image": [5, Grid(1, 8, 12), 9],
@@ -29,7 +30,7 @@ CASES = {
 
 def hf_positions(family: str, tokens: torch.Tensor, grids: list[Grid], spec) -> torch.Tensor:
     """get_rope_index needs no weights, only the config."""
-    cls = Qwen2VLModel if family == "qwen2_vl" else Qwen2_5_VLModel
+    cls = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel}[family]
     with torch.device("meta"):
         model = cls(AutoConfig.for_model(**hf_config(family)))
     kinds = (tokens == spec.image_token_id).int() + 2 * (tokens == spec.video_token_id).int()

@@ -193,3 +193,50 @@ def test_a_template_cannot_reach_out_of_the_sandbox(encoder):
     changed.template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ChatError, match="SecurityError"):
         changed.encode([{"role": "user", "content": "a"}], [])
+
+
+TIMED = Grid(3, 4, 6, "video", timestamps=(0.25, 1.0, 12.35))
+VIDEO_CONVERSATIONS = {
+    "between text": ([{"role": "user", "content": [text("Look at this!"), VIDEO, text(" then?")]}], [TIMED]),
+    "with images": (
+        [
+            {"role": "user", "content": [IMAGE, VIDEO, IMAGE, text("\n"), VIDEO]},
+            {"role": "assistant", "content": "A road, 12 seconds."},
+            {"role": "user", "content": "And <3 seconds> ago?"},
+            {"role": "assistant", "content": [text("This: "), VIDEO, text(" and this.")]},
+        ],
+        [Grid(1, 4, 4), TIMED, Grid(1, 2, 8), Grid(1, 2, 2, "video", timestamps=(0.05,)), TIMED],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIDEO_CONVERSATIONS)
+def test_times_before_frames_equal_the_hf_processor(name):
+    """Qwen3VLProcessor's own text for each video, put in by the processor's own code, tokenized as a whole."""
+    from types import SimpleNamespace
+
+    from tests.tiny import tiny_checkpoint
+
+    folder = tiny_checkpoint("qwen3_vl")
+    processor, ours = AutoProcessor.from_pretrained(folder), ChatEncoder(folder, read_spec(folder))
+    messages, grids = VIDEO_CONVERSATIONS[name]
+    clips = [grid for grid in grids if grid.kind == "video"]
+    # Frame numbers at 1000 frames a second whose means are the times.
+    metadata = [SimpleNamespace(fps=1000, frames_indices=[round(1000 * t) for t in g.timestamps for _ in (0, 1)]) for g in clips]
+    videos = {"video_grid_thw": torch.tensor([[g.t, g.h, g.w] for g in clips]), "video_metadata": metadata}
+    written = [processor.replace_video_token(videos, i) for i in range(len(clips))]
+    pictures = [processor.image_token * grid.tokens(2) for grid in grids if grid.kind == "image"]
+    expanded, _ = processor.get_text_with_replacements([ours.render(messages)], pictures, written)
+    ids, mask = ours.encode(messages, grids)
+    assert ids.tolist() == processor.tokenizer(expanded[0])["input_ids"]
+    learnt = ours.tokenizer.decode(ids[mask])
+    answers = "A road, 12 seconds.<|im_end|>This: <|vision_start|><|vision_end|> and this.<|im_end|>"
+    assert learnt == (answers if name == "with images" else "")
+
+
+def test_a_video_without_times_is_refused():
+    from tests.tiny import tiny_checkpoint
+
+    folder = tiny_checkpoint("qwen3_vl")
+    with pytest.raises(ChatError, match="3 frame groups brings 0 times"):
+        ChatEncoder(folder, read_spec(folder)).encode([{"role": "user", "content": [VIDEO]}], [Grid(3, 4, 6, "video")])

@@ -11,6 +11,9 @@ from transformers import AutoImageProcessor
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_resize
 from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
@@ -210,6 +213,63 @@ def test_video_pixels_equal_the_hf_video_processor():
     hf = out["pixel_values_videos"].view(grid.t, grid.h * grid.w, 3, 2, 196)
     ours = got.view(grid.t, 2, grid.h * grid.w, 3, 196).permute(0, 2, 3, 1, 4)
     assert (hf - ours).abs().max() < 2e-6
+
+
+QWEN3_VIDEO = {"video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": 16}
+QWEN3_VIDEO |= {"temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+QWEN3_VIDEO |= {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 6 * 96 * 128}}
+
+
+@pytest.fixture
+def qwen3_folder(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(STYLES["patch 16"] | {"image_std": [0.5] * 3}))
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(QWEN3_VIDEO))
+    return tmp_path
+
+
+@pytest.mark.parametrize("frames,rate,fps,most", [*VIDEOS, (23, 10, 2.0, 5), (90, 29.97, 1.0, 7), (3, 10, 2.0, 32)])
+@pytest.mark.parametrize("shape", [(70, 100), (20, 300), (400, 31), (64, 64)], ids=str)
+def test_frames_area_and_times_equal_qwen3_vl(qwen3_folder, frames, rate, fps, most, shape):
+    """Which frames, how large, and when: the numbers of Qwen3VLVideoProcessor and Qwen3VLProcessor."""
+    settings = read_pixel_settings(qwen3_folder, DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096))
+    processor = Qwen3VLVideoProcessor(**QWEN3_VIDEO, max_frames=most)
+    metadata = VideoMetadata(total_num_frames=frames, fps=rate)
+    wanted = processor.sample_frames(metadata, fps=fps).tolist()
+    info = VideoInfo(frames, rate, *shape)
+    assert frame_indices(info, settings) == wanted
+    grid = video_grid(info, settings)
+    size = video_resize(len(wanted), *shape, 2, 32, *QWEN3_VIDEO["size"].values())
+    assert (grid.t, grid.h * 16, grid.w * 16) == (-(-len(wanted) // 2), *size)
+    assert list(grid.timestamps) == Qwen3VLProcessor._calculate_timestamps(None, list(wanted), rate, 2)
+
+
+@pytest.mark.parametrize("most", [32, 5])
+def test_video_pixels_equal_qwen3_vl(qwen3_folder, most):
+    data = video(23, 70, 100)
+    info = probe_video(data)
+    settings = read_pixel_settings(qwen3_folder, DataConfig(video_max_frames=most, video_fps=4.0))
+    grid = video_grid(info, settings)
+    got = settings.norm.apply(video_planes(data, info, grid, settings))
+    got = torch.cat([got, got[-1:].expand(grid.t * 2 - len(got), -1, -1)])
+    processor = Qwen3VLVideoProcessor(**QWEN3_VIDEO, max_frames=most)
+    metadata = [VideoMetadata(total_num_frames=23, fps=10.0)]
+    frames = torch.stack(list(_all_frames(data)))
+    out = processor(videos=[frames], video_metadata=metadata, do_sample_frames=True, fps=4.0, return_tensors="pt")
+    assert out["video_grid_thw"][0].tolist() == [grid.t, grid.h, grid.w]
+    hf = out["pixel_values_videos"].view(grid.t, grid.h * grid.w, 3, 2, 256)
+    ours = got.view(grid.t, 2, grid.h * grid.w, 3, 256).permute(0, 2, 3, 1, 4)
+    assert (hf - ours).abs().max() < 2e-6
+
+
+def test_the_folder_says_which_rule_videos_follow(qwen3_folder):
+    assert read_pixel_settings(qwen3_folder).video_spread
+    (qwen3_folder / "video_preprocessor_config.json").unlink()
+    assert not read_pixel_settings(qwen3_folder).video_spread
+    (qwen3_folder / "preprocessor_config.json").write_text(
+        json.dumps(STYLES["patch 16"] | {"processor_class": "Qwen3VLProcessor"})
+    )
+    settings = read_pixel_settings(qwen3_folder)
+    assert settings.video_spread and (settings.video_min_pixels, settings.video_max_pixels) == (4096, 65536)
 
 
 def test_a_video_of_one_frame_is_kept():

@@ -9,6 +9,9 @@ FOUR = ["image", "text", "two_images", "video"]
 MIXED_ROWS = [["mixed", "text"], ["image_between", "short_text"], ["two_images"], ["text", "short_text", "video"]]
 TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "short_text"]]
 """On two data-parallel ranks the last micro-batch of the second rank has no image."""
+BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
+"""Images with a video between them, and a video alone."""
+FULL = {"language": "full", "vision": "full"}
 
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS, TEXT_LAST]
 TRAINED: dict[str, Any] = {
@@ -21,7 +24,7 @@ TRAINED: dict[str, Any] = {
     "bucket_size": 10_000,
 }
 
-Q2, Q25 = "qwen2_vl", "qwen2_5_vl"
+Q2, Q25, Q3 = "qwen2_vl", "qwen2_5_vl", "qwen3_vl"
 
 
 def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:
@@ -51,6 +54,20 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("selective recompute", recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]}),
         case("training", steps=TRAINING, train=True),
         case("training, qwen2_vl", Q2, steps=TRAINING, train=True),
+        case("one rank, qwen3_vl", Q3),
+        *(
+            case(f"one rank, qwen3_vl {kind}", Q3, steps=kinds(kind))
+            for kind in ("text", "image", "two_images", "image_between", "video", "video_between", "mixed")
+        ),
+        case("four samples as one row, qwen3_vl", Q3, steps=[[FOUR]]),
+        case("four samples as four rows, qwen3_vl", Q3, steps=[[[kind] for kind in FOUR]]),
+        case("tied, qwen3_vl", Q3, tied=True),
+        case("vision frozen, qwen3_vl", Q3, freeze=["vision"]),
+        case("vision and merger frozen, qwen3_vl", Q3, freeze=["vision", "merger"]),
+        case("language frozen, qwen3_vl", Q3, freeze=["language"]),
+        case("merger alone, qwen3_vl", Q3, freeze=["vision", "language"]),
+        case("full recompute, qwen3_vl", Q3, recompute={"language": "full", "vision": "full"}),
+        case("training, qwen3_vl", Q3, steps=TRAINING, train=True),
         case("overlap, three steps, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
     ],
     2: [
@@ -88,6 +105,23 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("training, DP2, tied, no distributed optimizer", tied=True, steps=TRAINING, train=True, distributed_optimizer=False),
         case("training, PP2 tied", tied=True, pp=2, layers=[1, 3], steps=TRAINING, train=True, bucket_size=10_000),
         case("DP2, vision frozen, overlap", steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True, freeze=["vision"]),
+        case("TP2, qwen3_vl", Q3, tp=2),
+        case("TP2 + SP, qwen3_vl", Q3, tp=2, sequence_parallel=True),
+        case("TP2 + SP, qwen3_vl, tied, a video between images", Q3, tied=True, tp=2, sequence_parallel=True, steps=[BETWEEN]),
+        case("TP2 + SP, qwen3_vl, full recompute", Q3, tp=2, sequence_parallel=True, recompute=FULL),
+        case("PP2, qwen3_vl, DeepStack on one stage", Q3, pp=2, layers=[3, 1]),
+        case("PP2, qwen3_vl, DeepStack on both stages", Q3, pp=2),
+        case("PP2, qwen3_vl, uneven, tied, full recompute", Q3, tied=True, pp=2, layers=[1, 3], recompute=FULL),
+        case("PP2, qwen3_vl, no decoder layer on the first stage", Q3, pp=2, layers=[0, 4], steps=[BETWEEN]),
+        case("PP2 x VPP2, qwen3_vl, DeepStack on three chunks", Q3, pp=2, vpp=2),
+        case("PP2 x VPP2, qwen3_vl, empty chunks, tied", Q3, tied=True, pp=2, vpp=2, layers=[0, 2, 0, 2]),
+        case("PP2, qwen3_vl, vision and merger frozen", Q3, pp=2, freeze=["vision", "merger"]),
+        case("PP2, qwen3_vl, language frozen", Q3, pp=2, freeze=["language"]),
+        case("DP2, qwen3_vl, overlap, text-only last", Q3, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS], overlap=True),
+        case(
+            "DP2, qwen3_vl, merger alone, overlap", Q3, steps=[TEXT_LAST, MIXED_ROWS], overlap=True, freeze=["vision", "language"]
+        ),
+        case("training, PP2, qwen3_vl", Q3, tied=True, pp=2, layers=[1, 3], steps=TRAINING, train=True, bucket_size=10_000),
     ],
     4: [
         *(
@@ -117,6 +151,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("training, TP2 x PP2 x VPP2 + SP, tied", steps=TRAINING, train=True, **TRAINED),
         case("training, PP2 x DP2, tied, overlap", tied=True, pp=2, overlap=True, bucket_size=10_000, steps=TRAINING, train=True),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **(TRAINED | {"tied": False}), steps=[MIXED_ROWS] * 3),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven", Q3, **TRAINED, layers=[0, 2, 1, 1], steps=[BETWEEN]),
+        case("TP4 above the key/value heads + SP, qwen3_vl", Q3, tp=4, sequence_parallel=True),
+        case("PP4, qwen3_vl, a DeepStack level a stage", Q3, pp=4),
+        case("PP2 x DP2, qwen3_vl, overlap", Q3, pp=2, layers=[1, 3], overlap=True, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS]),
+        case("training, TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, steps=TRAINING, train=True, **TRAINED),
         case("TP2 x PP2, full recompute", tp=2, pp=2, recompute={"language": "full", "vision": "full"}),
     ],
 }

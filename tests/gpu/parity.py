@@ -2,8 +2,8 @@
 
     python -m tests.gpu.parity --ranks 1 [--out FOLDER]
 
-Head dimensions are the released ones (80 in the tower, 128 in the language model), every row has at least two samples
-and two pictures, RoPE is the fused one. Exit code 1 when a case fails.
+Head dimensions are the released ones (80 in the tower, 72 in Qwen3-VL's, 128 in the language model), every row has at
+least two samples and two pictures, RoPE is the fused one. Exit code 1 when a case fails.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ SIZES = {
     "vision_heads": 8,
     "vision_ffn_hidden_size": 1710,
 }
+QWEN3_SIZES = {
+    **SIZES,
+    "head_dim": 128,
+    "interleaved_section": (24, 20, 20),
+    "vision_hidden_size": 576,
+    "vision_ffn_hidden_size": 2152,
+    "position_table_side": 48,
+}
 ROWS = [["two_images", "mixed"], ["image", "image_between", "text"], ["two_images", "video", "short_text"], ["mixed", "image"]]
 TEXT_LAST = [*ROWS[:3], ["text", "short_text"]]
 
@@ -41,6 +49,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "one rank", "steps": [ROWS] * 2},
         {"name": "one rank, qwen2_vl", "family": "qwen2_vl", "steps": [ROWS]},
+        {"name": "one rank, qwen3_vl", "family": "qwen3_vl", "steps": [ROWS] * 2},
+        {
+            "name": "full recompute, qwen3_vl",
+            "family": "qwen3_vl",
+            "recompute": {"language": "full", "vision": "full"},
+            "steps": [ROWS],
+        },
         {"name": "one rank, tied", "tied": True, "steps": [TEXT_LAST]},
         {"name": "vision frozen", "freeze": ["vision"], "steps": [ROWS]},
         {"name": "full recompute", "recompute": {"language": "full", "vision": "full"}, "steps": [ROWS]},
@@ -54,11 +69,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {"name": "TP2 + SP", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
         {"name": "PP2 x VPP2", "pp": 2, "vpp": 2, "steps": [ROWS]},
+        {"name": "TP2 + SP, qwen3_vl", "family": "qwen3_vl", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
+        {"name": "PP2, qwen3_vl", "family": "qwen3_vl", "pp": 2, "layers": [1, 3], "steps": [ROWS]},
         {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
     ],
     4: [
         {"name": "TP2 x PP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [ROWS, TEXT_LAST]},
         {"name": "TP2 x PP2 x VPP2 + SP, tied", **TP2_PP2, "tied": True, "vpp": 2, "steps": [TEXT_LAST, ROWS]},
+        {"name": "TP2 x PP2 x VPP2 + SP, qwen3_vl", **TP2_PP2, "family": "qwen3_vl", "vpp": 2, "steps": [TEXT_LAST, ROWS]},
         {"name": "TP4 + SP", "tp": 4, "sequence_parallel": True, "steps": [ROWS]},
         {"name": "PP2 x DP2, overlap", "pp": 2, "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
         {"name": "DP4, qwen2_vl", "family": "qwen2_vl", "overlap": True, "steps": [ROWS, TEXT_LAST, ROWS]},
@@ -68,6 +86,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "TP4 x PP2 + SP", **TP2_PP2, "tp": 4, "steps": [ROWS, TEXT_LAST]},
         {"name": "TP2 x PP2 x VPP2 x DP2 + SP, tied", **TP2_PP2, "tied": True, "vpp": 2, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
         {"name": "DP8, qwen2_vl", "family": "qwen2_vl", "overlap": True, "steps": [ROWS * 2, TEXT_LAST * 2, ROWS * 2]},
+        {"name": "TP2 x PP2 x VPP2 x DP2 + SP, qwen3_vl", **TP2_PP2, "family": "qwen3_vl", "vpp": 2, "steps": [TEXT_LAST, ROWS]},
         {"name": "TP2 x PP4", "tp": 2, "pp": 4, "steps": [ROWS]},
     ],
 }
@@ -86,7 +105,8 @@ def main() -> int:
         family, tied = fields.pop("family", "qwen2_5_vl"), fields.pop("tied", False)
         hf = work / f"{family}{'_tied' if tied else ''}"
         if not hf.exists():
-            write_tiny_checkpoint(hf, family, tied=tied, dtype=torch.float32, **SIZES)
+            sizes = QWEN3_SIZES if family == "qwen3_vl" else SIZES
+            write_tiny_checkpoint(hf, family, tied=tied, dtype=torch.float32, **sizes)
             convert(hf, work / f"{hf.name}_full")
         cases.append(Case(hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields))
     write_cases(cases, work / "cases.json")

@@ -21,6 +21,9 @@ CASES = [
     ("qwen2_5_vl", {"tied": False, "dtype": torch.float32}),
     ("qwen2_5_vl", {"tied": True, "released_style": False}),
     ("qwen2_5_vl", {"memory_names": True, "shards": 1}),
+    ("qwen3_vl", {"tied": True}),
+    ("qwen3_vl", {"dtype": torch.float32, "shards": 3}),
+    ("qwen3_vl", {"released_style": False}),
 ]
 
 
@@ -36,8 +39,9 @@ def test_transformers_loads_it(tiny_checkpoint, family, options):
         with safe_open(file, "pt") as shard:
             held |= {name: shard.get_tensor(name) for name in shard.keys()}
     assert ("lm_head.weight" in held) == (not options.get("tied", False))
-    in_file = "visual.merger.mlp.0.bias" if not options.get("memory_names") else "model.visual.merger.mlp.0.bias"
-    assert torch.equal(held[in_file], model.model.visual.merger.mlp[0].bias)
+    in_memory = options.get("memory_names") or family == "qwen3_vl"
+    in_file = "model.visual.patch_embed.proj.weight" if in_memory else "visual.patch_embed.proj.weight"
+    assert torch.equal(held[in_file], model.model.visual.patch_embed.proj.weight)
 
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (100, 150, 3), dtype=np.uint8))
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
@@ -48,19 +52,21 @@ def test_transformers_loads_it(tiny_checkpoint, family, options):
         assert torch.isfinite(model(**batch, labels=batch["input_ids"]).loss)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_special_tokens_and_config_agree(tiny_checkpoint, family):
     folder = tiny_checkpoint(family)
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     config = json.loads((folder / "config.json").read_text())
+    vocabulary = config.get("text_config", config)["vocab_size"]
     assert tokenizer.is_fast
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == config["image_token_id"]
     assert tokenizer.convert_tokens_to_ids("<|video_pad|>") == config["video_token_id"]
     assert tokenizer.convert_tokens_to_ids("<|vision_start|>") == config["vision_start_token_id"]
-    assert len(tokenizer) < config["vocab_size"] and config["vocab_size"] % 128 == 0
+    assert len(tokenizer) < vocabulary and vocabulary % 128 == 0
     text = "Ça va? 1234 \n\n naïve 图片 don't"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer("".join(SPECIAL_TOKENS))["input_ids"] == [config["bos_token_id"] + i for i in range(len(SPECIAL_TOKENS))]
+    first = config.get("text_config", config)["bos_token_id"]
+    assert tokenizer("".join(SPECIAL_TOKENS))["input_ids"] == [first + i for i in range(len(SPECIAL_TOKENS))]
 
 
 def test_keeps_the_oddities(tiny_checkpoint):

@@ -15,7 +15,7 @@ from toolkit.parity.batches import make_sample
 from toolkit.parity.reference import hf_inputs
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("kind", ["text", "two_images", "mixed"])
 def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None:
     """Eager attention computes the whole square, so the causal half that we leave out is added for the comparison."""

@@ -93,21 +93,22 @@ RESULT = results
     assert [r["finite"] for r in out] == [True, False, True]
 
 
-def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint) -> None:
+@pytest.mark.parametrize(("family", "tensors"), [("qwen2_5_vl", 77), ("qwen3_vl", 110)])
+def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, tensors: int) -> None:
     out = run_single(
         STEP
         + """
 set_learning_rates(optimizer, config, 0)
 names = {id(p): n for n, p in chunks[0].named_parameters()}
-from megatron_vl.training.checkpoint import optimizer_slices
+from megatron_vl.training.optimizer_state import optimizer_slices
 RESULT = {}
 for piece in optimizer_slices(optimizer, [(n, p) for n, p in chunks[0].named_parameters()]):
     RESULT[piece.name] = [piece.group["lr"], piece.group["weight_decay"], piece.parameter.dim()]
 """,
-        HF=str(tiny_checkpoint("qwen2_5_vl")),
+        HF=str(tiny_checkpoint(family)),
     )
-    assert len(out) == 77
+    assert len(out) == tensors
     for name, (rate, decay, dimensions) in out.items():
-        want = 2e-4 if ".merger." in name else 5e-4 if name.startswith("vision_model.") else 1e-3
+        want = 2e-4 if ".merger." in name or ".deepstack_mergers." in name else 5e-4 if name.startswith("vision_model.") else 1e-3
         assert math.isclose(rate, want), name
         assert decay == (0.1 if dimensions > 1 else 0.0), name

@@ -6,7 +6,7 @@ import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.rope import Grid
+from megatron_vl.models.rope import Grid, placeholder_runs
 
 IMAGE_A, IMAGE_B = (1, 10, 14), (1, 4, 6)
 """Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a window."""
@@ -19,6 +19,7 @@ KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "two_images": [("image", IMAGE_B), ("image", IMAGE_A), "text"],
     "image_between": ["text", ("image", IMAGE_A), "text"],
     "video": [("video", VIDEO), "text"],
+    "video_between": [("image", IMAGE_A), "short", ("video", VIDEO), "short", ("image", IMAGE_B), "text"],
     "mixed": ["short", ("image", IMAGE_B), "short", ("video", VIDEO), ("image", IMAGE_A), "text"],
 }
 """Name -> what the sample is made of, in order."""
@@ -57,5 +58,9 @@ def _medium(spec: ModelSpec, kind: str, thw: tuple[int, int, int], generator: to
     frames = t * v.temporal_patch_size if kind == "video" else 1
     planes = torch.randint(0, 256, (frames, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8)
     pad = spec.image_token_id if kind == "image" else spec.video_token_id
-    ids = [spec.vision_start_token_id, *([pad] * grid.tokens(v.spatial_merge_size)), spec.vision_end_token_id]
+    ids = []
+    for run in placeholder_runs([grid], spec):
+        if run.kind == "video" and v.video_timestamps:
+            ids += _text(spec, 4, generator).tolist()
+        ids += [spec.vision_start_token_id, *([pad] * run.tokens(v.spatial_merge_size)), spec.vision_end_token_id]
     return torch.tensor(ids), MediaItem(grid=grid, planes=planes)

@@ -30,9 +30,10 @@ from megatron_vl.weights import WeightReader
 from .reference import backward, canonical, load_hf
 from .run import ADAM, LOSS_TOLERANCE, Case, Live, build, draw
 
-STATE_TOLERANCE = 1e-4
-"""Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps of tiny weights."""
-WEIGHT_TOLERANCE = 1e-4
+STATE_TOLERANCE = 2.5e-4
+"""Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps of tiny weights.
+``transformers`` alone in fp32 ends up to 1.2e-4 from the same training in fp64 (small Qwen3-VL; 4e-5 for Qwen2.5-VL)."""
+WEIGHT_TOLERANCE = 2.5e-4
 """Relative L2 of a weight after some steps."""
 
 

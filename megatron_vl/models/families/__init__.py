@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import qwen2_5_vl, qwen2_vl
+from . import qwen2_5_vl, qwen2_vl, qwen3_vl
 from .base import ConfigError, LanguageSpec, ModelSpec, VisionSpec
 
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
 }
 """HF ``model_type`` -> the module that reads its config."""
 

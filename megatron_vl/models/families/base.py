@@ -34,7 +34,7 @@ class VisionSpec:
     """``RMSNorm`` or ``LayerNorm`` (with bias)."""
     norm_eps: float
     activation: str
-    """``silu`` or ``quick_gelu``."""
+    """``silu``, ``quick_gelu`` or ``gelu_tanh``."""
     gated_mlp: bool
     """True for SwiGLU (gate and up projections), False for a plain two-layer MLP."""
     window_size: int = 0
@@ -43,6 +43,16 @@ class VisionSpec:
     """Zero-based layers with full attention; the others attend within windows. Ignored when ``window_size`` is 0."""
     tokens_per_second: float = 0.0
     """Temporal M-RoPE positions per second of video (Qwen2.5-VL); 0 means one position per frame group."""
+    patch_bias: bool = False
+    """Whether the patch embedding has a bias."""
+    position_table_side: int = 0
+    """Rows (and columns) of the square table of learned position embeddings, which is interpolated to each grid of patches
+    and added to their embeddings; 0 means no table."""
+    deepstack_layers: tuple[int, ...] = ()
+    """Zero-based layers whose output goes through a merger of its own and is added to the language model's hidden states at
+    the medium's tokens: the first of them after decoder layer 0, the second after layer 1, and so on (DeepStack)."""
+    video_timestamps: bool = False
+    """Whether each frame group of a video is a run of placeholders of its own, behind its time as text."""
 
     @property
     def head_dim(self) -> int:
@@ -89,6 +99,10 @@ class LanguageSpec:
     """Rotary frequencies given to time, height and width; they add up to ``head_dim / 2``."""
     tied_embeddings: bool
     qkv_bias: bool = True
+    qk_norm: bool = False
+    """Whether queries and keys are RMS-normalised per head."""
+    mrope_interleaved: bool = False
+    """Whether time, height and width take turns along the frequencies instead of a contiguous section each."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +120,14 @@ class ModelSpec:
     hf_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def replace_layers(self, *, vision: int | None = None, language: int | None = None) -> ModelSpec:
-        """A copy with other layer counts, for benchmarks and tests."""
+        """A copy with other layer counts, for benchmarks and tests. DeepStack keeps what has a layer on both sides."""
         spec = self
         if vision is not None:
             spec = dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, num_layers=vision))
         if language is not None:
             spec = dataclasses.replace(spec, language=dataclasses.replace(spec.language, num_layers=language))
-        return spec
+        kept = tuple(i for i in spec.vision.deepstack_layers if i < spec.vision.num_layers)[: spec.language.num_layers]
+        return dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, deepstack_layers=kept))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -131,9 +146,9 @@ def require(config: dict[str, Any], name: str, where: str) -> Any:
 
 
 def read_language(config: dict[str, Any]) -> LanguageSpec:
-    """Language model fields of Qwen2-VL and Qwen2.5-VL, flat or nested, old or new rope names.
+    """The language model's fields, flat or nested, old or new rope names.
 
-    Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` of transformers.
+    Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
     text = text_config(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -168,6 +183,7 @@ def read_language(config: dict[str, Any]) -> LanguageSpec:
         rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1000000.0))),
         mrope_section=section,
         tied_embeddings=bool(tied),
+        mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
     )
 
 
@@ -182,6 +198,13 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
         raise ConfigError(f"config.json: vision width {vision.hidden_size} does not divide by {vision.num_heads} heads")
     if vision.head_dim % 4:
         raise ConfigError(f"config.json: vision head dimension {vision.head_dim} must divide by 4 for 2D RoPE")
+    deep = vision.deepstack_layers
+    if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
+        raise ConfigError(f"config.json: DeepStack layers {list(deep)} must ascend within the {vision.num_layers} vision layers")
+    if len(deep) > language.num_layers:
+        raise ConfigError(
+            f"config.json: {len(deep)} DeepStack layers need as many decoder layers; there are {language.num_layers}"
+        )
     return ModelSpec(
         family=family,
         vision=vision,

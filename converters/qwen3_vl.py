@@ -1,0 +1,29 @@
+"""Qwen3-VL <-> Megatron: a two-layer vision MLP whose width (4304) is padded to a multiple of 128, DeepStack mergers, QK-norm.
+
+Names: ``Qwen3VLForConditionalGeneration`` as released (``model.visual.*``, ``model.language_model.*``).
+"""
+
+from __future__ import annotations
+
+from megatron_vl.models.families import ModelSpec, VisionSpec
+from megatron_vl.models.tensors import tensor_table
+
+from .rules import Rule, language_rules, padded_columns, padded_rows, same, vision_rules
+
+MERGER = ("norm", "linear_fc1", "linear_fc2")
+
+
+def rules(spec: ModelSpec) -> list[Rule]:
+    """One rule for each tensor of the model."""
+    table = tensor_table(spec)
+
+    def mlp(v: VisionSpec, ours: str, hf: str) -> list[Rule]:
+        width, fc1, fc2 = v.ffn_hidden_size, "linear_fc1.", "linear_fc2."
+        return [
+            *(padded_rows(table[ours + fc1 + kind], hf + fc1 + kind, width) for kind in ("weight", "bias")),
+            padded_columns(table[f"{ours}{fc2}weight"], f"{hf}{fc2}weight", width),
+            same(table[f"{ours}{fc2}bias"], f"{hf}{fc2}bias"),
+        ]
+
+    vision = vision_rules(spec, table, mlp, prefix="model.visual.", merger=MERGER)
+    return [*vision, *language_rules(spec, table, prefix="model.language_model.")]

@@ -1,0 +1,76 @@
+"""The parts of Qwen3-VL against transformers' own functions, and what its config must say."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+from megatron_vl.models.deepstack import levels_before
+from megatron_vl.models.families import ConfigError, read_spec
+from megatron_vl.models.rope import Grid, patch_positions
+from megatron_vl.models.rotary import MRope
+from megatron_vl.models.vision import PositionTable
+
+
+@pytest.mark.parametrize("side", [6, 48])
+def test_position_table_is_interpolated_as_in_transformers(side: int) -> None:
+    grids = [Grid(1, 2, 2), Grid(1, 48, 48), Grid(2, 6, 10, "video"), Grid(1, 2, 100), Grid(1, 64, 4)]
+    table = PositionTable(side, 5, torch.float32)
+    torch.nn.init.normal_(table.weight)
+    index, weight = get_vision_interpolation_indices_and_weights(
+        torch.tensor([[g.t, g.h, g.w] for g in grids]), side, mode="bilinear", align_corners=True, spatial_merge_size=2
+    )
+    want = (table.weight[index] * weight[:, :, None]).sum(1)
+    place = torch.cat([patch_positions(grid, 2) for grid in grids]).int()
+    frame = torch.cat([torch.tensor([[g.h, g.w]]).expand(g.patches, 2) for g in grids]).int()
+    torch.testing.assert_close(table(place, frame), want, rtol=0, atol=2e-6)
+    draw = torch.randn(want.shape)
+    ours, theirs = (torch.autograd.grad((x * draw).sum(), table.weight)[0] for x in (table(place, frame), want))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("section", [(6, 3, 3), (4, 4, 4), (2, 5, 5)])
+def test_frequencies_take_turns_as_in_transformers(tiny_checkpoint, section: tuple[int, int, int]) -> None:
+    from transformers import AutoConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    folder = tiny_checkpoint("qwen3_vl", interleaved_section=section)
+    config = AutoConfig.from_pretrained(folder).text_config
+    positions = torch.randint(0, 500, (3, 1, 40), generator=torch.Generator().manual_seed(0))
+    cos, _ = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), positions)
+    angles = MRope(read_spec(folder).language)(positions)
+    torch.testing.assert_close(angles[:, 0, 0].cos(), cos[0], rtol=0, atol=1e-4)
+
+
+def test_levels_travel_until_their_layer() -> None:
+    assert [levels_before(layer, 3) for layer in range(5)] == [3, 2, 1, 0, 0]
+
+
+def test_fewer_layers_keep_the_deepstack_layers_that_fit(tiny_checkpoint) -> None:
+    spec = read_spec(tiny_checkpoint("qwen3_vl"))
+    assert spec.vision.deepstack_layers == (0, 1, 3)
+    assert spec.replace_layers(vision=3).vision.deepstack_layers == (0, 1)
+    assert spec.replace_layers(language=1).vision.deepstack_layers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": [1, 4]}, "ascend within the 4 vision layers"),
+        ("vision_config", {"deepstack_visual_indexes": [3, 1]}, "ascend"),
+        ("vision_config", {"num_position_embeddings": 35}, "not the square"),
+        ("vision_config", {"hidden_act": "tanh"}, "vision hidden_act 'tanh' is not supported"),
+        ("text_config", {"num_hidden_layers": 2}, "3 DeepStack layers need as many decoder layers; there are 2"),
+        ("text_config", {"attention_bias": True}, "attention_bias=true"),
+        ("text_config", {"head_dim": 16}, "add up to head_dim/2 = 8"),
+    ],
+)
+def test_impossible_fields_are_refused(tiny_checkpoint, part: str, change: dict, message: str) -> None:
+    config = copy.deepcopy(json.loads((tiny_checkpoint("qwen3_vl") / "config.json").read_text()))
+    config[part] |= change
+    with pytest.raises(ConfigError, match=message):
+        read_spec(config)
