@@ -273,6 +273,8 @@ def _explain(message: str) -> str:
     unknown = re.search(r"unrecognized arguments: --([\w.]+)|'([\w.]+)' is not accepted|not accept option '(\w+)'", message)
     if unknown:
         name = next(group for group in unknown.groups() if group)
+        inside = re.search(rf"Group '([\w.]+)' does not accept option '{re.escape(name)}'", message)
+        name = f"{inside[1]}.{name}" if inside else name
         leaf = {field.split(".")[-1]: field for field in known}
         near = difflib.get_close_matches(name, known, 3)
         near = near or [leaf[close] for close in difflib.get_close_matches(name.split(".")[-1], leaf, 3)]

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.config import ModelConfig, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.layout import Layout
@@ -35,15 +35,10 @@ def build_chunks(
     platform: Platform,
     spec: ModelSpec,
     layout: Layout,
+    config: TrainConfig,
     *,
-    seq_len: int,
-    dtype: torch.dtype,
-    model: ModelConfig,
-    recompute: RecomputeConfig,
-    sequence_parallel: bool,
     pixel_mean: tuple[float, ...],
     pixel_std: tuple[float, ...],
-    seed: int = 1234,
 ) -> list[VisionLanguageModel]:
     """This rank's chunks (one per virtual stage) with random weights, on the platform's device, parameters frozen as asked.
 
@@ -51,9 +46,12 @@ def build_chunks(
     """
     from megatron.core import parallel_state as mpu
 
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
-    config = language_config(platform, spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
+    model, recompute, dtype = config.model, config.recompute, getattr(torch, config.dtype)
+    torch.manual_seed(config.seed)
+    model_parallel_cuda_manual_seed(config.seed)
+    core = language_config(
+        platform, spec, layout, dtype=dtype, sequence_parallel=config.parallel.sequence_parallel, recompute=recompute
+    )
     tower_config = vision_config(platform, spec, layout, dtype=dtype, recompute=recompute)
     pg = ProcessGroupCollection.use_mpu_process_groups()
     vision_backend = choose_backend(model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False)
@@ -81,10 +79,10 @@ def build_chunks(
             )
         layers = layout.chunk_layers(rank, stage)
         language = GPTModel(
-            config,
-            block_spec(platform, config, len(layers), attention_backend=language_backend, causal=True, deepstack=deepstack),
+            core,
+            block_spec(platform, core, len(layers), attention_backend=language_backend, causal=True, deepstack=deepstack),
             vocab_size=spec.language.vocab_size,
-            max_sequence_length=seq_len,
+            max_sequence_length=config.data.seq_len,
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=spec.language.tied_embeddings,
@@ -95,7 +93,7 @@ def build_chunks(
             vp_stage=stage if layout.vpp > 1 else None,
         )
         language.rotary_pos_emb = MRope(spec.language)
-        chunk = VisionLanguageModel(config, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels)
+        chunk = VisionLanguageModel(core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels)
         chunks.append(chunk.to(device=platform.device, dtype=dtype))
     _zero_padding(chunks, spec, layout, mpu.get_tensor_model_parallel_rank())
     _freeze(chunks, model)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -73,9 +72,18 @@ def check(config: TrainConfig) -> tuple[ModelSpec, Layout, Platform]:
     """Reads the model's config and checks layout and paths, before any process group starts."""
     if not config.model.hf:
         raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
+    if not (Path(config.model.hf) / "config.json").is_file():
+        raise RunConfigError(
+            f"model.hf {config.model.hf} holds no config.json; give the Hugging Face folder that the model comes from"
+        )
     spec = read_spec(config.model.hf)
     p = config.parallel
     layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers)
+    if config.optimizer.cpu_offload and config.checkpoint.dir:
+        raise RunConfigError(
+            "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a checkpoint reads. "
+            "Leave checkpoint.dir empty, or cpu_offload off"
+        )
     if not config.data.path:
         raise RunConfigError("data.path is empty; give a folder written by `megatron-vl data convert`")
     if not Path(config.data.path).exists():
@@ -88,19 +96,7 @@ def build_model(config: TrainConfig, spec: ModelSpec, layout: Layout, platform: 
     from megatron_vl.data.pixels import read_pixel_norm
 
     norm = read_pixel_norm(config.model.hf)
-    chunks = build_chunks(
-        platform,
-        spec,
-        layout,
-        seq_len=config.data.seq_len,
-        dtype=getattr(torch, config.dtype),
-        model=config.model,
-        recompute=config.recompute,
-        sequence_parallel=config.parallel.sequence_parallel,
-        pixel_mean=norm.mean,
-        pixel_std=norm.std,
-        seed=config.seed,
-    )
+    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
     tensors = chunk_tensors(chunks, layout, grid.pp_rank)
     check_tensors(spec, layout, tensors)
     if config.model.checkpoint:

@@ -38,6 +38,7 @@ class MetricsLog:
         self.counts: dict[str, int] = {}
         self.keys: list[list[str]] = []
         self.dropped: list[dict[str, str]] = []
+        self.listed: set[tuple[str, str]] = set()
         self.meter = BadSampleMeter(config.data.max_bad_share)
         self.totals: dict[str, int] = {}
         name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
@@ -113,7 +114,9 @@ class MetricsLog:
         return numbers
 
     def _quarantine(self, step: int, dropped: list[dict[str, str]]) -> None:
-        """Lists the samples that could not be used in ``quarantine.jsonl`` beside the checkpoints."""
+        """Lists the samples that could not be used in ``quarantine.jsonl`` beside the checkpoints, each once a run."""
+        dropped = [sample for sample in dropped if (sample["key"], sample["reason"]) not in self.listed]
+        self.listed |= {(sample["key"], sample["reason"]) for sample in dropped}
         if dropped and self.grid.rank == 0 and self.config.checkpoint.dir:
             with (Path(self.config.checkpoint.dir) / "quarantine.jsonl").open("a") as file:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in dropped)

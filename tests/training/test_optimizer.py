@@ -58,10 +58,9 @@ spec = read_spec(HF)
 layout = make_layout(spec)
 init_distributed(platform)
 grid = make_grid(layout)
-config = TrainConfig(dtype="float32", steps=10, global_batch_size=2,
+config = TrainConfig(dtype="float32", steps=10, global_batch_size=2, data=DataConfig(seq_len=256),
                      optimizer=OptimizerConfig(lr=1e-3, vision_lr=5e-4, merger_lr=2e-4, weight_decay=0.1, schedule="constant"))
-chunks = build_chunks(platform, spec, layout, seq_len=256, dtype=torch.float32, model=config.model, recompute=config.recompute,
-                      sequence_parallel=False, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
+chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
 wrapped = wrap(config, chunks)
 optimizer = build_optimizer(config, platform, wrapped)
 rows = itertools.cycle([pack_row([make_sample(kind, spec, 0)], spec, 256) for kind in ("image", "text")])

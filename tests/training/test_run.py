@@ -30,7 +30,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
 def whole(prepared: dict[str, Path]) -> Path:
     """A run of six steps that nothing disturbed."""
     run = prepared["folder"] / "whole"
-    done = train(prepared, run, *LAYOUT)
+    done = train(prepared, run, *LAYOUT, "--log.tensorboard", str(run / "board"))
     assert done.returncode == 0, done.stderr[-4000:]
     return run
 
@@ -42,6 +42,15 @@ def test_one_line_a_step(whole: Path) -> None:
     for line in lines:
         assert line["updated"] and line["grad_norm"] > 0 and line["tokens_per_s_per_rank"] > 0
         assert line["samples"] > 0 and line["tflops_per_rank"] > 0
+
+
+def test_tensorboard_has_the_same_losses(whole: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(whole / "board"))
+    events.Reload()
+    written = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in metrics(whole)]
 
 
 def test_resumed_run_equals_the_undisturbed_one(prepared: dict[str, Path], whole: Path) -> None:

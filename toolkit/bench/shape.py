@@ -15,7 +15,6 @@ import sys
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
 
@@ -59,18 +58,7 @@ def main(argv: list[str]) -> int:
     init_distributed(platform)
     dp = validate(config, dist.get_world_size())
     grid = make_grid(layout)
-    chunks = build_chunks(
-        platform,
-        spec,
-        layout,
-        seq_len=config.data.seq_len,
-        dtype=getattr(torch, config.dtype),
-        model=config.model,
-        recompute=config.recompute,
-        sequence_parallel=p.sequence_parallel,
-        pixel_mean=(0.5,) * 3,
-        pixel_std=(0.5,) * 3,
-    )
+    chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
     wrapped = wrap(config, chunks)
     optimizer = build_optimizer(config, platform, wrapped)
     micro_batches, results = config.global_batch_size // dp, []

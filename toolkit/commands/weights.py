@@ -55,13 +55,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     verify = _add(
         subparsers, "verify", "compare the tensors of two checkpoints bit for bit; exit code 1 when they differ", _verify
     )
-    verify.add_argument("a", type=Path, metavar="HF_DIR_A", help="Hugging Face folder, or Megatron weights of any layout")
+    verify.add_argument("a", type=Path, metavar="A", help="Hugging Face folder, or Megatron weights of any layout")
     verify.add_argument(
         "b",
         type=Path,
         nargs="?",
-        metavar="HF_DIR_B",
-        help="the folder to compare with; left out: check Megatron weights against their hashes",
+        metavar="B",
+        help="a folder of the same kind to compare with; left out: check Megatron weights A against their hashes",
     )
     verify.add_argument("--show", type=int, default=10, metavar="N", help="differing tensors to name (default 10)")
     _common_options(verify)
@@ -166,7 +166,7 @@ def _finish(args: argparse.Namespace, work) -> int:
         layers = ",".join(map(str, report.layout.layers))
         print(f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, layers {layers}")
     for (old, new), count in report.cast.items():
-        print(f"note: {count} tensors were rounded from {old} to the origin's {new}")
+        print(f"note: {count} tensors were cast from {old} to the origin's {new}")
     for name in report.skipped:
         print(f"note: {name} was not copied: weights that are not part of {Path(args.hf).name}'s safetensors index")
     return 0
@@ -187,4 +187,6 @@ def _verify(args: argparse.Namespace) -> int:
             print(f"  {difference.name}: {difference.how}")
         if len(result.differences) > args.show:
             print(f"  ... and {len(result.differences) - args.show} more")
+        if len(result.differences) == result.tensors and all(found.how.startswith("missing") for found in result.differences):
+            print("note: not one name in common; compare two Hugging Face folders, or two folders of Megatron weights")
     return 1 if result.differences else 0

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors, part_of
@@ -84,6 +84,7 @@ class Case:
         return TrainConfig(
             optimizer=ADAM,
             dtype=self.dtype,  # type: ignore[arg-type]
+            data=DataConfig(seq_len=self.seq_len),
             model=ModelConfig(
                 checkpoint=self.weights,
                 hf=self.hf,
@@ -131,18 +132,7 @@ def build(case: Case, platform: Platform) -> Live:
     layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers)
     grid = make_grid(layout)
     norm = read_pixel_norm(case.hf)
-    chunks = build_chunks(
-        platform,
-        spec,
-        layout,
-        seq_len=case.seq_len,
-        dtype=getattr(torch, case.dtype),
-        model=config.model,
-        recompute=config.recompute,
-        sequence_parallel=case.sequence_parallel,
-        pixel_mean=norm.mean,
-        pixel_std=norm.std,
-    )
+    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
     tensors = chunk_tensors(chunks, layout, grid.pp_rank)
     check_tensors(spec, layout, tensors)
     checkpoint.load_weights(WeightReader(case.weights), tensors, grid)
