@@ -36,7 +36,7 @@ from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.parallel.layout import Layout
-from megatron_vl.weights import WeightReader, write_manifest, write_rank_file
+from megatron_vl.weights import WeightReader, manifest_digest, write_manifest, write_rank_file
 
 from .optimizer_state import CheckpointError, OptimizerReader, check_hash, host_copy, restore, snapshot, write_hashed
 
@@ -171,9 +171,11 @@ class CheckpointSaver:
     def _commit(self, partial: Path, snapshot: Snapshot) -> None:
         """Waits for all ranks' markers, completes the checkpoint and gives it its name. On rank 0."""
         markers = self._wait_for_markers(partial / "done")
-        write_manifest(partial / "weights", self.spec, self.layout, [m["weights"] for m in markers if m["weights"]])
+        entries = [m["weights"] for m in markers if m["weights"]]
+        weights = write_manifest(partial / "weights", self.spec, self.layout, entries, {"step": snapshot.step})
         files = {name: facts for marker in markers for name, facts in marker["files"].items()}
-        write_json(partial / "run.json", {**snapshot.facts, "files": files})
+        facts = {**snapshot.facts, "files": files, "weights": weights}
+        write_json(partial / "run.json", facts | {"digest": manifest_digest(facts)})
         shutil.rmtree(partial / "done")
         final = step_folder(self.folder, snapshot.step)
         if final.exists():  # the same step saved again by a run that was started anew from an earlier one
@@ -250,6 +252,8 @@ def read_run(source: Path) -> dict[str, Any]:
         saved = json.loads(path.read_text())
         if saved["format"] != _FORMAT:
             raise CheckpointError(f"{path} has format {saved['format']}; this version reads format {_FORMAT}")
+        if saved["digest"] != manifest_digest(saved):
+            raise CheckpointError(f"{path} was changed after it was written (its digest differs); resume from another step")
         if not all(isinstance(saved[key], dict) for key in ("layout", "files")) or not isinstance(saved["step"], int):
             raise CheckpointError(f"{path} is damaged: layout, files or step has another type")
     except (ValueError, KeyError, TypeError) as error:
@@ -287,6 +291,8 @@ def load(
         _check_data_facts(source, saved, {"dp": grid.dp, **run})
     parameters = run_parameters(chunks, layout, grid)
     reader = WeightReader(source / "weights")
+    if reader.manifest["digest"] != saved["weights"]:
+        raise CheckpointError(f"{reader.path / 'manifest.json'} is not the one that {source / 'run.json'} was written with")
     load_weights(reader, parameters, grid)
     states = {name.removeprefix("optimizer/"): f for name, f in saved["files"].items() if name.startswith("optimizer/")}
     state = OptimizerReader(source / "optimizer", states, int(saved["layout"]["tp"]))

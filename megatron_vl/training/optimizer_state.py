@@ -213,6 +213,8 @@ class OptimizerReader:
             out[at - start : upto - start] = file.get_slice(key)[at - piece.start : upto - piece.start]
             at = upto
         if at < end:
+            for file, facts in self.files.items():  # a damaged header hides what its file holds: name that file
+                check_hash(self.folder / file, facts)
             raise CheckpointError(
                 f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {tp_rank}; were other "
                 "parts frozen when it was saved? Start a new run from its weights instead (model.checkpoint)"
