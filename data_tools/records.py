@@ -152,7 +152,8 @@ class _Buffer:
                 # Cut at the end of the buffer, or broken: a cut leaves an open string, or fails within the last characters.
                 cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
                 if self.ended or not cut:
-                    raise ReadError(f"{self.path}: record {number} is no valid JSON: {error.msg}") from error
+                    what, near = error.msg.removesuffix(" starting at"), self.text[error.pos : error.pos + 40]
+                    raise ReadError(f"{self.path}: record {number} is no valid JSON: {what}, at {near!r}") from error
             except ValueError as error:  # an integer of thousands of digits
                 raise ReadError(f"{self.path}: record {number} is no valid JSON: {error}") from error
             if len(self.text) - self.at > LARGEST_RECORD:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts the trainer on this node: launch.sh RUN.yaml [--section.field value ...]. Run it on every node of a training.
 #
-#   GPUS         processes on this node (default: its GPUs)
+#   GPUS         processes on this node (default: its GPUs; give it where there are none)
 #   NNODES       nodes (default 1)
 #   MASTER_ADDR  host name of one of the nodes, the same on all; needed for more than one
 #   MASTER_PORT  a free port there (default 29500)
@@ -9,7 +9,10 @@
 set -euo pipefail
 config=${1:?usage: launch.sh RUN.yaml [--section.field value ...]}
 shift
-GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
+if [ -z "${GPUS:-}" ]; then
+  command -v nvidia-smi > /dev/null || { echo "launch.sh: nvidia-smi is missing; set GPUS to the number of processes, also on CPU" >&2; exit 1; }
+  GPUS=$(nvidia-smi --list-gpus | wc -l)
+fi
 NNODES=${NNODES:-1}
 if [ "$NNODES" -gt 1 ]; then
   rendezvous=(--rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:?set it to the host name of one node}:${MASTER_PORT:-29500}"
