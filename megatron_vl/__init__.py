@@ -1,10 +1,18 @@
 """Megatron-core based 3D-parallel training for Qwen-VL models."""
 
+import logging
 import warnings
 
 __version__ = "0.1.0"
 
 # Megatron-core says these on every import, on every rank; none of them is a finding here: without Transformer Engine
 # (on CPU) the fallbacks are what is wanted.
-for _message in (".*Apex (are|is) not installed.*", ".*full scope is deprecated.*", ".*MimoModelConfig is experimental.*"):
+for _message in (
+    ".*Apex (are|is) not installed.*",
+    ".*full scope is deprecated.*",
+    ".*MimoModelConfig is experimental.*",
+    ".*attribute of a Tensor that is not a leaf.*",
+):
     warnings.filterwarnings("ignore", message=_message)
+# Core's imports look for a CUDA toolkit to compile with; without a GPU there is none, and nothing is compiled.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

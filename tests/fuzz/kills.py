@@ -2,7 +2,7 @@
 
     python -m tests.fuzz.kills --kills 20
 
-TP2 x PP2 with sequence parallelism, overlapped reduction and gather, two loader workers, a checkpoint every second step:
+TP2 x PP2 with sequence parallelism, overlapped reduction and gather, loader workers, a checkpoint every second step:
 many kills hit a save. Losses, gradient norms and the samples of every step must be equal bit for bit.
 """
 
@@ -24,15 +24,15 @@ from typing import Any
 
 from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, small_checkpoint, train
 
-OPTIONS = [*LAYOUT, "--checkpoint.interval", "2", "--data.num_workers", "2", "--log.samples", "true"]
+OPTIONS = [*LAYOUT, "--checkpoint.interval", "2", "--log.samples", "true"]
 KEYS = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 
 
-def kill_once(prepared: dict[str, Path], run: Path, steps: int, rng: random.Random) -> tuple[bool, str]:
+def kill_once(prepared: dict[str, Path], run: Path, options: list[str], steps: int, rng: random.Random) -> tuple[bool, str]:
     """Starts (or resumes) the run and kills it. Returns (whether it was killed before its end, at which step)."""
     seen = len(metrics(run))
     with (run.parent / "killed.log").open("ab") as log:
-        process = subprocess.Popen(command(prepared, run, *OPTIONS, steps=steps), env=environment(), stdout=log, stderr=log)
+        process = subprocess.Popen(command(prepared, run, *options, steps=steps), env=environment(), stdout=log, stderr=log)
         while process.poll() is None and len(metrics(run)) == seen:
             time.sleep(0.05)
         wait = time.monotonic() + rng.uniform(0.0, 3.0)
@@ -77,19 +77,19 @@ def joined(lines: list[dict[str, Any]]) -> dict[int, Any]:
     return steps
 
 
-def run_kills(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]:
+def run_kills(folder: Path, kills: int, seed: int, steps: int, workers: int = 2) -> dict[str, Any]:
     """The whole experiment. Raises ValueError when anything differs."""
-    rng = random.Random(seed)
+    rng, options = random.Random(seed), [*OPTIONS, "--data.num_workers", str(workers)]
     prepared = prepare(folder / "prepared", small_checkpoint(folder / "hf"))
     start = time.perf_counter()
-    done = train(prepared, folder / "undisturbed", *OPTIONS, steps=steps)
+    done = train(prepared, folder / "undisturbed", *options, steps=steps)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     undisturbed_s = time.perf_counter() - start
     run, killed, during_save = folder / "killed", 0, 0
     run.mkdir()
     while killed < kills:
-        was_killed, where = kill_once(prepared, run, steps, rng)
+        was_killed, where = kill_once(prepared, run, options, steps, rng)
         if not was_killed:
             raise ValueError(f"the run reached its end after {killed} kills; give more steps than {steps}")
         killed += 1
@@ -97,7 +97,7 @@ def run_kills(folder: Path, kills: int, seed: int, steps: int) -> dict[str, Any]
         print(
             f"kill {killed}/{kills} at {where}, last checkpoint {[p.name for p in sorted(run.glob('step_*'))][-1:]}", flush=True
         )
-    done = train(prepared, run, *OPTIONS, steps=steps)
+    done = train(prepared, run, *options, steps=steps)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -113,11 +113,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=400, help="steps of the run; it must outlast the kills")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2, help="loader processes")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     start = time.perf_counter()
     try:
-        result = run_kills(folder, args.kills, args.seed, args.steps)
+        result = run_kills(folder, args.kills, args.seed, args.steps, args.workers)
         print(json.dumps(result | {"seconds": round(time.perf_counter() - start, 1)}))
         shutil.rmtree(folder)
         return 0

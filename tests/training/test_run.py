@@ -30,7 +30,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
 def whole(prepared: dict[str, Path]) -> Path:
     """A run of six steps that nothing disturbed."""
     run = prepared["folder"] / "whole"
-    done = train(prepared, run, *LAYOUT, "--log.tensorboard", str(run / "board"))
+    saves = ["--checkpoint.interval", "1", "--checkpoint.keep", "1", "--checkpoint.keep_every", "4"]
+    done = train(prepared, run, *LAYOUT, *saves, "--log.tensorboard", str(run / "board"))
     assert done.returncode == 0, done.stderr[-4000:]
     return run
 
@@ -42,6 +43,10 @@ def test_one_line_a_step(whole: Path) -> None:
     for line in lines:
         assert line["updated"] and line["grad_norm"] > 0 and line["tokens_per_s_per_rank"] > 0
         assert line["samples"] > 0 and line["tflops_per_rank"] > 0
+
+
+def test_the_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:
+    assert sorted(path.name for path in whole.glob("step_*")) == ["step_00000004", "step_00000006"]
 
 
 def test_tensorboard_has_the_same_losses(whole: Path) -> None:
