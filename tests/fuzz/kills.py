@@ -35,7 +35,7 @@ def kill_once(prepared: dict[str, Path], run: Path, options: list[str], steps: i
         process = subprocess.Popen(command(prepared, run, *options, steps=steps), env=environment(), stdout=log, stderr=log)
         while process.poll() is None and len(metrics(run)) == seen:
             time.sleep(0.05)
-        wait = time.monotonic() + rng.uniform(0.0, 3.0)
+        wait = time.monotonic() + rng.uniform(0.0, 1.5)
         while process.poll() is None and time.monotonic() < wait:
             time.sleep(0.01)
         ended = process.poll() is not None
