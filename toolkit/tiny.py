@@ -350,16 +350,7 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tupl
 
 def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
     if family == "qwen3_vl":
-        return {
-            "size": {"longest_edge": sizes.max_pixels, "shortest_edge": sizes.min_pixels},
-            "patch_size": 16,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "processor_class": "Qwen3VLProcessor",
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-        }
+        return _qwen3_preprocessor(sizes.min_pixels, sizes.max_pixels) | {"image_processor_type": "Qwen2VLImageProcessorFast"}
     return {
         "min_pixels": sizes.min_pixels,
         "max_pixels": sizes.max_pixels,
@@ -375,15 +366,19 @@ def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
 
 def _video_preprocessor(sizes: TinySizes) -> dict[str, Any]:
     """Qwen3-VL's: the areas are those of all frames together."""
+    return _qwen3_preprocessor(sizes.min_pixels, 2 * sizes.max_pixels) | {"video_processor_type": "Qwen3VLVideoProcessor"}
+
+
+def _qwen3_preprocessor(shortest: int, longest: int) -> dict[str, Any]:
+    """What Qwen3-VL's image and video processors have in common; areas in pixels."""
     return {
-        "size": {"longest_edge": 2 * sizes.max_pixels, "shortest_edge": sizes.min_pixels},
+        "size": {"longest_edge": longest, "shortest_edge": shortest},
         "patch_size": 16,
         "temporal_patch_size": 2,
         "merge_size": 2,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
         "processor_class": "Qwen3VLProcessor",
-        "video_processor_type": "Qwen3VLVideoProcessor",
     }
 
 
