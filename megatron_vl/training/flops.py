@@ -1,23 +1,25 @@
-"""Model FLOPs of a packed row, for MFU.
+"""FLOPs of a packed row: the model's, for MFU, and those of recomputation, which come on top for HFU.
 
 Counted: every matrix product of both towers (fused QKV, projections, MLPs, patch embedding, merger, output layer) over
 real tokens and patches, and attention over true document, frame and window lengths, the causal half only where the
 mask is causal. Not counted: embeddings look-ups, norms, RoPE, softmax, activations, padding (rows' tails, padded FFN
-columns) and recomputation. Backward costs two forwards where a part is trained; a frozen part costs what passing the
-gradient through takes, and nothing when no gradient has to pass.
+columns) and what attention kernels recompute inside themselves.
+
+The backward pass of a matrix product costs one forward for the gradient of its weight, where that is trained, and one
+for the gradient of its input, where something before it is trained; that of attention, which has no weights, two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_vl.config import ModelConfig
+from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of forward and backward."""
+    """FLOPs of the two halves of the model."""
 
     language: float
     vision: float
@@ -30,46 +32,107 @@ class Flops:
         return self.language + self.vision
 
 
-def language_forward(m: LanguageSpec, lengths: list[int]) -> float:
+@dataclass(frozen=True)
+class LanguageForward:
+    """Forward FLOPs of the language model by part, all layers together."""
+
+    projections: float
+    """Queries, keys, values and the output of attention."""
+    attention: float
+    """QK^T and PV, the causal half of each."""
+    mlp: float
+    head: float
+    """The output layer over the vocabulary."""
+
+    @property
+    def layers(self) -> float:
+        return self.projections + self.attention + self.mlp
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.head
+
+
+@dataclass(frozen=True)
+class VisionForward:
+    """Forward FLOPs of the vision tower by part, all layers together."""
+
+    patch_embed: float
+    linear: float
+    """QKV, projection and MLP of the blocks."""
+    attention: float
+    mergers: float
+    """The merger and those of DeepStack."""
+
+    @property
+    def blocks(self) -> float:
+        return self.linear + self.attention
+
+    @property
+    def total(self) -> float:
+        return self.patch_embed + self.blocks + self.mergers
+
+
+def language_parts(m: LanguageSpec, lengths: list[int]) -> LanguageForward:
     """Forward FLOPs of documents of these lengths in tokens."""
-    tokens = sum(lengths)
-    heads = m.num_heads * m.head_dim
-    linear = (
-        m.hidden_size * (heads + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size + 3 * m.hidden_size * m.ffn_hidden_size
+    tokens, heads = sum(lengths), m.num_heads * m.head_dim
+    projections = m.hidden_size * (heads + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size
+    return LanguageForward(
+        projections=2.0 * m.num_layers * projections * tokens,
+        attention=2.0 * m.num_layers * heads * sum(n * n for n in lengths),
+        mlp=2.0 * m.num_layers * 3 * m.hidden_size * m.ffn_hidden_size * tokens,
+        head=2.0 * m.hidden_size * m.vocab_size * tokens,
     )
-    attention = 2 * heads * sum(n * n for n in lengths)  # QK^T and PV, half of each
-    return m.num_layers * (2 * linear * tokens + attention) + 2 * m.hidden_size * m.vocab_size * tokens
 
 
-def vision_forward(v: VisionSpec, full: list[int], window: list[int]) -> tuple[float, float]:
-    """Forward FLOPs (blocks with patch embedding, mergers) of segments of these lengths in patches."""
+def vision_parts(v: VisionSpec, full: list[int], window: list[int]) -> VisionForward:
+    """Forward FLOPs of segments of these lengths in patches; both lists are empty for a text-only row."""
     patches = sum(full)
-    mlp = (3 if v.gated_mlp else 2) * v.hidden_size * v.ffn_hidden_size
-    linear = 2 * (4 * v.hidden_size**2 + mlp) * patches
-    blocks = 2.0 * v.patch_dim * v.hidden_size * patches
-    for layer in range(v.num_layers):
-        lengths = full if v.is_full_attention(layer) else window
-        blocks += linear + 4 * v.hidden_size * sum(n * n for n in lengths)
+    weights = 4 * v.hidden_size**2 + (3 if v.gated_mlp else 2) * v.hidden_size * v.ffn_hidden_size
+    pairs = sum(sum(n * n for n in (full if v.is_full_attention(layer) else window)) for layer in range(v.num_layers))
     width = v.merge_unit * v.hidden_size
-    mergers = 1 + len(v.deepstack_layers)
-    merger = mergers * 2.0 * (patches // v.merge_unit) * (width * width + width * v.out_hidden_size)
-    return blocks, merger
+    units = (1 + len(v.deepstack_layers)) * (patches // v.merge_unit)
+    return VisionForward(
+        patch_embed=2.0 * v.patch_dim * v.hidden_size * patches,
+        linear=2.0 * v.num_layers * weights * patches,
+        attention=4.0 * v.hidden_size * pairs,
+        mergers=2.0 * units * (width * width + width * v.out_hidden_size),
+    )
 
 
 def row_flops(spec: ModelSpec, model: ModelConfig, lengths: list[int], full: list[int], window: list[int]) -> Flops:
-    """Forward and backward FLOPs of one row.
+    """Model FLOPs of forward and backward of one row.
 
     Args:
         lengths: real document lengths in tokens (without the padded tail).
         full, window: frame and window lengths in patches; empty for a text-only row.
     """
-    language = language_forward(spec.language, lengths)
-    blocks, merger = vision_forward(spec.vision, full, window) if full else (0.0, 0.0)
-    vision_trains = not model.freeze_vision
-    merger_trains = vision_trains or not model.freeze_merger
-    language_factor = 3.0 if not model.freeze_language else (2.0 if merger_trains else 1.0)
-    merger_factor = 1.0 + (not model.freeze_merger) + vision_trains
-    return Flops(language * language_factor, blocks * (3.0 if vision_trains else 1.0) + merger * merger_factor)
+    language, vision = language_parts(spec.language, lengths), vision_parts(spec.vision, full, window)
+    tower, merger, decoder = not model.freeze_vision, not model.freeze_merger, not model.freeze_language
+    return Flops(
+        # Embeddings are part of the language model: something before its layers is trained in any case.
+        language=(2.0 + decoder) * (language.total - language.attention) + 3.0 * language.attention,
+        # Pixels take no gradient.
+        vision=(1.0 + tower) * vision.patch_embed
+        + (3.0 if tower else 1.0) * vision.blocks
+        # A merger begins with a norm, whose weight needs the gradient of what follows even where the tower is frozen.
+        + (1.0 + merger + (merger or tower)) * vision.mergers,
+    )
+
+
+def recompute_flops(
+    spec: ModelSpec, model: ModelConfig, recompute: RecomputeConfig, lengths: list[int], full: list[int], window: list[int]
+) -> Flops:
+    """FLOPs that recomputation adds to :func:`row_flops`: what the backward pass runs forward again."""
+    language, vision = language_parts(spec.language, lengths), vision_parts(spec.vision, full, window)
+    again = 0.0
+    if recompute.language == "full":
+        again = language.layers
+    elif recompute.language == "selective":
+        again = language.attention * ("core_attn" in recompute.language_modules)
+        again += language.mlp * ("mlp" in recompute.language_modules)
+    tower = vision.blocks if recompute.vision == "full" and not model.freeze_vision else 0.0
+    return Flops(again, tower)
 
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}

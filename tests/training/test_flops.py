@@ -1,60 +1,156 @@
-"""Our FLOP counts against torch's counter over the Hugging Face model."""
+"""Our FLOP counts against torch's counter over the Hugging Face model and over our own modules.
+
+Both sides compute whole squares where attention is causal (eager in ``transformers``, the plain implementation of SDPA in
+our modules), and our modules the padded columns of the vision FFN: what our counts leave out is added for the comparison.
+"""
 
 from __future__ import annotations
+
+from functools import cache
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import ModelConfig
-from megatron_vl.data.assemble import pack_row
+from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.families import read_spec
-from megatron_vl.training.flops import language_forward, row_flops, vision_forward
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.training.flops import language_parts, recompute_flops, row_flops, vision_parts
+from tests.training.process import run_single
+from tests.training.test_optimizer import STEP
 from toolkit.parity.batches import make_sample
 from toolkit.parity.reference import hf_inputs
 
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+FREEZE = {
+    "nothing": {},
+    "tower": {"freeze_vision": True},
+    "vision": {"freeze_vision": True, "freeze_merger": True},
+    "merger": {"freeze_merger": True},
+    "language": {"freeze_language": True},
+    "all but merger": {"freeze_vision": True, "freeze_language": True},
+}
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("kind", ["text", "two_images", "mixed"])
-def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None:
-    """Eager attention computes the whole square, so the causal half that we leave out is added for the comparison."""
+
+@cache
+def load(hf) -> torch.nn.Module:
     from transformers import AutoModelForImageTextToText
 
+    return AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager")
+
+
+def lengths(sample: Sample, spec: ModelSpec) -> tuple[list[int], list[int], list[int]]:
+    """Document, frame and window lengths, the latter two empty without media."""
+    row = pack_row([sample], spec, len(sample))
+    vision = [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
+    return [len(sample)], *(vision if sample.media else ([], []))
+
+
+def rotary(spec: ModelSpec, tokens: int) -> float:
+    """transformers computes rotary angles as a matrix product with an inner dimension of 1, which we do not count."""
+    return 2 * 3 * tokens * spec.language.head_dim / 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["text", "two_images", "mixed"])
+def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None:
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
-    model = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager")
     sample = make_sample(kind, spec, 0)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(**hf_inputs(sample, spec, norm), use_cache=False)
-    row = pack_row([sample], spec, len(sample))
-    m = spec.language
-    ours = language_forward(m, [len(sample)]) + m.num_layers * 2 * m.num_heads * m.head_dim * len(sample) ** 2
-    if sample.media:
-        ours += sum(
-            vision_forward(spec.vision, row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
-        )
-    # transformers computes rotary angles as a matrix product with an inner dimension of 1; nothing else may differ.
-    rotary = 2 * 3 * len(sample) * m.head_dim // 2
-    assert counter.get_total_flops() - ours == pytest.approx(rotary, abs=rotary)
+        load(hf)(**hf_inputs(sample, spec, norm), use_cache=False)
+    documents, full, window = lengths(sample, spec)
+    language = language_parts(spec.language, documents)
+    ours = language.total + language.attention + vision_parts(spec.vision, full, window).total
+    assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
-def test_frozen_parts_cost_less(tiny_checkpoint) -> None:
-    spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
-    lengths, full, window = [100, 50], [140], [64, 64, 12]
-    everything = row_flops(spec, ModelConfig(), lengths, full, window)
-    tower = row_flops(spec, ModelConfig(freeze_vision=True), lengths, full, window)
-    both = row_flops(spec, ModelConfig(freeze_vision=True, freeze_merger=True), lengths, full, window)
-    language = row_flops(spec, ModelConfig(freeze_language=True), lengths, full, window)
-    blocks, merger = vision_forward(spec.vision, full, window)
-    forward = language_forward(spec.language, lengths)
-    assert everything.vision == pytest.approx(3 * (blocks + merger)) and everything.language == 3 * forward
-    assert tower.vision == pytest.approx(blocks + 2 * merger) and tower.language == 3 * forward
-    assert both.vision == pytest.approx(blocks + merger) and both.language == 3 * forward
-    assert language.language == 2 * forward and language.vision == everything.vision
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("frozen", FREEZE)
+def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str) -> None:
+    """Forward and backward, each part frozen alone: no gradients of frozen weights, none through what nothing needs."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    spec, norm, freeze = read_spec(hf), read_pixel_norm(hf), ModelConfig(**FREEZE[frozen])
+    model, sample = load(hf), make_sample("mixed", spec, 0)
+    for name, parameter in model.named_parameters():
+        part = "merger" if ".merger" in name or "deepstack_merger" in name else "vision" if ".visual." in name else "language"
+        parameter.requires_grad_(not getattr(freeze, f"freeze_{part}"))
+    with FlopCounterMode(display=False) as counter:
+        model(**hf_inputs(sample, spec, norm), use_cache=False).logits.sum().backward()
+    model.requires_grad_(True).zero_grad()
+    where = lengths(sample, spec)
+    ours = row_flops(spec, freeze, *where).total + 3 * language_parts(spec.language, where[0]).attention
+    assert counter.get_total_flops() - ours == rotary(spec, len(sample))
+
+
+@pytest.mark.parametrize("part", ["language", "vision"])
+def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    model, sample = load(hf).train(), make_sample("mixed", spec, 0)
+    counts = []
+    for recompute in (False, True):
+        # Reentrant: the other kind stops before the last product of a layer, whose output the backward pass does not need.
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        for layers, name in ((model.model.visual.blocks, "vision"), (model.model.language_model.layers, "language")):
+            for layer in layers:
+                layer.gradient_checkpointing = recompute and name == part
+        with FlopCounterMode(display=False) as counter:
+            model(**hf_inputs(sample, spec, norm), use_cache=False).logits.sum().backward()
+        counts.append(counter.get_total_flops())
+    model.gradient_checkpointing_disable()
+    where = lengths(sample, spec)
+    ours = recompute_flops(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where)
+    squares = language_parts(spec.language, where[0]).attention if part == "language" else 0.0
+    assert counts[1] - counts[0] == ours.total + squares
+    assert (ours.vision if part == "language" else ours.language) == 0.0
+
+
+def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
+    """What Megatron-core runs again under each kind of recompute, and what its modules run at all."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    kinds = [
+        RecomputeConfig(),
+        RecomputeConfig(language="full"),
+        RecomputeConfig(vision="full"),
+        RecomputeConfig(language="selective", language_modules=["core_attn"]),
+        RecomputeConfig(language="selective", language_modules=["core_attn", "mlp"]),
+    ]
+    counted = run_single(
+        STEP
+        + """
+import dataclasses
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from megatron_vl.training.step import run_schedule
+RESULT = []
+sample = make_sample("mixed", spec, 0)
+for kind in KINDS:
+    c = dataclasses.replace(config, recompute=RecomputeConfig(**kind))
+    built = build_chunks(platform, spec, layout, c, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
+    built[0].config.finalize_model_grads_func = None
+    row = Feed(grid, platform, iter([pack_row([sample], spec, len(sample))]), 1).next_step().rows
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        run_schedule(built, row, seq_len=len(sample))
+    RESULT.append(counter.get_total_flops())
+""",
+        HF=str(hf),
+        KINDS=[{"language": k.language, "language_modules": k.language_modules, "vision": k.vision} for k in kinds],
+    )
+    spec = read_spec(hf)
+    sample = make_sample("mixed", spec, 0)
+    where = lengths(sample, spec)
+    v, squares = spec.vision, language_parts(spec.language, where[0]).attention
+    padding = 2.0 * v.num_layers * 3 * v.hidden_size * (v.padded_ffn_hidden_size - v.ffn_hidden_size) * sum(where[1])
+    model = row_flops(spec, ModelConfig(), *where).total
+    for kind, count in zip(kinds, counted, strict=True):
+        again = recompute_flops(spec, ModelConfig(), kind, *where).total
+        left_out = (3 + (kind.language != "none")) * squares + (3 + (kind.vision == "full")) * padding
+        assert count == model + again + left_out, kind
 
 
 def test_documents_do_not_attend_to_each_other(tiny_checkpoint) -> None:
     m = read_spec(tiny_checkpoint("qwen2_5_vl")).language
-    apart, joined = language_forward(m, [100, 100]), language_forward(m, [200])
+    apart, joined = language_parts(m, [100, 100]).total, language_parts(m, [200]).total
     assert joined - apart == m.num_layers * 2 * m.num_heads * m.head_dim * (200**2 - 2 * 100**2)
