@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_vl import __version__
 from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.tensors import TensorInfo, tensor_table
+from megatron_vl.models.tensors import WHOLE, Cut, TensorInfo, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.tensor_files import TensorWriter, WeightsError, Window, dtype_name, make_header, matrix_shape, read_header
-from megatron_vl.weights import WeightReader, file_entry, gather, rank_file_name, shard_blocks, write_manifest
+from megatron_vl.weights import WeightReader, expert_file_name, file_entry, gather, part_blocks, rank_file_name, write_manifest
 
 from .hf import HfCheckpoint
 from .restart import Output, writing
@@ -113,12 +113,13 @@ def _write(
     workers = workers or default_workers()
     with writing(out, inputs, headers, work, force=force, workers=workers, say=_say) as output:
         jobs: dict[str, list[Job]] = {}
-        for name, file, tp_rank in plan.order():
+        for name, file in plan.order():
             if (file, name) not in output.kept:
-                jobs.setdefault(name, []).append(_job(source, table[name], layout, output.writers[file], tp_rank))
+                part = plan.cut.part(table[name], **{f"{kind}_rank": n for kind, n in plan.places[file].items() if kind != "pp"})
+                jobs.setdefault(name, []).append(_job(source, table[name], part, plan.cut, output.writers[file]))
         seconds = _run(what, source, jobs, output, workers)
         entries = [
-            file_entry(file, {name: (*plan.stored[name], output.digests[file, name]) for name in names}, *plan.ranks[file])
+            file_entry(file, {name: (*plan.stored[name], output.digests[file, name]) for name in names}, plan.places[file])
             for file, names in plan.files.items()
         ]
         output.commit()
@@ -166,25 +167,24 @@ class _Plan:
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Tensor -> type and shape as stored (of one shard)."""
     files: dict[str, list[str]]
-    ranks: dict[str, tuple[int, int]]
-    """File -> tensor and pipeline rank."""
+    places: dict[str, dict[str, int]]
+    """File -> the ranks whose it is: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
+    cut: Cut = WHOLE
 
-    def order(self) -> list[tuple[str, str, int]]:
-        """(tensor, file, tensor rank) in model order, all shards of a tensor together: its bytes are read once from the disk."""
+    def order(self) -> list[tuple[str, str]]:
+        """(tensor, file) in model order, all shards of a tensor together: its bytes are read once from the disk."""
         holders: dict[str, list[str]] = {}
         for file, names in self.files.items():
             for name in names:
                 holders.setdefault(name, []).append(file)
-        return [(name, file, self.ranks[file][0]) for name in self.stored for file in holders[name]]
+        return [(name, file) for name in self.stored for file in holders[name]]
 
 
 def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -> _Plan:
-    tp = layout.tp if layout else 1
-    stored = {name: (source.dtype(name), info.shard_shape(tp)) for name, info in table.items()}
+    cut = layout.cut if layout else WHOLE
+    stored = {name: (source.dtype(name), info.shard_shape(cut)) for name, info in table.items()}
     if layout:
-        ranks = {rank_file_name(t, p): (t, p) for p in range(layout.pp) for t in range(tp)}
-        files = {file: [name for name in table if layout.stage_of(table[name]) == p] for file, (_, p) in ranks.items()}
-        return _Plan(stored, files, ranks)
+        return _Plan(stored, *_shard_files(table, layout), cut)
     groups: list[list[str]] = [[]]
     size = 0
     for name, (dtype, shape) in stored.items():
@@ -195,18 +195,32 @@ def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -
             size = rows * cols * dtype.itemsize
         groups[-1].append(name)
     files = {f"weights-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
-    return _Plan(stored, files, dict.fromkeys(files, (0, 0)))
+    return _Plan(stored, files, {file: {"tp": 0, "pp": 0} for file in files})
 
 
-def _job(source: Source, info: TensorInfo, layout: Layout | None, writer: TensorWriter, tp_rank: int) -> Job:
-    tp, dtype = layout.tp if layout else 1, source.dtype(info.name)
-    part = tp_rank if info.split != "replicated" else 0
-    blocks = [block.inverted(info.name) for block in shard_blocks(info, tp) if block.part == part]
+def _shard_files(table: dict[str, TensorInfo], layout: Layout) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
+    """File -> tensors and file -> ranks, of all ranks of a layout; no file where a rank holds nothing."""
+    files: dict[str, list[str]] = {}
+    places: dict[str, dict[str, int]] = {}
+    for p in range(layout.pp):
+        here = [info for info in table.values() if layout.stage_of(info) == p]
+        dense, experts = ([info.name for info in here if bool(info.experts) is which] for which in (False, True))
+        for t in range(layout.tp):
+            files[rank_file_name(t, p)], places[rank_file_name(t, p)] = dense, {"tp": t, "pp": p}
+        for e in range(layout.ep if experts else 0):
+            for t in range(layout.etp):
+                file = expert_file_name(e, t, p)
+                files[file], places[file] = experts, {"ep": e, "etp": t, "pp": p}
+    return files, places
+
+
+def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWriter) -> Job:
+    dtype, blocks = source.dtype(info.name), part_blocks(info, part, cut)
 
     def read(window: Window) -> Tensor:
         return gather(blocks, window, lambda name, full: source.window(str(name), full), dtype)
 
-    return Job(writer, info.name, info.shard_shape(tp), dtype, read)
+    return Job(writer, info.name, info.shard_shape(cut), dtype, read)
 
 
 # --- To Hugging Face ------------------------------------------------------------------------------------------------

@@ -58,6 +58,10 @@ class ParallelConfig:
     """Virtual chunks of each pipeline stage (interleaved 1F1B when above 1)."""
     layers: list[int] | None = None
     """Decoder layers of each of the pp * vpp chunks, in model order; empty: even."""
+    ep: int = 1
+    """Expert parallel size (ranks that share a layer's experts); 1 for models without experts."""
+    etp: int = 1
+    """Expert tensor parallel size (ranks that share each expert's matrices); independent of tp."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel blocks along the sequence (needs tp > 1)."""
     distributed_optimizer: bool = True
@@ -296,6 +300,11 @@ def validate(config: TrainConfig, world_size: int) -> int:
     if world_size % ranks:
         raise RunConfigError(f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size}")
     dp = world_size // ranks
+    if p.tp * dp % (p.ep * p.etp):
+        raise RunConfigError(
+            f"parallel: ep {p.ep} x etp {p.etp} = {p.ep * p.etp} ranks do not divide the {p.tp * dp} ranks of a pipeline stage "
+            f"(tp {p.tp} x dp {dp})"
+        )
     if config.global_batch_size < 1 or config.global_batch_size % dp:
         raise RunConfigError(f"global_batch_size {config.global_batch_size} must be a multiple of the data-parallel size {dp}")
     micro_batches = config.global_batch_size // dp
@@ -333,6 +342,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
         math.inf,
         "parallel.tp parallel.pp parallel.vpp parallel.bucket_size data.seq_len data.packing_buffer data.video_max_frames",
     ),
+    (1, math.inf, "parallel.ep parallel.etp"),
     (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps"),
     (0, math.inf, "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer"),
     (0, math.inf, "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay"),

@@ -59,9 +59,14 @@ class Window(NamedTuple):
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape as a matrix: dim 0 by all others; a vector is one column, a scalar one element."""
+    """The shape as a matrix: dim 0 by all others; a vector is one column, a scalar one element.
+
+    Three dimensions are a stack of matrices (experts), one below the other: rows of about equal bytes everywhere.
+    """
     if not shape:
         return 1, 1
+    if len(shape) == 3:
+        return shape[0] * shape[1], shape[2]
     columns = 1
     for n in shape[1:]:
         columns *= n

@@ -1,12 +1,14 @@
-"""Model weights on disk: safetensors files and a manifest, in any tensor x pipeline layout.
+"""Model weights on disk: safetensors files and a manifest, in any tensor x pipeline x expert layout.
 
 A folder of weights holds ``manifest.json`` and either the unsplit tensors (``weights-00001-of-00003.safetensors``) or
-one file for each model-parallel rank (``tp00_pp01.safetensors``, all virtual chunks of that rank). Tensors carry the
-canonical names of :mod:`megatron_vl.models.tensors` with global layer numbers. A replicated tensor is in the file of
-every tensor-parallel rank of its stage, so a rank reads its own file only; a tied output layer is not stored (the last
-stage reads the embedding from the first stage's file).
+one file for each model-parallel rank (``tp00_pp01.safetensors``, all virtual chunks of that rank) and, for models with
+experts, one for each expert-parallel rank (``ep00_etp00_pp01.safetensors``, only experts): which tensor ranks hold which
+experts depends on the data-parallel size, which weights do not have. Tensors carry the canonical names of
+:mod:`megatron_vl.models.tensors` with global layer numbers. A replicated tensor is in the file of every tensor-parallel
+rank of its stage, so a rank reads one file, or two; a tied output layer is not stored (the last stage reads the embedding
+from the first stage's file).
 
-Whatever lies on disk, :meth:`WeightReader.get` gives any slice for any tensor-parallel size. What is read is compared with
+Whatever lies on disk, :meth:`WeightReader.get` gives any slice for any layout. What is read is compared with
 the manifest's SHA-256 first, and the manifest with a digest of its own: nothing damaged is handed out.
 How one cut maps to another is written as :class:`Block` lists, rectangles of a matrix: converters use the same ones.
 Nothing here imports Megatron-core, and nothing is unpickled.
@@ -14,6 +16,7 @@ Nothing here imports Megatron-core, and nothing is unpickled.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,6 +24,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +32,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
-from megatron_vl.models.tensors import LayoutError, TensorInfo, check_tp, tensor_table
-from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.models.tensors import WHOLE, Cut, LayoutError, TensorInfo, check_cut, tensor_table
+from megatron_vl.parallel.layout import Layout, read_layout
 from megatron_vl.tensor_files import (
     CODES,
     NAMES,
@@ -66,9 +70,13 @@ class Block(NamedTuple):
     col: int = 0
     part_row: int = 0
     part_col: int = 0
+    transposed: bool = False
+    """Whether the part has the rectangle with rows and columns changed, ``cols`` x ``rows``."""
 
     def inverted(self, whole: str | int) -> Block:
         """The same rectangle seen from the part: ``whole`` becomes the part."""
+        if self.transposed:
+            return Block(whole, self.cols, self.rows, self.part_row, self.part_col, self.row, self.col, True)
         return Block(whole, self.rows, self.cols, self.part_row, self.part_col, self.row, self.col)
 
 
@@ -87,8 +95,7 @@ def gather(blocks: Sequence[Block], window: Window, read: Callable[[str | int, W
         left, right = max(window.col, block.col), min(window.col_end, block.col + block.cols)
         if top >= bottom or left >= right:
             continue
-        down, across = block.part_row - block.row, block.part_col - block.col
-        data = read(block.part, Window(top + down, bottom + down, left + across, right + across))
+        data = _read_block(block, Window(top, bottom, left, right), read)
         if (top, bottom, left, right) == window and data.dtype == dtype:
             return data
         if out is None:
@@ -97,36 +104,88 @@ def gather(blocks: Sequence[Block], window: Window, read: Callable[[str | int, W
     return out if out is not None else torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
 
 
-def shard_blocks(info: TensorInfo, tp: int) -> list[Block]:
-    """How the full matrix is made of its ``tp`` shards (:attr:`Block.part` is the rank).
+def _read_block(block: Block, window: Window, read: Callable[[str | int, Window], Tensor]) -> Tensor:
+    """A window (of the whole, within ``block``) from the part."""
+    if block.transposed:
+        down, across = block.part_row - block.col, block.part_col - block.row
+        turned = Window(window.col + down, window.col_end + down, window.row + across, window.row_end + across)
+        return read(block.part, turned).t()
+    down, across = block.part_row - block.row, block.part_col - block.col
+    return read(block.part, Window(window.row + down, window.row_end + down, window.col + across, window.col_end + across))
 
-    A replicated tensor is taken from rank 0.
+
+@lru_cache(maxsize=256)  # asked for with every window, and a tensor of many experts has many
+def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
+    """How the full matrix is made of its parts (:attr:`Block.part` is the number of the part, see :meth:`Cut.part`).
+
+    A replicated tensor is taken from part 0.
     """
     rows, cols = matrix_shape(info.shape)
+    if info.experts:
+        return tuple(_expert_blocks(info, cut))
     if info.split == "replicated":
-        return [Block(0, rows, cols)]
+        return (Block(0, rows, cols),)
+    tp = cut.tp
     if info.split == "row":
         width = cols // tp
-        return [Block(t, rows, width, col=t * width) for t in range(tp)]
+        return tuple(Block(t, rows, width, col=t * width) for t in range(tp))
     if info.split == "column":
         height = rows // tp
-        return [Block(t, height, cols, row=t * height) for t in range(tp)]
+        return tuple(Block(t, height, cols, row=t * height) for t in range(tp))
     half, height = rows // 2, rows // 2 // tp
-    return [Block(t, height, cols, row=i * half + t * height, part_row=i * height) for i in (0, 1) for t in range(tp)]
+    return tuple(Block(t, height, cols, row=i * half + t * height, part_row=i * height) for i in (0, 1) for t in range(tp))
 
 
-def shard(tensor: Tensor, info: TensorInfo, tp_rank: int, tp: int) -> Tensor:
-    """The part of a full tensor that ``tp_rank`` holds; a view where the cut allows it."""
-    if info.split == "replicated" or tp == 1:
+def _expert_blocks(info: TensorInfo, cut: Cut) -> list[Block]:
+    """The blocks of one expert, once for each; runs of whole experts are one block."""
+    one = dataclasses.replace(info, shape=info.shape[1:], experts=0)
+    rows, part_rows, run = one.shape[0], one.shard_shape(Cut(cut.etp))[0], info.experts // cut.ep
+    blocks = [
+        block._replace(
+            part=expert // run * cut.etp + int(block.part),
+            row=block.row + expert * rows,
+            part_row=block.part_row + expert % run * part_rows,
+        )
+        for expert in range(info.experts)
+        for block in shard_blocks(one, Cut(cut.etp))
+    ]
+    joined: list[Block] = []
+    for block in sorted(blocks, key=lambda block: (block.part, block.part_row)):
+        if joined and (last := joined[-1])._replace(rows=0) == block._replace(
+            rows=0, row=block.row - last.rows, part_row=block.part_row - last.rows
+        ):
+            joined[-1] = last._replace(rows=last.rows + block.rows)
+        else:
+            joined.append(block)
+    return joined
+
+
+def part_blocks(info: TensorInfo, part: int, cut: Cut) -> list[Block]:
+    """How one part is made of the full matrix: the inverse of :func:`shard_blocks`."""
+    source = 0 if info.split == "replicated" else part
+    return [block.inverted(info.name) for block in shard_blocks(info, cut) if block.part == source]
+
+
+def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
+    """One part (see :meth:`Cut.part`) of a full tensor; a view where the cut allows it."""
+    axis, ways = (1 if info.split == "row" else 0), cut.tp
+    if info.experts:
+        tensor = tensor.chunk(cut.ep)[part // cut.etp]
+        axis, ways, part = axis + 1, cut.etp, part % cut.etp
+    if info.split == "replicated" or ways == 1:
         return tensor
     if info.split == "gated":
-        return torch.cat([half.chunk(tp)[tp_rank] for half in tensor.chunk(2)])
-    return tensor.chunk(tp, dim=1 if info.split == "row" else 0)[tp_rank]
+        return torch.cat([half.chunk(ways, axis)[part] for half in tensor.chunk(2, axis)], axis)
+    return tensor.chunk(ways, axis)[part]
 
 
-def unshard(shards: Sequence[Tensor], info: TensorInfo) -> Tensor:
-    """The full tensor of all shards in rank order: the inverse of :func:`shard`."""
-    if info.split == "replicated" or len(shards) == 1:
+def unshard(shards: Sequence[Tensor], info: TensorInfo, cut: Cut) -> Tensor:
+    """The full tensor of all parts in order: the inverse of :func:`shard`."""
+    if info.experts:
+        one = dataclasses.replace(info, shape=info.shape[1:], experts=0)
+        runs = [zip(*shards[at : at + cut.etp], strict=True) for at in range(0, len(shards), cut.etp)]
+        return torch.stack([unshard(parts, one, Cut(cut.etp)) for run in runs for parts in run])
+    if info.split == "replicated" or cut.tp == 1:
         return shards[0]
     if info.split == "gated":
         halves = [part.chunk(2) for part in shards]
@@ -141,19 +200,28 @@ def rank_file_name(tp_rank: int, pp_rank: int) -> str:
     return f"tp{tp_rank:02d}_pp{pp_rank:02d}.safetensors"
 
 
+def expert_file_name(ep_rank: int, etp_rank: int, pp_rank: int) -> str:
+    return f"ep{ep_rank:02d}_etp{etp_rank:02d}_pp{pp_rank:02d}.safetensors"
+
+
 def file_entry(
-    file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], tp: int = 0, pp: int = 0
+    file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], place: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What the manifest needs to know of one rank's file; ``tensors`` is name -> (type, stored shape, SHA-256)."""
+    """What the manifest needs to know of one rank's file.
+
+    Args:
+        tensors: name -> (type, stored shape, SHA-256).
+        place: the ranks whose file it is: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
+    """
     table = {
         name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
         for name, (dtype, shape, digest) in tensors.items()
     }
-    return {"file": file, "tp": tp, "pp": pp, "tensors": table}
+    return {"file": file, **place, "tensors": table}
 
 
 def write_rank_file(folder: str | Path, tp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Writes the tensors of one model-parallel rank, atomically and synced to disk.
+    """Writes the dense tensors of one model-parallel rank, atomically and synced to disk.
 
     Args:
         tensors: canonical name -> this rank's slice, of all virtual chunks; on any device, copied in small pieces.
@@ -161,10 +229,21 @@ def write_rank_file(folder: str | Path, tp_rank: int, pp_rank: int, tensors: Map
     Returns:
         The rank's entry (plain JSON types) for :func:`write_manifest`.
     """
+    return _write_file(Path(folder) / rank_file_name(tp_rank, pp_rank), tensors, {"tp": tp_rank, "pp": pp_rank})
+
+
+def write_expert_file(
+    folder: str | Path, ep_rank: int, etp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """:func:`write_rank_file` for the expert tensors of one expert-parallel rank, stacked ``[E / ep, ...]``."""
+    path = Path(folder) / expert_file_name(ep_rank, etp_rank, pp_rank)
+    return _write_file(path, tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor], place: Mapping[str, int]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if tensor.dtype not in CODES:
             raise WeightsError(f"tensor {name!r} has type {tensor.dtype}; weights may be {', '.join(map(dtype_name, CODES))}")
-    path = Path(folder) / rank_file_name(tp_rank, pp_rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     header = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"})
     writer = TensorWriter(path, header)
@@ -178,7 +257,7 @@ def write_rank_file(folder: str | Path, tp_rank: int, pp_rank: int, tensors: Map
         writer.abort()
         raise
     writer.commit(sync=True)
-    return file_entry(path.name, written, tp_rank, pp_rank)
+    return file_entry(path.name, written, place)
 
 
 def write_manifest(
@@ -188,7 +267,7 @@ def write_manifest(
 
     Args:
         layout: None for unsplit weights.
-        rank_entries: what :func:`write_rank_file` returned on each model-parallel rank, in any order.
+        rank_entries: what :func:`write_rank_file` and :func:`write_expert_file` returned on each rank, in any order.
         origin: anything worth keeping about where the weights came from; a run's ``step`` is compared with its folder's.
 
     Returns:
@@ -211,8 +290,7 @@ def write_manifest(
         "tensors": tensors,
         "files": {
             entry["file"]: {
-                "tp": entry["tp"],
-                "pp": entry["pp"],
+                **{rank: entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in entry},
                 "tensors": {name: tensor["sha256"] for name, tensor in entry["tensors"].items()},
             }
             for entry in sorted(rank_entries, key=lambda entry: entry["file"])
@@ -238,35 +316,53 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def _part(info: TensorInfo | None, entry: Mapping[str, Any], layout: Layout | None) -> int | None:
+    """Which part of a tensor the file of ``entry`` holds; None where it is a file of ranks that hold no part of it."""
+    if info is None or layout is None or not info.experts:
+        return entry.get("tp")
+    return layout.cut.part(info, ep_rank=entry["ep"], etp_rank=entry["etp"]) if "ep" in entry else None
+
+
+def _rank(info: TensorInfo, part: int, cut: Cut) -> str:
+    """The words for who holds a part."""
+    if not info.experts:
+        return f"tensor rank {part}"
+    return f"expert rank {part // cut.etp}" + (f", expert tensor rank {part % cut.etp}" if cut.etp > 1 else "")
+
+
 def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]) -> dict[str, dict[str, Any]]:
     """The manifest's tensor table, once every tensor is found where it belongs, with its shape and one type."""
+    infos, cut = tensor_table(spec), layout.cut if layout else WHOLE
     stored: dict[tuple[int, int, str], dict[str, Any]] = {}
     for entry in entries:
         for name, tensor in entry["tensors"].items():
-            if (entry["tp"], entry["pp"], name) in stored:
-                raise WeightsError(f"tensor {name!r} is there twice in tensor rank {entry['tp']}, pipeline rank {entry['pp']}")
-            stored[entry["tp"], entry["pp"], name] = tensor
-    tp = layout.tp if layout else 1
+            part = _part(infos.get(name), entry, layout)
+            if part is None:
+                raise WeightsError(f"tensor {name!r} does not belong in {entry['file']}")
+            if (part, entry["pp"], name) in stored:
+                raise WeightsError(f"tensor {name!r} is there twice: a second time in {entry['file']}")
+            stored[part, entry["pp"], name] = tensor
     table = {}
-    for name, info in tensor_table(spec).items():
+    for name, info in infos.items():
         stage = layout.stage_of(info) if layout else 0
-        shape = list(info.shard_shape(tp))
+        shape = list(info.shard_shape(cut))
         found = []
-        for t in range(tp):
-            if (t, stage, name) not in stored:
-                raise WeightsError(f"tensor {name!r} is missing in tensor rank {t}, pipeline rank {stage}")
-            tensor = stored.pop((t, stage, name))
+        for part in range(cut.parts(info)):
+            if (part, stage, name) not in stored:
+                raise WeightsError(f"tensor {name!r} is missing in {_rank(info, part, cut)}, pipeline rank {stage}")
+            tensor = stored.pop((part, stage, name))
             if tensor["shape"] != shape:
-                raise WeightsError(f"tensor {name!r} has shape {tensor['shape']} in tensor rank {t}; it should be {shape}")
+                where = _rank(info, part, cut)
+                raise WeightsError(f"tensor {name!r} has shape {tensor['shape']} in {where}; it should be {shape}")
             found.append(tensor)
         if len({tensor["dtype"] for tensor in found}) > 1:
-            raise WeightsError(f"tensor {name!r} has different types on its tensor ranks")
+            raise WeightsError(f"tensor {name!r} has different types on its ranks")
         if info.split == "replicated" and len({tensor["sha256"] for tensor in found}) > 1:
             warnings.warn(f"replicated tensor {name!r} differs between tensor ranks; rank 0's counts", stacklevel=3)
         table[name] = {"dtype": found[0]["dtype"], "shape": list(info.shape), "split": info.split}
     if stored:
-        t, stage, name = next(iter(stored))
-        raise WeightsError(f"tensor {name!r} does not belong on tensor rank {t}, pipeline rank {stage}")
+        part, stage, name = next(iter(stored))
+        raise WeightsError(f"tensor {name!r} does not belong on part {part} of pipeline rank {stage}")
     return table
 
 
@@ -334,7 +430,7 @@ def _read_layout(spec: ModelSpec, manifest: dict[str, Any]) -> Layout | None:
         raise ConfigError(f"family is {family!r}, but hf_config is of a {spec.family} model")
     if kind != ("full" if layout is None else "shards"):
         raise LayoutError(f"kind is {kind!r}, but layout is {layout}")
-    return None if layout is None else make_layout(spec, **{key: layout[key] for key in ("tp", "pp", "vpp", "layers")})
+    return None if layout is None else read_layout(spec, layout)
 
 
 def _check_tensor_table(path: Path, manifest: dict[str, Any], table: Mapping[str, TensorInfo]) -> None:
@@ -359,7 +455,7 @@ class WeightReader:
         path: the folder of weights (a run or step folder is resolved to it).
         manifest: the manifest as read.
         spec: the model.
-        layout: None for unsplit weights.
+        layout: None for unsplit weights; ``cut``: what it means for one stage.
         table: canonical name -> :class:`TensorInfo`.
 
     Raises:
@@ -373,6 +469,7 @@ class WeightReader:
         try:
             self.spec = read_spec(self.manifest["hf_config"])
             self.layout = _read_layout(self.spec, self.manifest)
+            self.cut = self.layout.cut if self.layout else WHOLE
             self.table = tensor_table(self.spec)
             self._where = self._place_files()
             self._check_step()
@@ -389,7 +486,7 @@ class WeightReader:
         self._lock = threading.Lock()
 
     def _place_files(self) -> dict[tuple[int, str], str]:
-        """(tensor rank, tensor) -> file, once the manifest is known to describe this model."""
+        """(part, tensor) -> file, once the manifest is known to describe this model."""
         path = self.path / MANIFEST
         _check_tensor_table(path, self.manifest, self.table)
         where: dict[tuple[int, str], str] = {}
@@ -402,15 +499,17 @@ class WeightReader:
             for name in entry["tensors"]:
                 if name not in self.table or (self.layout.stage_of(self.table[name]) if self.layout else 0) != entry["pp"]:
                     raise WeightsError(f"{path}: tensor {name!r} does not belong in {file}, pipeline rank {entry['pp']}")
-                if where.setdefault((entry["tp"], name), file) != file:
-                    raise WeightsError(f"{path}: tensor {name!r} of tensor rank {entry['tp']} is in two files")
-        tp = self.layout.tp if self.layout else 1
+                part = _part(self.table[name], entry, self.layout)
+                if part is None:
+                    raise WeightsError(f"{path}: tensor {name!r} does not belong in {file}")
+                if where.setdefault((part, name), file) != file:
+                    raise WeightsError(f"{path}: tensor {name!r} of {_rank(self.table[name], part, self.cut)} is in two files")
         for name, info in self.table.items():
-            for t in range(tp):
-                if (t, name) not in where:
-                    raise WeightsError(f"{path}: no file holds tensor {name!r} ({info.split}) of tensor rank {t}")
-        if len(where) != tp * len(self.table):
-            raise WeightsError(f"{path}: files of more tensor ranks than its layout's {tp}")
+            for part in range(self.cut.parts(info)):
+                if (part, name) not in where:
+                    raise WeightsError(f"{path}: no file holds tensor {name!r} ({info.split}) of {_rank(info, part, self.cut)}")
+        if len(where) != sum(self.cut.parts(info) for info in self.table.values()):
+            raise WeightsError(f"{path}: files of more ranks than its layout's {self.cut}")
         return where
 
     def _check_step(self) -> None:
@@ -427,9 +526,9 @@ class WeightReader:
         """The type in which a tensor is stored."""
         return NAMES[self.manifest["tensors"][name]["dtype"]]
 
-    def _open(self, tp_rank: int, name: str) -> TensorReader:
-        """The file with one rank's slice of a tensor, opened and checked once, the tensor verified once."""
-        file = self._where[tp_rank, name]
+    def _open(self, part: int, name: str) -> TensorReader:
+        """The file with one part of a tensor, opened and checked once, the tensor verified once."""
+        file = self._where[part, name]
         with self._lock:
             if file not in self._files:
                 self._files[file] = self.open_file(file)
@@ -450,15 +549,15 @@ class WeightReader:
         reader = TensorReader(self.path / file)
         held = set(reader.names())
         for tensor in self.manifest["files"][file]["tensors"]:
-            shape = self.table[tensor].shard_shape(self.layout.tp if self.layout else 1)
+            shape = self.table[tensor].shard_shape(self.cut)
             if tensor not in held or reader.shape(tensor) != shape or reader.dtype(tensor) != self.dtype(tensor):
                 raise WeightsError(f"{reader.path}: tensor {tensor!r} is missing or differs from {MANIFEST}")
         return reader
 
     def check(self, name: str) -> None:
         """Verifies now what :meth:`window` of this tensor reads; raises :class:`WeightsError` when it is damaged."""
-        for rank in {block.part for block in shard_blocks(self.table[name], self.layout.tp if self.layout else 1)}:
-            self._open(int(rank), name)
+        for part in {block.part for block in shard_blocks(self.table[name], self.cut)}:
+            self._open(int(part), name)
 
     def fingerprint(self) -> dict[str, str]:
         """What changes when any of these weights do."""
@@ -466,22 +565,34 @@ class WeightReader:
 
     def window(self, name: str, window: Window) -> Tensor:
         """A window of the full tensor taken as a matrix. May be a view of a file: do not write to it."""
-        blocks = shard_blocks(self.table[name], self.layout.tp if self.layout else 1)
-        return gather(blocks, window, lambda t, w: self._open(int(t), name).window(name, w), self.dtype(name))
+        blocks = shard_blocks(self.table[name], self.cut)
+        return gather(blocks, window, lambda part, w: self._open(int(part), name).window(name, w), self.dtype(name))
 
-    def shard_window(self, name: str, window: Window, tp_rank: int, tp: int) -> Tensor:
-        """A window of one of ``tp`` slices taken as a matrix. May be a view of a file: do not write to it."""
-        if self.layout and self.layout.tp == tp:
-            return self._open(tp_rank, name).window(name, window)
-        part = tp_rank if self.table[name].split != "replicated" else 0
-        blocks = [block.inverted(name) for block in shard_blocks(self.table[name], tp) if block.part == part]
-        return gather(blocks, window, lambda _, w: self.window(name, w), self.dtype(name))
+    def get(self, name: str, part: int = 0, cut: Cut = WHOLE, expert: int | None = None) -> Tensor:
+        """One part of a tensor, whatever layout is on disk, in memory of its own.
 
-    def get(self, name: str, tp_rank: int = 0, tp: int = 1) -> Tensor:
-        """The slice of a tensor that ``tp_rank`` of ``tp`` holds, whatever layout is on disk, in memory of its own."""
-        check_tp(self.spec, tp)
-        shape, dtype = self.table[name].shard_shape(tp), self.dtype(name)
+        Args:
+            part: which of the ``cut.parts(info)`` parts (see :meth:`Cut.part`).
+            cut: how the model is to be cut; the default gives the full tensor.
+            expert: this one alone (counted within the part) of an expert tensor, without the leading dimension.
+
+        Raises:
+            LayoutError: the model cannot be cut so.
+            WeightsError: what is on disk is damaged.
+        """
+        check_cut(self.spec, cut)
+        info, dtype = self.table[name], self.dtype(name)
+        shape, first = info.shard_shape(cut), 0
+        if expert is not None:
+            first, shape = range(shape[0])[expert] * shape[1], shape[1:]
+        as_stored = cut[1:] == self.cut[1:] if info.experts else cut.tp == self.cut.tp
+        blocks = part_blocks(info, part, cut)
         out = torch.empty(matrix_shape(shape), dtype=dtype)
         for window in row_windows(shape, dtype.itemsize):
-            out[window.row : window.row_end] = self.shard_window(name, window, tp_rank, tp)
+            wanted = window._replace(row=window.row + first, row_end=window.row_end + first)
+            if as_stored:
+                data = self._open(part, name).window(name, wanted)
+            else:
+                data = gather(blocks, wanted, lambda _, full: self.window(name, full), dtype)
+            out[window.row : window.row_end] = data
         return out.view(shape)

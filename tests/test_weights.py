@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.models.tensors import EMBEDDING, OUTPUT, LayoutError, TensorInfo, tensor_table
+from megatron_vl.models.tensors import EMBEDDING, OUTPUT, Cut, LayoutError, TensorInfo, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.tensor_files import TensorReader, WeightsError, Window, make_header, read_header
 from megatron_vl.weights import (
@@ -79,7 +79,7 @@ def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout:
             folder,
             t,
             p,
-            {name: shard(full[name], info, t, layout.tp) for name, info in table.items() if layout.stage_of(info) == p},
+            {name: shard(full[name], info, t, layout.cut) for name, info in table.items() if layout.stage_of(info) == p},
         )
         for p in range(layout.pp)
         for t in range(layout.tp)
@@ -94,15 +94,15 @@ def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout:
 def test_unshard_is_the_inverse_of_shard(split: str, tp: int) -> None:
     info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
     tensor = torch.arange(48 * 16).view(48, 16)
-    shards = [shard(tensor, info, t, tp) for t in range(tp)]
-    assert all(part.shape == info.shard_shape(tp) for part in shards)
-    assert torch.equal(unshard(shards, info), tensor)
+    shards = [shard(tensor, info, t, Cut(tp)) for t in range(tp)]
+    assert all(part.shape == info.shard_shape(Cut(tp)) for part in shards)
+    assert torch.equal(unshard(shards, info, Cut(tp)), tensor)
 
 
 def test_gated_shard_has_its_part_of_both_halves() -> None:
     info = TensorInfo("x", (8,), "gated", "vision")
-    assert shard(torch.arange(8), info, 1, 2).tolist() == [2, 3, 6, 7]
-    assert shard(torch.arange(8), TensorInfo("x", (8,), "column", "vision"), 1, 2).tolist() == [4, 5, 6, 7]
+    assert shard(torch.arange(8), info, 1, Cut(2)).tolist() == [2, 3, 6, 7]
+    assert shard(torch.arange(8), TensorInfo("x", (8,), "column", "vision"), 1, Cut(2)).tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -111,14 +111,14 @@ def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
     """The rectangles that reading uses against the plain cut."""
     info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
     tensor = torch.arange(48 * 16).view(48, 16)
-    shards = [shard(tensor, info, t, tp) for t in range(tp)]
+    shards = [shard(tensor, info, t, Cut(tp)) for t in range(tp)]
 
     def read(part: str | int, w: Window) -> Tensor:
         return shards[int(part)][w.row : w.row_end, w.col : w.col_end]
 
     for window in (Window(0, 48, 0, 16), Window(5, 29, 3, 13), Window(23, 25, 7, 9)):
         expected = tensor[window.row : window.row_end, window.col : window.col_end]
-        assert torch.equal(gather(shard_blocks(info, tp), window, read, tensor.dtype), expected)
+        assert torch.equal(gather(shard_blocks(info, Cut(tp)), window, read, tensor.dtype), expected)
 
 
 def test_gather_fills_gaps_with_zero() -> None:
@@ -139,9 +139,9 @@ def test_any_slice_out_of_any_layout(tmp_path: Path, spec: ModelSpec, full: dict
         assert reader.dtype(name) == full[name].dtype
         for tp in (1, 2, 4, 8):
             for rank in range(tp):
-                got = reader.get(name, rank, tp)
+                got = reader.get(name, rank, Cut(tp))
                 assert got.dtype == full[name].dtype
-                assert torch.equal(got, shard(full[name], info, rank, tp)), (name, rank, tp)
+                assert torch.equal(got, shard(full[name], info, rank, Cut(tp))), (name, rank, tp)
 
 
 def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
@@ -213,15 +213,15 @@ def test_a_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: d
         (tmp_path / f"{file}.safetensors").write_bytes(b"")
     for name, info in tensor_table(spec).items():
         if layout.stage_of(info) == 1:
-            assert torch.equal(reader.get(name, 1, 2), shard(full[name], info, 1, 2))
+            assert torch.equal(reader.get(name, 1, Cut(2)), shard(full[name], info, 1, Cut(2)))
     with pytest.raises(WeightsError, match="tp01_pp00.safetensors is not a whole safetensors file"):
-        reader.get(EMBEDDING, 1, 2)
+        reader.get(EMBEDDING, 1, Cut(2))
 
 
 def test_impossible_tp_is_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
     with pytest.raises(LayoutError, match="tp=3 does not divide"):
-        WeightReader(tmp_path).get(EMBEDDING, 0, 3)
+        WeightReader(tmp_path).get(EMBEDDING, 0, Cut(3))
 
 
 # --- Writing what is not the model ----------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_replicas_that_differ_are_told(tmp_path: Path, spec: ModelSpec, full: di
     table = tensor_table(spec)
     entries = []
     for t in range(2):
-        tensors = {n: shard(full[n], info, t, 2) for n, info in table.items()}
+        tensors = {n: shard(full[n], info, t, Cut(2)) for n, info in table.items()}
         tensors[name] = tensors[name] + t
         entries.append(write_rank_file(tmp_path, t, 0, tensors))
     with pytest.warns(UserWarning, match=name):
@@ -357,12 +357,12 @@ def test_a_flipped_bit_is_refused_by_name(tmp_path: Path, spec: ModelSpec, full:
     reader, refused = WeightReader(tmp_path), 0
     for rank in range(tp):
         try:
-            got = reader.get(name, rank, tp)
+            got = reader.get(name, rank, Cut(tp))
         except WeightsError as error:
             assert f"{file} is damaged: tensor '{name}' is not what was written" in str(error)
             refused += 1
         else:
-            assert torch.equal(got, shard(full[name], reader.table[name], rank, tp))
+            assert torch.equal(got, shard(full[name], reader.table[name], rank, Cut(tp)))
     assert refused == max(1, tp // 2)
     for other in set(full) - {name}:
         assert torch.equal(reader.get(other), full[other])
@@ -399,7 +399,7 @@ def test_a_tensor_is_verified_once(tmp_path: Path, spec: ModelSpec, full: dict[s
     try:
         type(file).sha256 = lambda self, name, seen=None: hashed.append(name) or original(self, name, seen)  # type: ignore
         for rank in range(4):
-            reader.get(EMBEDDING, rank, 4)
+            reader.get(EMBEDDING, rank, Cut(4))
         reader.get(OUTPUT)
     finally:
         type(file).sha256 = original  # type: ignore[method-assign]

@@ -159,7 +159,7 @@ def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[tuple[str, torc
     for name, parameter in tensors:
         if name not in table:
             raise RuntimeError(f"parameter {name} has no entry in the tensor table (tied: {OUTPUT} is stored as the embedding)")
-        want = table[name].shard_shape(layout.tp)
+        want = table[name].shard_shape(layout.cut)
         if tuple(parameter.shape) != want:
-            raise RuntimeError(f"parameter {name} has shape {tuple(parameter.shape)}, the table says {want} for tp={layout.tp}")
+            raise RuntimeError(f"parameter {name} has shape {tuple(parameter.shape)}, the table says {want} for {layout.cut}")
     return table

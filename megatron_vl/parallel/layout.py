@@ -7,21 +7,33 @@ entry, the final norm and the output layer on the last; both may have fewer deco
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.tensors import LayoutError, TensorInfo, check_tp
+from megatron_vl.models.tensors import Cut, LayoutError, TensorInfo, check_cut
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor x pipeline x virtual-pipeline layout of one model."""
+    """A tensor x pipeline x virtual-pipeline x expert layout of one model."""
 
     tp: int
     pp: int
     vpp: int
     layers: tuple[int, ...]
     """Decoder layers of each of the ``pp * vpp`` entries, in model order."""
+    ep: int = 1
+    """Expert parallel size. The ranks of a stage, ``tp * dp`` of them, are ``etp * ep * expert-dp`` to the experts."""
+    etp: int = 1
+    """Expert tensor parallel size. Megatron-core's default is ``tp``; here it is 1, whole experts, as cutting small matrices
+    further costs more than it saves."""
+
+    @property
+    def cut(self) -> Cut:
+        """Into how many parts the tensors of a stage are cut."""
+        return Cut(self.tp, self.ep, self.etp)
 
     def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
         """Global zero-based number of the first decoder layer of this chunk."""
@@ -53,11 +65,24 @@ class Layout:
         return "|".join(entries)
 
     def as_dict(self) -> dict[str, object]:
-        return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "layers": list(self.layers)}
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "vpp": self.vpp,
+            "layers": list(self.layers),
+            "ep": self.ep,
+            "etp": self.etp,
+        }
 
 
 def make_layout(
-    spec: ModelSpec, tp: int = 1, pp: int = 1, vpp: int = 1, layers: list[int] | tuple[int, ...] | None = None
+    spec: ModelSpec,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    layers: list[int] | tuple[int, ...] | None = None,
+    ep: int = 1,
+    etp: int = 1,
 ) -> Layout:
     """A validated layout.
 
@@ -68,12 +93,12 @@ def make_layout(
     Raises:
         LayoutError: a number is impossible for this model; the message says which and what would be valid.
     """
-    for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp)):
+    for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("etp", etp)):
         if value < 1:
             raise LayoutError(f"{name}={value} must be at least 1")
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
-    check_tp(spec, tp)
+    check_cut(spec, Cut(tp, ep, etp))
     total, entries = spec.language.num_layers, pp * vpp
     if layers is None:
         if total < entries:
@@ -85,4 +110,14 @@ def make_layout(
         raise LayoutError(f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}")
     if min(layers) < 0 or sum(layers) != total:
         raise LayoutError(f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers")
-    return Layout(tp, pp, vpp, tuple(layers))
+    return Layout(tp, pp, vpp, tuple(layers), ep, etp)
+
+
+def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
+    """The layout that :meth:`Layout.as_dict` gave; what was stored before there were experts has no ``ep`` and ``etp``.
+
+    Raises:
+        KeyError, LayoutError: a field is missing, or impossible for this model.
+    """
+    sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers")}
+    return make_layout(spec, **sizes, ep=stored.get("ep", 1), etp=stored.get("etp", 1))

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.tensors import tensor_table
+from megatron_vl.models.tensors import Cut, tensor_table
 from megatron_vl.parallel.grid import Grid
-from megatron_vl.parallel.layout import Layout
+from megatron_vl.parallel.layout import Layout, read_layout
 from megatron_vl.weights import WeightReader, manifest_digest, write_manifest, write_rank_file
 
 from .optimizer_state import CheckpointError, OptimizerReader, check_hash, host_copy, restore, snapshot, write_hashed
@@ -297,7 +297,7 @@ def load(
     states = {name.removeprefix("optimizer/"): f for name, f in saved["files"].items() if name.startswith("optimizer/")}
     state = OptimizerReader(source / "optimizer", states, int(saved["layout"]["tp"]))
     restore(state, optimizer, parameters, tensor_table(spec), grid.tp_rank, grid.tp)
-    if saved["layout"] == layout.as_dict() and saved["dp"] == grid.dp:
+    if read_layout(spec, saved["layout"]) == layout and saved["dp"] == grid.dp:
         for name, value in state.rng(f"rank_{grid.rank:05d}.safetensors").items():
             if name == "rng/cpu":
                 torch.set_rng_state(value)
@@ -327,7 +327,7 @@ def _check_data_facts(source: Path, saved: dict[str, Any], now: dict[str, Any]) 
 def load_weights(reader: WeightReader, parameters: list[tuple[str, nn.Parameter]], grid: Grid) -> None:
     """Fills this rank's parameters from weights of any layout, each rank reading only its own slices."""
     for name, parameter in parameters:
-        parameter.copy_(reader.get(name, grid.tp_rank, grid.tp))
+        parameter.copy_(reader.get(name, grid.tp_rank, Cut(grid.tp)))
 
 
 def verify_files(source: Path) -> list[str]:

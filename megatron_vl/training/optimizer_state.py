@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from megatron_vl.models.tensors import TensorInfo
+from megatron_vl.models.tensors import Cut, TensorInfo
 from megatron_vl.tensor_files import make_header
 from megatron_vl.weights import shard, unshard
 
@@ -225,7 +225,7 @@ class OptimizerReader:
         """Elements ``start:end`` of the flattened shard ``tp_rank`` of ``tp``, from whatever layout is on disk."""
         if tp == self.tp:
             return self._range(info.name, tp_rank, kind, start, end)
-        shape = info.shard_shape(self.tp)
+        shape = info.shard_shape(Cut(self.tp))
         count = torch.Size(shape).numel()
         shards = []
         for rank in range(self.tp if info.split != "replicated" else 1):
@@ -233,8 +233,8 @@ class OptimizerReader:
             if part is None:
                 return None
             shards.append(part.view(shape))
-        full = unshard(shards, info) if info.split != "replicated" else shards[0]
-        return shard(full, info, tp_rank, tp).reshape(-1)[start:end].clone()
+        full = unshard(shards, info, Cut(self.tp)) if info.split != "replicated" else shards[0]
+        return shard(full, info, tp_rank, Cut(tp)).reshape(-1)[start:end].clone()
 
     def step(self, name: str) -> int:
         """Adam's step count of a parameter."""

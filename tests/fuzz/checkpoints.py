@@ -30,7 +30,7 @@ import torch
 
 from converters.convert import convert
 from megatron_vl.config import parse_config
-from megatron_vl.models.tensors import tensor_table
+from megatron_vl.models.tensors import Cut, tensor_table
 from megatron_vl.parallel.layout import make_layout
 from megatron_vl.tensor_files import WeightsError, read_header
 from megatron_vl.weights import MANIFEST, WeightReader, manifest_digest, shard, write_manifest, write_rank_file
@@ -339,7 +339,7 @@ class Bench:
                 tensors = dict(state.rng("rank_00000.safetensors"))
                 infos = [info for info in table.values() if layout.stage_of(info) == pp]
                 for info in infos:
-                    count = torch.Size(info.shard_shape(2)).numel()
+                    count = torch.Size(info.shard_shape(layout.cut)).numel()
                     for kind in KINDS:
                         moment = state.get(info, kind, tp, 2, 0, count)
                         assert moment is not None
@@ -347,7 +347,7 @@ class Bench:
                     tensors[f"{info.name}[0:{count}]/step"] = torch.tensor([state.step(info.name)])
                 name = f"optimizer/rank_{rank:05d}.safetensors"
                 files[name] = write_hashed(out / name, tensors, {"tp": str(tp), "pp": str(pp), "dp": "0"})
-                shards = {info.name: shard(weights.get(info.name), info, tp, 2) for info in infos}
+                shards = {info.name: shard(weights.get(info.name), info, tp, layout.cut) for info in infos}
                 entries.append(write_rank_file(out / "weights", tp, pp, shards))
             weights_digest = write_manifest(out / "weights", self.run.spec, layout, entries, weights.manifest["origin"])
             facts = {**saved, "layout": layout.as_dict(), "files": files}
@@ -386,7 +386,7 @@ class Bench:
             reader = WeightReader(checkpoint)
             for name in reader.names():
                 for rank in range(2):
-                    digest.update(reader.get(name, rank, 2).numpy().tobytes())
+                    digest.update(reader.get(name, rank, Cut(2)).numpy().tobytes())
         except (WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
         return digest.hexdigest()

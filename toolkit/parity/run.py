@@ -234,7 +234,7 @@ def compare(
         for name in grads:
             shards = [gradients[pp, t, copy][name] for t in range(layout.tp)]
             info = table[name]
-            candidates = shards if info.split == "replicated" else [unshard(shards, info)]
+            candidates = shards if info.split == "replicated" else [unshard(shards, info, layout.cut)]
             scale = want[name].norm().item()
             for candidate in candidates:
                 error = (candidate - want[name]).norm().item() / scale if scale else candidate.norm().item()

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import qwen2_5_vl, qwen2_vl, qwen3_vl
-from .base import ConfigError, LanguageSpec, ModelSpec, VisionSpec
+from . import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
+from .base import ConfigError, LanguageSpec, ModelSpec, MoeSpec, VisionSpec
 
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
 }
 """HF ``model_type`` -> the module that reads its config."""
 
@@ -36,4 +37,4 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
     return FAMILIES[kind].read(config)
 
 
-__all__ = ["FAMILIES", "ConfigError", "LanguageSpec", "ModelSpec", "VisionSpec", "read_spec"]
+__all__ = ["FAMILIES", "ConfigError", "LanguageSpec", "ModelSpec", "MoeSpec", "VisionSpec", "read_spec"]

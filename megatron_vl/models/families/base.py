@@ -83,6 +83,23 @@ class VisionSpec:
 
 
 @dataclass(frozen=True)
+class MoeSpec:
+    """The mixture of experts that takes the place of a decoder layer's MLP."""
+
+    num_experts: int
+    top_k: int
+    """Experts a token goes to."""
+    ffn_hidden_size: int
+    """FFN width of one expert; :attr:`LanguageSpec.ffn_hidden_size` is that of the dense layers."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    aux_loss_coef: float
+    """Factor of the load-balancing loss, for who switches it on; ``transformers`` leaves it out unless asked."""
+    dense_layers: tuple[int, ...]
+    """Zero-based decoder layers that keep a dense MLP."""
+
+
+@dataclass(frozen=True)
 class LanguageSpec:
     """The language model."""
 
@@ -103,6 +120,12 @@ class LanguageSpec:
     """Whether queries and keys are RMS-normalised per head."""
     mrope_interleaved: bool = False
     """Whether time, height and width take turns along the frequencies instead of a contiguous section each."""
+    moe: MoeSpec | None = None
+    """The experts of the layers that have some; None for a dense model."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the zero-based decoder ``layer`` has experts instead of a dense MLP."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
 
 @dataclass(frozen=True)
@@ -125,7 +148,10 @@ class ModelSpec:
         if vision is not None:
             spec = dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, num_layers=vision))
         if language is not None:
-            spec = dataclasses.replace(spec, language=dataclasses.replace(spec.language, num_layers=language))
+            moe = spec.language.moe
+            if moe:
+                moe = dataclasses.replace(moe, dense_layers=tuple(i for i in moe.dense_layers if i < language))
+            spec = dataclasses.replace(spec, language=dataclasses.replace(spec.language, num_layers=language, moe=moe))
         kept = tuple(i for i in spec.vision.deepstack_layers if i < spec.vision.num_layers)[: spec.language.num_layers]
         return dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, deepstack_layers=kept))
 
