@@ -6,21 +6,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_vl.models.families import ModelSpec
 
 from . import qwen2_5_vl, qwen2_vl, qwen3_vl
-from .rules import Rule, check_cover
+from .rules import RELEASED, ExpertStyle, Rule, check_cover
 
-RULES = {
+RULES: dict[str, Callable[..., list[Rule]]] = {
     "qwen2_vl": qwen2_vl.rules,
     "qwen2_5_vl": qwen2_5_vl.rules,
     "qwen3_vl": qwen3_vl.rules,
+    "qwen3_vl_moe": qwen3_vl.rules,
 }
 """Family -> the function that gives its rules."""
 
 
-def rules_for(spec: ModelSpec) -> list[Rule]:
-    """The rules of a model, one for each of its canonical tensors."""
-    rules = RULES[spec.family](spec)
+def rules_for(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
+    """The rules of a model, one for each of its canonical tensors; ``experts``: how HF stores them, where there are any."""
+    rules = RULES[spec.family](spec, experts) if spec.language.moe else RULES[spec.family](spec)
     check_cover(spec, rules)
     return rules

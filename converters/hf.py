@@ -25,7 +25,7 @@ from megatron_vl.tensor_files import TensorReader, WeightsError, Window, read_he
 from megatron_vl.weights import UNFINISHED, Block, gather
 
 from . import rules_for
-from .rules import HF_OUTPUT, Rule
+from .rules import DOWN, GATE_UP, HF_OUTPUT, RELEASED, ExpertStyle, Rule
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -117,6 +117,31 @@ class TensorFolder:
         return sorted(keep), sorted(path for path in other if str(path) not in self.files)
 
 
+def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
+    """How a folder stores its experts, told by names and shapes; the released style where there are none, or of wrong shapes.
+
+    Square matrices fit both orientations, and only one of the two stacks can be square. The other does not decide for it:
+    transformers 5 tells them one by one, takes a square one as output first, and scrambles it where it is not.
+
+    Raises:
+        WeightsError: a stack fits both orientations.
+    """
+    if spec.language.moe is None:
+        return RELEASED
+    f, h = spec.language.moe.ffn_hidden_size, spec.language.hidden_size
+    stacks = {name: (2 * f, h) if name.endswith(GATE_UP) else (h, f) for name in folder.where if name.endswith((GATE_UP, DOWN))}
+    if not stacks:
+        return "apart" if any(".mlp.experts." in name for name in folder.where) else RELEASED
+    for name, (rows, cols) in stacks.items():
+        if rows == cols:
+            raise WeightsError(
+                f"{folder.path}: tensor {name!r} holds square matrices, {rows} by {cols}: whether their inputs or their outputs "
+                "come first cannot be told. Store each expert's gate_proj, up_proj and down_proj as tensors of their own"
+            )
+    output_first = any(folder.shape(name)[1:] == matrix for name, matrix in stacks.items())
+    return "output_first" if output_first else RELEASED
+
+
 class HfCheckpoint:
     """A HF folder read as Megatron weights: the source of a conversion and the pattern of an export.
 
@@ -134,7 +159,7 @@ class HfCheckpoint:
             raise FileNotFoundError(f"{self.path / 'config.json'} is missing; --hf takes a Hugging Face checkpoint folder")
         self.spec = _read_spec(self.path / "config.json")
         self.folder = TensorFolder(self.path)
-        self.rules: dict[str, Rule] = {rule.name: rule for rule in rules_for(self.spec)}
+        self.rules: dict[str, Rule] = {rule.name: rule for rule in rules_for(self.spec, expert_style(self.spec, self.folder))}
         self.stored = self._released_names()
         self._check_tensors()
 

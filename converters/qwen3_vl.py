@@ -1,6 +1,8 @@
 """Qwen3-VL <-> Megatron: a two-layer vision MLP whose width (4304) is padded to a multiple of 128, DeepStack mergers, QK-norm.
 
-Names: ``Qwen3VLForConditionalGeneration`` as released (``model.visual.*``, ``model.language_model.*``).
+Qwen3-VL-MoE is the same with a router and experts in the decoder layers.
+Names: ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration`` as released (``model.visual.*``,
+``model.language_model.*``).
 """
 
 from __future__ import annotations
@@ -8,13 +10,13 @@ from __future__ import annotations
 from megatron_vl.models.families import ModelSpec, VisionSpec
 from megatron_vl.models.tensors import tensor_table
 
-from .rules import Rule, language_rules, padded_columns, padded_rows, same, vision_rules
+from .rules import RELEASED, ExpertStyle, Rule, language_rules, padded_columns, padded_rows, same, vision_rules
 
 MERGER = ("norm", "linear_fc1", "linear_fc2")
 
 
-def rules(spec: ModelSpec) -> list[Rule]:
-    """One rule for each tensor of the model."""
+def rules(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
+    """One rule for each tensor of the model. ``experts``: how HF stores them, where there are any."""
     table = tensor_table(spec)
 
     def mlp(v: VisionSpec, ours: str, hf: str) -> list[Rule]:
@@ -26,4 +28,4 @@ def rules(spec: ModelSpec) -> list[Rule]:
         ]
 
     vision = vision_rules(spec, table, mlp, prefix="model.visual.", merger=MERGER)
-    return [*vision, *language_rules(spec, table, prefix="model.language_model.")]
+    return [*vision, *language_rules(spec, table, prefix="model.language_model.", experts=experts)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.models.tensors import EMBEDDING, OUTPUT, TensorInfo, tensor_table
@@ -16,6 +17,18 @@ from megatron_vl.tensor_files import Window, matrix_shape
 from megatron_vl.weights import Block
 
 HF_OUTPUT = "lm_head.weight"
+
+ExpertStyle = Literal["input_first", "output_first", "apart"]
+"""How a folder stores a layer's experts:
+
+* ``input_first``: stacks whose matrices are transposed, ``gate_up_proj [E, h, 2 * f]`` and ``down_proj [E, f, h]``. The released
+  checkpoints, and what transformers 4.57 saves.
+* ``output_first``: stacks as Megatron's and as in transformers 5's memory, ``[E, 2 * f, h]`` and ``[E, h, f]``; what it saves.
+* ``apart``: three matrices for each expert, ``experts.N.gate_proj.weight`` and so on, as in the text models (Qwen3-MoE).
+"""
+RELEASED: ExpertStyle = "input_first"
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""HF's names of the stacks, within a layer."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,24 @@ def padded_columns(info: TensorInfo, hf: str, width: int) -> Rule:
     return Rule(info.name, {hf: (rows, width)}, (Block(hf, rows, width),), padding)
 
 
+def stacked(info: TensorInfo, hf: str, style: ExpertStyle) -> Rule:
+    """One HF stack of all experts' matrices, each one transposed where the style has the input first."""
+    if style == "output_first":
+        return same(info, hf)
+    count, rows, cols = info.shape
+    blocks = (Block(hf, rows, cols, row=i * rows, part_row=i * cols, transposed=True) for i in range(count))
+    return Rule(info.name, {hf: (count, cols, rows)}, tuple(blocks))
+
+
+def expert_by_expert(info: TensorInfo, hf: str, names: Sequence[str]) -> Rule:
+    """HF matrices of their own for each expert, one below the other in ours; ``hf`` holds ``{}`` for the expert's number."""
+    count, rows, cols = info.shape
+    height = rows // len(names)
+    tensors = [f"{hf.format(expert)}{name}" for expert in range(count) for name in names]
+    blocks = tuple(Block(name, height, cols, row=i * height) for i, name in enumerate(tensors))
+    return Rule(info.name, dict.fromkeys(tensors, (height, cols)), blocks)
+
+
 def _interleaved(sizes: dict[str, int], groups: int, cols: int) -> list[Block]:
     blocks, row = [], 0
     for group in range(groups):
@@ -93,20 +124,24 @@ def _runs(info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], paddi
 # --- Parts that families share --------------------------------------------------------------------------------------
 
 
-def language_rules(spec: ModelSpec, table: dict[str, TensorInfo], prefix: str = "model.") -> list[Rule]:
+def language_rules(
+    spec: ModelSpec, table: dict[str, TensorInfo], prefix: str = "model.", experts: ExpertStyle = RELEASED
+) -> list[Rule]:
     """The language model, its HF names beginning with ``prefix`` as in the released checkpoints."""
     m = spec.language
     rules = [same(table[EMBEDDING], f"{prefix}embed_tokens.weight")]
     for i in range(m.num_layers):
-        rules += _language_layer(m, table, f"language_model.decoder.layers.{i}.", f"{prefix}layers.{i}.")
+        ours, hf = f"language_model.decoder.layers.{i}.", f"{prefix}layers.{i}."
+        rules += _attention(m, table, ours, hf)
+        rules += _experts(table, ours, hf, experts) if m.has_experts(i) else _mlp(m, table, ours, hf)
     rules.append(same(table["language_model.decoder.final_layernorm.weight"], f"{prefix}norm.weight"))
     if not m.tied_embeddings:
         rules.append(same(table[OUTPUT], HF_OUTPUT))
     return rules
 
 
-def _language_layer(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf: str) -> list[Rule]:
-    attention, mlp = hf + "self_attn.", hf + "mlp."
+def _attention(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf: str) -> list[Rule]:
+    attention = hf + "self_attn."
 
     def qkv(kind: str) -> Rule:
         names = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
@@ -117,9 +152,32 @@ def _language_layer(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf
         *(qkv(kind) for kind in (("weight", "bias") if m.qkv_bias else ("weight",))),
         *(same(table[f"{ours}self_attention.{n}_layernorm.weight"], f"{attention}{n}_norm.weight") for n in "qk" if m.qk_norm),
         same(table[ours + "self_attention.linear_proj.weight"], attention + "o_proj.weight"),
+    ]
+
+
+def _mlp(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf: str) -> list[Rule]:
+    mlp = hf + "mlp."
+    return [
         same(table[ours + "mlp.linear_fc1.layer_norm_weight"], hf + "post_attention_layernorm.weight"),
         gated(table[ours + "mlp.linear_fc1.weight"], mlp + "gate_proj.weight", mlp + "up_proj.weight", m.ffn_hidden_size),
         same(table[ours + "mlp.linear_fc2.weight"], mlp + "down_proj.weight"),
+    ]
+
+
+def _experts(table: dict[str, TensorInfo], ours: str, hf: str, style: ExpertStyle) -> list[Rule]:
+    fc1, fc2 = (table[f"{ours}mlp.experts.linear_{which}.weight"] for which in ("fc1", "fc2"))
+    if style == "apart":
+        each = hf + "mlp.experts.{}."
+        matrices = [
+            expert_by_expert(fc1, each, ("gate_proj.weight", "up_proj.weight")),
+            expert_by_expert(fc2, each, ("down_proj.weight",)),
+        ]
+    else:
+        matrices = [stacked(fc1, hf + GATE_UP, style), stacked(fc2, hf + DOWN, style)]
+    return [
+        same(table[ours + "pre_mlp_layernorm.weight"], hf + "post_attention_layernorm.weight"),
+        same(table[ours + "mlp.router.weight"], hf + "mlp.gate.weight"),
+        *matrices,
     ]
 
 

@@ -4,7 +4,7 @@ A folder written here has what a released checkpoint has: a config with its old 
 safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat template, image
 processor and generation settings. Only the sizes are small, and the structural oddities are kept: grouped queries, window
 and full vision layers, a vision FFN width that no tensor parallelism divides, M-RoPE sections of different lengths, more
-embedding rows than tokens.
+embedding rows than tokens, stacks of experts with their input dimension first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families of which a tiny checkpoint can be written."""
+NESTED = ("qwen3_vl", "qwen3_vl_moe")
+"""Families released with a nested config and the tensor names that transformers has in memory."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
@@ -70,6 +72,13 @@ class TinySizes:
     """Qwen3-VL only: smaller than some grids and larger than others (released: 48)."""
     deepstack_layers: tuple[int, ...] = (0, 1, 3)
     """Qwen3-VL only: vision layers whose output goes to the first decoder layers."""
+    experts: int = 8
+    """Qwen3-VL-MoE only, as the rest below."""
+    experts_per_token: int = 2
+    expert_ffn_hidden_size: int = 48
+    """Neither ``hidden_size`` nor half of it: square stacks of experts could be read two ways."""
+    dense_layers: tuple[int, ...] = ()
+    """Decoder layers without experts (released: none)."""
     text_vocab_size: int = 400
     """Largest number of byte-pair tokens; special tokens come on top, then the embedding is rounded up to a multiple of 128."""
     min_pixels: int = 3136
@@ -94,8 +103,9 @@ def write_tiny_checkpoint(
 
     Args:
         tied: input and output embeddings are one tensor (as in the 2B and 3B models); there is no ``lm_head.weight`` then.
-        released_style: flat config, preprocessor and tokenizer files as in the released folders; False: what
-            ``save_pretrained`` of the installed transformers writes (5.x nests the config, but keeps the released names).
+        released_style: flat config, preprocessor and tokenizer files, stacks of experts with the input dimension first, as in the
+            released folders; False: what ``save_pretrained`` of the installed transformers writes (5.x nests the config, but
+            keeps the released names, and has the output dimension of experts first).
         memory_names: tensors named ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52 holds them in
             memory and as some tools save them; False: ``visual.*`` and ``model.*``.
         texts: what the tokenizer is trained on.
@@ -124,16 +134,18 @@ def write_tiny_checkpoint(
         for file in folder.glob("*.safetensors"):
             file.unlink()
     tensors = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-    if not (memory_names or family == "qwen3_vl"):  # released Qwen3-VL has the names in memory
+    if not (memory_names or family in NESTED):  # released Qwen3-VL has the names in memory
         tensors = {_released_name(name): t for name, t in tensors.items()}
+    if released_style:
+        tensors = {name: t.transpose(1, 2) if ".mlp.experts." in name else t for name, t in tensors.items()}
     _write_shards(folder, tensors, shards)
     return folder
 
 
 def tiny_config(family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
     """A ``config.json`` in the style of the released checkpoints: flat for Qwen2-VL and Qwen2.5-VL, nested for Qwen3-VL."""
-    if family == "qwen3_vl":
-        return _nested_config(sizes, text_tokens, tied, dtype)
+    if family in NESTED:
+        return _nested_config(family, sizes, text_tokens, tied, dtype)
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
     used = text_tokens + len(SPECIAL_TOKENS)
     tower: dict[str, Any] = {
@@ -191,7 +203,7 @@ def tiny_config(family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, 
     }
 
 
-def _nested_config(sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
+def _nested_config(family: str, sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
     used = text_tokens + len(SPECIAL_TOKENS)
     text = {
@@ -206,7 +218,7 @@ def _nested_config(sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.
         "initializer_range": 0.02,
         "intermediate_size": sizes.ffn_hidden_size,
         "max_position_embeddings": 262144,
-        "model_type": "qwen3_vl_text",
+        "model_type": f"{family}_text",
         "num_attention_heads": sizes.heads,
         "num_hidden_layers": sizes.layers,
         "num_key_value_heads": sizes.kv_heads,
@@ -216,6 +228,15 @@ def _nested_config(sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.
         "use_cache": True,
         "vocab_size": (used // 128 + 1) * 128,
     }
+    if family == "qwen3_vl_moe":
+        text |= {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(sizes.dense_layers),
+            "moe_intermediate_size": sizes.expert_ffn_hidden_size,
+            "norm_topk_prob": True,
+            "num_experts": sizes.experts,
+            "num_experts_per_tok": sizes.experts_per_token,
+        }
     tower = {
         "deepstack_visual_indexes": list(sizes.deepstack_layers),
         "depth": sizes.vision_layers,
@@ -224,7 +245,7 @@ def _nested_config(sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.
         "in_channels": 3,
         "initializer_range": 0.02,
         "intermediate_size": sizes.vision_ffn_hidden_size,
-        "model_type": "qwen3_vl",
+        "model_type": family,
         "num_heads": sizes.vision_heads,
         "num_position_embeddings": sizes.position_table_side**2,
         "out_hidden_size": sizes.hidden_size,
@@ -233,9 +254,11 @@ def _nested_config(sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.
         "temporal_patch_size": 2,
     }
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "architectures": [
+            "Qwen3VLMoeForConditionalGeneration" if family == "qwen3_vl_moe" else "Qwen3VLForConditionalGeneration"
+        ],
         "image_token_id": ids["<|image_pad|>"],
-        "model_type": "qwen3_vl",
+        "model_type": family,
         "text_config": text | ({"tie_word_embeddings": True} if tied else {}),
         "tie_word_embeddings": tied,
         "transformers_version": "4.57.0.dev0",
@@ -263,8 +286,10 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
             elif "embed_tokens" in name:
                 parameter.copy_(0.1 * noise if config["tie_word_embeddings"] else noise)
             else:
-                # Unit gain, so that signals of a small model neither vanish nor explode; a patch embedding has five dimensions.
-                parameter.copy_(noise / parameter[0].numel() ** 0.5)
+                # Unit gain, so that signals of a small model neither vanish nor explode; a patch embedding has five dimensions,
+                # a stack of experts three, with the inputs last.
+                inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+                parameter.copy_(noise / inputs**0.5)
     return model.to(dtype)
 
 
@@ -306,7 +331,7 @@ def _write_processor(
 ) -> None:
     _write_tokenizer(folder, vocabulary, merges)
     _write_json(folder / "preprocessor_config.json", _preprocessor(family, sizes))
-    if family == "qwen3_vl":
+    if family in NESTED:
         _write_json(folder / "video_preprocessor_config.json", _video_preprocessor(sizes))
 
 
@@ -349,7 +374,7 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tupl
 
 
 def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
-    if family == "qwen3_vl":
+    if family in NESTED:
         return _qwen3_preprocessor(sizes.min_pixels, sizes.max_pixels) | {"image_processor_type": "Qwen2VLImageProcessorFast"}
     return {
         "min_pixels": sizes.min_pixels,

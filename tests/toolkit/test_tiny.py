@@ -24,6 +24,8 @@ CASES = [
     ("qwen3_vl", {"tied": True}),
     ("qwen3_vl", {"dtype": torch.float32, "shards": 3}),
     ("qwen3_vl", {"released_style": False}),
+    ("qwen3_vl_moe", {}),
+    ("qwen3_vl_moe", {"tied": True, "released_style": False, "dense_layers": (1,)}),
 ]
 
 
@@ -39,9 +41,16 @@ def test_transformers_loads_it(tiny_checkpoint, family, options):
         with safe_open(file, "pt") as shard:
             held |= {name: shard.get_tensor(name) for name in shard.keys()}
     assert ("lm_head.weight" in held) == (not options.get("tied", False))
-    in_memory = options.get("memory_names") or family == "qwen3_vl"
+    in_memory = options.get("memory_names") or family.startswith("qwen3_vl")
     in_file = "model.visual.patch_embed.proj.weight" if in_memory else "visual.patch_embed.proj.weight"
     assert torch.equal(held[in_file], model.model.visual.patch_embed.proj.weight)
+    if family == "qwen3_vl_moe":
+        experts, stored = (
+            model.model.language_model.layers[0].mlp.experts,
+            held["model.language_model.layers.0.mlp.experts.down_proj"],
+        )
+        assert stored.shape == ((8, 48, 64) if options.get("released_style", True) else (8, 64, 48))
+        assert torch.equal(stored.transpose(1, 2) if options.get("released_style", True) else stored, experts.down_proj)
 
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (100, 150, 3), dtype=np.uint8))
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
@@ -52,7 +61,7 @@ def test_transformers_loads_it(tiny_checkpoint, family, options):
         assert torch.isfinite(model(**batch, labels=batch["input_ids"]).loss)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_special_tokens_and_config_agree(tiny_checkpoint, family):
     folder = tiny_checkpoint(family)
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
