@@ -21,7 +21,7 @@ from .deepstack import levels_before
 from .modules import block_spec
 from .names import named_tensors
 from .rotary import MRope
-from .tensors import OUTPUT, TensorInfo, tensor_table
+from .tensors import OUTPUT, TensorInfo, part_of, tensor_table
 from .transformer_configs import language_config, vision_config
 from .vision import VisionTower
 from .vlm import VisionLanguageModel
@@ -135,13 +135,6 @@ def _freeze(chunks: Iterable[VisionLanguageModel], model: ModelConfig) -> None:
             part = part_of(name)
             if {"vision": model.freeze_vision, "merger": model.freeze_merger, "language": model.freeze_language}[part]:
                 parameter.requires_grad_(False)
-
-
-def part_of(name: str) -> str:
-    """``vision``, ``merger`` or ``language``: the parts that are frozen and given learning rates alone."""
-    if name.startswith(("vision_model.merger.", "vision_model.deepstack_mergers.")):
-        return "merger"
-    return "vision" if name.startswith("vision_model.") else "language"
 
 
 def chunk_tensors(chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int) -> list[tuple[str, torch.nn.Parameter]]:

@@ -185,6 +185,13 @@ def check_cut(spec: ModelSpec, cut: Cut) -> None:
         raise LayoutError(f"etp={cut.etp} does not divide the experts' FFN width {moe.ffn_hidden_size}; valid: {valid}")
 
 
+def part_of(name: str) -> str:
+    """``vision``, ``merger`` or ``language``: the parts that are frozen and given learning rates alone."""
+    if name.startswith(("vision_model.merger.", "vision_model.deepstack_mergers.")):
+        return "merger"
+    return "vision" if name.startswith("vision_model.") else "language"
+
+
 def check_tp(spec: ModelSpec, tp: int) -> None:
     """Raises :class:`LayoutError` unless every dense cut of the model divides by ``tp``."""
     m, v = spec.language, spec.vision

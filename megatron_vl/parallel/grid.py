@@ -75,12 +75,13 @@ def make_grid(layout: Layout) -> Grid:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        create_gloo_process_groups=dist.get_backend() != "fake",
     )
     replica = mpu.get_model_parallel_group()
     rank = dist.get_rank()
     dp = mpu.get_data_parallel_world_size()
     gloo = replica
-    if dist.get_backend() != "gloo":
+    if dist.get_backend() not in ("gloo", "fake"):
         # Every rank must take part in making every group.
         for d in range(dp):
             members = [p * layout.tp * dp + d * layout.tp + t for p in range(layout.pp) for t in range(layout.tp)]

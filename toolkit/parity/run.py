@@ -25,9 +25,9 @@ from torch import Tensor
 from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors, part_of
+from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.models.tensors import tensor_table
+from megatron_vl.models.tensors import part_of, tensor_table
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.platform import Platform, get_platform

@@ -1,0 +1,156 @@
+"""Memory estimates against measurements, and every shipped example: it can be built, and it fits the GPUs that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.models.families import ModelSpec, MoeSpec, read_spec
+from megatron_vl.models.tensors import tensor_table
+from megatron_vl.parallel.layout import make_layout
+from tests.training.process import run_single
+from toolkit.plan.memory import GPU_GIB, RESERVE_GIB, estimate, peak_gib, play_schedule, stage_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*/pretrain.yaml"))
+HF_CONFIGS = ROOT / "tests" / "hf_configs"
+
+
+def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
+    """Config, model and world size."""
+    config = parse_config(["--config", str(path)])
+    nodes = int(re.search(r"NNODES:-(\d+)", path.with_name("pretrain.sh").read_text())[1])
+    return config, read_spec(HF_CONFIGS / f"{Path(config.model.hf).name}.json"), 8 * nodes
+
+
+# docs/log.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, `toolkit.bench.shape`; patches: of its fullest row.
+PIPELINE = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true --global_batch_size 8"
+MEASURED = [
+    ("4 layers, text", 55.6, 1, "--global_batch_size 2", 4, 0),
+    ("4 layers, text, offloaded optimizer", 25.4, 1, "--global_batch_size 2 --optimizer.cpu_offload true", 4, 0),
+    ("4 layers, images", 89.0, 1, "--global_batch_size 1", 4, 23844),
+    ("TP2 x PP2, images", 76.0, 4, PIPELINE, 28, 23844),
+]
+
+
+@pytest.mark.parametrize(
+    ("measured", "world", "options", "layers", "patches"), [m[1:] for m in MEASURED], ids=[m[0] for m in MEASURED]
+)
+def test_estimate_equals_measurements(measured, world, options, layers, patches):
+    spec = read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(language=layers)
+    config = parse_config(["--data.seq_len", "8192", *options.split()])
+    assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
+
+
+SCHEDULES = [(2, 1, 6), (4, 1, 3), (4, 1, 9), (2, 2, 4), (4, 2, 8), (4, 3, 12), (2, 4, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "vpp", "micro_batches"), SCHEDULES)
+def test_schedule_is_that_of_megatron_core(pp, vpp, micro_batches):
+    """Forward and backward passes of each chunk in the order of core's own table, counted."""
+    for stage, order in enumerate(core_says()["orders"][SCHEDULES.index((pp, vpp, micro_batches))]):
+        held, expected = [0] * vpp, []
+        for chunk in order:  # chunks from 1; a backward pass is negative
+            held[abs(chunk) - 1] += 1 if chunk > 0 else -1
+            if chunk > 0:
+                expected.append(tuple(held))
+        assert play_schedule(pp, vpp, stage, micro_batches) == expected
+        assert held == [0] * vpp
+
+
+def mixture() -> ModelSpec:
+    """A model with experts, in some of its layers."""
+    spec = read_spec(HF_CONFIGS / "Qwen3-VL-8B-Instruct.json")
+    moe = MoeSpec(128, 8, 768, norm_topk_prob=True, aux_loss_coef=0.0, dense_layers=(0, 5))
+    return dataclasses.replace(spec, language=dataclasses.replace(spec.language, moe=moe))
+
+
+def test_optimizer_state_is_spread_without_loss():
+    """Over all ranks there are 12 bytes for each parameter, experts' included, in whatever data-parallel groups."""
+    spec = mixture()
+    parameters = sum(math.prod(info.shape) for info in tensor_table(spec).values())
+    for options in ("--parallel.ep 4", "--parallel.ep 8 --parallel.pp 2", "--parallel.ep 2 --parallel.etp 4 --parallel.pp 2"):
+        config = parse_config(["--global_batch_size", "16", *options.split()])
+        stages = estimate(config, spec, 16)
+        assert sum(stage.optimizer for stage in stages) * 16 / config.parallel.pp == pytest.approx(12 * parameters)
+
+
+def test_fewer_experts_and_less_recompute_change_what_they_should():
+    spec = mixture()
+    base = ["--global_batch_size", "16", "--parallel.ep", "8"]
+    plain, full = (estimate(parse_config([*base, *more]), spec, 8)[0] for more in ([], ["--recompute.language", "full"]))
+    assert full.activations < 0.3 * plain.activations and full.weights == plain.weights
+    frozen = estimate(parse_config([*base, "--model.freeze_language", "true"]), spec, 8)[0]
+    assert frozen.gradients < 0.1 * plain.gradients and frozen.weights == plain.weights
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+def test_example_fits_the_memory_that_it_states(path):
+    stated = re.search(r"^# Memory: (\d+) x (.*?), (\d+) GiB estimated", path.read_text(), re.MULTILINE)
+    config, spec, world = example(path)
+    peak = peak_gib(estimate(config, spec, world))
+    assert stated, f"{path} does not state `# Memory: {world} x H200 (141 GB), {peak:.0f} GiB estimated`"
+    assert (int(stated[1]), int(stated[3])) == (world, round(peak))
+    assert peak <= GPU_GIB[stated[2]] - RESERVE_GIB
+
+
+@cache
+def core_says() -> dict[str, Any]:
+    """From one process of its own: example -> stages -> [name, shape, trained] of the modules built, and core's schedules."""
+    arguments = {path.parent.name: (str(path), *map(str, _spec_and_world(path))) for path in EXAMPLES}
+    return run_single(
+        """
+from megatron_vl.platform import get_platform
+get_platform("cpu")
+from types import SimpleNamespace
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
+from megatron_vl.config import parse_config
+from megatron_vl.models.families import read_spec
+from toolkit.plan.dry_build import dry_build
+def order(pp, vpp, n, stage):
+    group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
+    place = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
+    warm_up = get_pp_rank_microbatches(n, vpp, pp, p2p_communicator=place)[2]
+    return convert_schedule_table_to_order(warm_up, vpp, get_schedule_table(n, vpp, pp))
+orders = [[order(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in SCHEDULES]
+built = {
+    name: [[[t.name, t.shape, t.trained] for t in stage]
+           for stage in dry_build(parse_config(["--config", path]), read_spec(hf), int(world))]
+    for name, (path, hf, world) in EXAMPLES.items()
+}
+RESULT = {"built": built, "orders": orders}
+""",
+        SCHEDULES=SCHEDULES,
+        EXAMPLES=arguments,
+    )
+
+
+def _spec_and_world(path: Path) -> tuple[Path, int]:
+    config, _, world = example(path)
+    return HF_CONFIGS / f"{Path(config.model.hf).name}.json", world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+def test_example_builds_under_its_layout(path):
+    """Each stage has just the tensors of the table that live there, in the shape of their shard, and the weights estimated."""
+    config, spec, world = example(path)
+    p = config.parallel
+    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+    stages = core_says()["built"][path.parent.name]
+    assert len(stages) == p.pp
+    for memory, built in zip(estimate(config, spec, world), stages, strict=True):
+        shapes = {name: tuple(shape) for name, shape, _ in built}
+        assert shapes == {info.name: info.shard_shape(layout.cut) for info in stage_tensors(spec, layout, memory.stage)}
+        assert len(shapes) == len(built)
+        assert memory.weights == 2 * sum(math.prod(shape) for shape in shapes.values())
+        assert memory.gradients == 4 * sum(math.prod(shape) for _, shape, trained in built if trained)

@@ -1,0 +1,89 @@
+"""Builds the model of any run, stage by stage, in one process without memory, a GPU or other ranks.
+
+Modules are made on torch's meta device and process groups are torch's fake ones, which every rank can be asked to be. What
+is built is otherwise what the trainer builds, with the modules of the CPU platform.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from megatron_vl.config import TrainConfig, validate
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.platform import Platform, get_platform
+
+
+@dataclass(frozen=True)
+class BuiltTensor:
+    """One parameter of a rank."""
+
+    name: str
+    """Canonical name."""
+    shape: tuple[int, ...]
+    trained: bool
+
+
+class _MetaPlatform(Platform):
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+
+_FACTORIES = (torch.empty, torch.zeros, torch.ones)
+"""What parameters are made with. Constants that are computed (rotary frequencies, say) stay real."""
+
+
+class _OnMeta(TorchFunctionMode):
+    """Parameters are made on the meta device and stay there, whatever device is named."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _FACTORIES:
+            kwargs["device"] = "meta"
+        elif func is torch.Tensor.cuda:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[list[BuiltTensor]]:
+    """The parameters of tensor rank 0 of each pipeline stage, as the real modules have them.
+
+    Raises:
+        RunConfigError, LayoutError: the run is impossible.
+        RuntimeError: modules and tensor table disagree, or a process group exists already.
+    """
+    validate(config, world_size)
+    p = config.parallel
+    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+    return [_build_rank(config, spec, layout, stage, world_size) for stage in range(p.pp)]
+
+
+def _build_rank(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, world_size: int) -> list[BuiltTensor]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    cpu = get_platform("cpu")
+    from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
+    from megatron_vl.parallel.grid import make_grid
+
+    platform = _MetaPlatform(cpu.name, cpu.backend, cpu.transformer_engine)
+    rank = stage * world_size // layout.pp
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        grid = make_grid(layout)
+        assert (grid.pp_rank, grid.tp_rank, grid.dp_rank) == (stage, 0, 0)
+        with _OnMeta():
+            chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
+        tensors = chunk_tensors(chunks, layout, stage)
+        check_tensors(spec, layout, tensors)
+        return [BuiltTensor(name, tuple(p.shape), p.requires_grad) for name, p in tensors]
+    finally:
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,270 @@
+"""GPU memory of each pipeline stage of a run, estimated before anything is allocated.
+
+Parameters are counted from the tensor table, so weights, gradients and optimizer state are exact. Activations are what the
+modules keep for their backward pass. Elements for each token (or patch) of a layer of width ``h`` and FFN width ``f``:
+
+    ====================================  ==========  ==================================================================
+    input and output of both norms        4 h         shared over tensor-parallel ranks only under sequence parallelism,
+                                                      which the vision tower does not have
+    q and k after RoPE, v, attention      heads, kv   with Transformer Engine v is a copy; FlashAttention's v is a view that
+                                                      keeps the whole fused QKV output
+    MLP: linear and activation            3 f or 2 f  with and without a gate; for experts ``top_k`` times, and their inputs
+    ====================================  ==========  ==================================================================
+
+How many micro-batches are in flight comes from playing the schedule (1F1B or interleaved) through. The loss holds the logits
+twice, because Transformer Engine's cross entropy copies them. Experts are taken to be evenly loaded. Not counted, hence
+:data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. ``docs/log.md`` has the
+measurements that the formula was compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from megatron_vl.config import TrainConfig, validate
+from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.models.families.base import MoeSpec
+from megatron_vl.models.tensors import EMBEDDING, TensorInfo, part_of, tensor_table
+from megatron_vl.parallel.layout import Layout, make_layout
+
+GIB = 2**30
+GPU_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
+"""What CUDA reports as the memory of a GPU."""
+RESERVE_GIB = 8.0
+"""Memory of a GPU that an estimate must leave free."""
+WORKSPACE_GIB = 0.5
+"""cuBLAS's and Transformer Engine's workspaces and small tensors: what measurements on one GPU had above the formula."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Peak memory of each GPU of one pipeline stage, in bytes by part."""
+
+    stage: int
+    weights: float = 0.0
+    gradients: float = 0.0
+    """Main gradients: float32."""
+    optimizer: float = 0.0
+    """Master weights and two moments: float32, over data-parallel ranks with ``distributed_optimizer``."""
+    activations: float = 0.0
+    """Of the decoder layers and the embedding, all micro-batches in flight."""
+    vision: float = 0.0
+    """Activations of the vision tower, all micro-batches in flight."""
+    logits: float = 0.0
+    rows: float = 0.0
+    """Rows of a whole step as the loader hands them over."""
+    workspace: float = WORKSPACE_GIB * GIB
+    in_flight: int = 0
+    """Most micro-batches whose activations are held at once (of virtual chunks: chunk-micro-batches)."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part) for part in PARTS)
+
+    def as_json(self) -> dict[str, float | int]:
+        """GiB by part."""
+        parts = {part: round(getattr(self, part) / GIB, 2) for part in PARTS}
+        return {"stage": self.stage, "in_flight": self.in_flight, **parts, "total": round(self.total / GIB, 2)}
+
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "vision", "logits", "rows", "workspace")
+
+
+def estimate(config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None) -> list[StageMemory]:
+    """Peak memory of each pipeline stage, first stage first.
+
+    Args:
+        patches: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or every token
+            a merged feature).
+
+    Raises:
+        RunConfigError, LayoutError: the run is impossible.
+    """
+    dp = validate(config, world_size)
+    p = config.parallel
+    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+    most = config.data.seq_len * spec.vision.merge_unit
+    if patches is None:
+        patches = min(most, config.data.max_patches or most)
+    micro_batches = config.global_batch_size // dp
+    return [_stage(config, spec, layout, stage, dp, micro_batches, patches) for stage in range(p.pp)]
+
+
+def peak_gib(stages: list[StageMemory]) -> float:
+    """The fullest stage's estimate in GiB."""
+    return max(stage.total for stage in stages) / GIB
+
+
+def _stage(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, micro_batches: int, patches: int
+) -> StageMemory:
+    element = 2 if config.dtype == "bfloat16" else 4
+    sizes = _Sizes(config, spec, layout, element, patches)
+    chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
+    vision = sizes.vision() if stage == 0 else _Held()
+    order = play_schedule(layout.pp, layout.vpp, stage, micro_batches)
+    # Chunk 0 of stage 0 also holds the tower's activations; the peak is that of both together.
+    weight = [c.kept + (vision.kept if v == 0 else 0.0) for v, c in enumerate(chunks)]
+    held = max(order, key=lambda held: sum(n * w for n, w in zip(held, weight, strict=True)))
+    activations = sum(n * c.kept for n, c in zip(held, chunks, strict=True))
+    # A decoder layer and a vision layer are never recomputed at the same time.
+    recomputed = max(c.transient for c in chunks)
+    last = stage == layout.pp - 1
+    return dataclasses.replace(
+        _parameters(config, spec, layout, stage, dp, element),
+        activations=activations + recomputed,
+        vision=held[0] * vision.kept + max(0.0, vision.transient - recomputed),
+        logits=2.0 * element * config.data.seq_len * spec.language.vocab_size / layout.tp if last else 0.0,
+        rows=micro_batches * sizes.row(stage == 0),
+        in_flight=sum(held),
+    )
+
+
+# --- Parameters -----------------------------------------------------------------------------------------------------
+
+
+def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:
+    """The tensors that live on a pipeline stage; a tied embedding is also on the last one."""
+    table = tensor_table(spec)
+    own = [info for info in table.values() if layout.stage_of(info) == stage]
+    if spec.language.tied_embeddings and layout.pp > 1 and stage == layout.pp - 1:
+        own.append(table[EMBEDDING])
+    return own
+
+
+def _parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, element: int) -> StageMemory:
+    weights = gradients = optimizer = 0.0
+    # float32 weights are their own master weights.
+    state = 12 if element == 2 else 8
+    offloaded = config.optimizer.cpu_offload_fraction if config.optimizer.cpu_offload else 0.0
+    for info in stage_tensors(spec, layout, stage):
+        n = math.prod(info.shard_shape(layout.cut))
+        # Experts have a data-parallel group of their own: the ranks of a stage that hold the same ones.
+        copies = layout.tp * dp // layout.cut.parts(info) if info.experts else dp
+        shards = copies if config.parallel.distributed_optimizer else 1
+        weights += element * n
+        if _trained(config, info.name):
+            gradients += 4 * n
+            optimizer += state * n / shards * (1 - offloaded)
+    return StageMemory(stage, weights, gradients, optimizer)
+
+
+def _trained(config: TrainConfig, name: str) -> bool:
+    m = config.model
+    frozen = {"vision": m.freeze_vision, "merger": m.freeze_merger, "language": m.freeze_language}
+    return not frozen[part_of(name)]
+
+
+# --- Activations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of one micro-batch: kept until its backward pass, and needed only while one layer is recomputed."""
+
+    kept: float = 0.0
+    transient: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the activations of one micro-batch on one rank."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    layout: Layout
+    element: int
+    patches: int
+
+    @property
+    def _shared(self) -> int:
+        """Ranks that share what lies between the linears of a decoder layer."""
+        return self.layout.tp if self.config.parallel.sequence_parallel else 1
+
+    def chunk(self, stage: int, v: int) -> _Held:
+        """One chunk's part of the language model."""
+        m, layout, recompute = self.spec.language, self.layout, self.config.recompute
+        first, last = stage + v == 0, stage == layout.pp - 1 and v == layout.vpp - 1
+        token = self.element * self.config.data.seq_len
+        hidden = token * m.hidden_size / self._shared
+        layers = [token * self._decoder_layer(m, layer) for layer in layout.chunk_layers(stage, v)]
+        # What comes in: the stage's input with room for levels of DeepStack, or the embedding and its copy with features.
+        levels = len(self.spec.vision.deepstack_layers)
+        ends = hidden * (1 + levels) + (hidden * self._shared if first else 0.0) + (2 * hidden if last else 0.0)
+        if recompute.language == "full":
+            return _Held(len(layers) * hidden + ends, max(layers, default=0.0))
+        return _Held(sum(layers) + ends)
+
+    def _decoder_layer(self, m: LanguageSpec, layer: int) -> float:
+        """Elements of one token, with the log-sum-exp and the router's numbers in the elements' size."""
+        tp, r = self.layout.tp, self.config.recompute
+        modules = set(r.language_modules) if r.language == "selective" else set()
+        # A rank holds whole key/value heads: above their number they are copied.
+        heads, kv = m.num_heads * m.head_dim / tp, max(m.num_kv_heads / tp, 1.0) * m.head_dim
+        v = kv if self.config.model.language_attention in ("auto", "te") else heads + 2 * kv
+        attention = heads + kv + v + heads + m.num_heads * 4 / self.element / tp
+        norms = 4 * m.hidden_size / self._shared
+        if m.moe is not None and m.has_experts(layer):
+            return norms + attention + self._experts(m.hidden_size, m.moe)
+        mlp = 3 * m.ffn_hidden_size / tp
+        if "mlp" in modules:
+            mlp, norms = 0.0, norms - m.hidden_size / self._shared
+        return norms + attention + mlp
+
+    def _experts(self, hidden_size: int, moe: MoeSpec) -> float:
+        """Elements of one token: router logits, probabilities and the map in float32; inputs of the experts, their linear and
+        activation. A rank sends ``top_k`` copies of its tokens and, evenly loaded, receives as many for each rank that it
+        shares its experts' matrices with."""
+        inside = moe.top_k * (self.layout.etp * hidden_size + 3 * moe.ffn_hidden_size)
+        return (inside + 3 * moe.num_experts * 4 / self.element) / self._shared
+
+    def vision(self) -> _Held:
+        """The tower on one row's patches: it is tensor-parallel without sequence parallelism."""
+        v, model, tp = self.spec.vision, self.config.model, self.layout.tp
+        patch = self.element * self.patches
+        layer = patch * self._vision_layer(v)
+        # Pixels as float32 and twice as patches; mergers keep their norm's output, the linear's and the activation's.
+        pixels = self.patches * v.patch_dim * (2 + 2 * self.element)
+        mergers = (1 + len(v.deepstack_layers)) * patch * (v.hidden_size * (2 + 2 / tp) + v.out_hidden_size / v.merge_unit)
+        if model.freeze_vision:
+            return _Held(0.0 if model.freeze_merger else mergers, layer + pixels)
+        if self.config.recompute.vision == "full":
+            return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, layer)
+        return _Held(v.num_layers * layer + mergers + pixels)
+
+    def _vision_layer(self, v: VisionSpec) -> float:
+        tp = self.layout.tp
+        fused = v.hidden_size if self.config.model.vision_attention == "te" else 3 * v.hidden_size
+        attention = (3 * v.hidden_size + fused + v.num_heads * 4 / self.element) / tp
+        return 4 * v.hidden_size + attention + (3 if v.gated_mlp else 2) * v.padded_ffn_hidden_size / tp
+
+    def row(self, pixels: bool) -> float:
+        """One row on the device: 68 bytes a token (int32 buffers and int64 copies), and uint8 planes of every patch."""
+        v = self.spec.vision
+        return 68.0 * self.config.data.seq_len + (self.patches * (v.patch_dim / v.temporal_patch_size + 32) if pixels else 0.0)
+
+
+# --- Schedule -------------------------------------------------------------------------------------------------------
+
+
+def play_schedule(pp: int, vpp: int, stage: int, micro_batches: int) -> list[tuple[int, ...]]:
+    """Micro-batches whose activations each chunk of a stage holds, after every forward pass of a step.
+
+    The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up forwards, then one
+    forward and one backward by turns, then the backwards that are left. Interleaved, chunks take ``pp`` micro-batches each
+    by turns, in the backward passes from the last chunk to the first.
+    """
+    total = micro_batches * vpp
+    turns = [(i // pp) % vpp for i in range(total)] if vpp > 1 else [0] * total
+    warm_up = (pp - stage - 1) * 2 + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
+    warm_up = min(warm_up, total)
+    held, seen = [0] * vpp, []
+    for forward, chunk in enumerate(turns):
+        held[chunk] += 1
+        seen.append(tuple(held))
+        backward = forward - warm_up
+        if backward >= 0:
+            held[vpp - 1 - turns[backward]] -= 1
+    return seen
