@@ -28,7 +28,7 @@ from typing import Any
 from megatron_vl.tensor_files import TensorWriter, WeightsError, partial_path
 from megatron_vl.weights import FORMAT, MANIFEST, UNFINISHED
 
-MEGATRON_FILES = r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+)\.safetensors)(\.partial)?"
+MEGATRON_FILES = r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
 HF_FILES = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
 """Names of what a conversion and an export write; ``--force`` removes nothing else."""
 

@@ -39,7 +39,7 @@ def test_yaml_fits_the_released_model(folder):
     spec = read_spec(HF_CONFIGS / f"{Path(config.model.hf).name}.json")
     assert folder.name.startswith(spec.family)
     p = config.parallel
-    make_layout(spec, p.tp, p.pp, p.vpp, p.layers)
+    make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
     nodes = int(re.search(r"NNODES:-(\d+)", (folder / "pretrain.sh").read_text())[1])
     assert validate(config, nodes * 8) >= 1
     assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]
@@ -58,7 +58,14 @@ def test_weights_are_split_as_the_yaml_says(folder):
     assert [args.command for args in parsed] == ["convert", "split", "convert"]
     p = config.parallel
     for args in parsed[1:]:
-        assert (args.tp, args.pp, args.vpp or 1, args.layers) == (p.tp, p.pp, p.vpp, p.layers)
+        assert (args.tp, args.pp, args.vpp or 1, args.layers, args.ep or 1, args.etp or 1) == (
+            p.tp,
+            p.pp,
+            p.vpp,
+            p.layers,
+            p.ep,
+            p.etp,
+        )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name)

@@ -48,7 +48,10 @@ def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str
 
 
 def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int) -> dict[str, Any]:
-    """:func:`small_config` of Qwen3-VL. The width of all heads together is not the hidden size, as in the released 4B and 32B."""
+    """:func:`small_config` of Qwen3-VL, with few and narrow experts for the MoE sizes.
+
+    The width of all heads together is not the hidden size, as in the released 4B and 32B.
+    """
     text, vision = config["text_config"], config["vision_config"]
     hidden = 6 * text["num_attention_heads"]
     text |= {
@@ -61,6 +64,8 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if "num_experts" in text:
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40 if hidden < 300 else 56}
     vision |= {
         "depth": vision_layers,
         "hidden_size": 64,
@@ -93,15 +98,38 @@ def hf_model(size: str, layers: int = 4):
 
 
 def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
-    """State dict of transformers' model under the names of the released files; a tied output layer is left out."""
+    """State dict of transformers' model under the names of the released files; a tied output layer is left out.
+
+    Experts have their input dimension first there, in memory their output dimension.
+    """
     model = hf_model(size, layers)
     tied = small_config(size)["tie_word_embeddings"]
-    nested = small_config(size)["model_type"] == "qwen3_vl"  # released with the names in memory
+    nested = small_config(size)["model_type"].startswith("qwen3_vl")  # released with the names in memory
     return {
-        name if nested else name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+        name if nested else name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): (
+            tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
+        )
         for name, tensor in model.state_dict().items()
         if not (tied and name == "lm_head.weight")
     }
+
+
+def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Released tensors with each expert's matrices as tensors of their own, named as in the text models (Qwen3-MoE)."""
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            apart[name] = tensor
+            continue
+        prefix, kind = name.rsplit(".", 1)
+        for expert, matrix in enumerate(tensor.transpose(1, 2)):
+            parts = (
+                {"down_proj": matrix}
+                if kind == "down_proj"
+                else dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            )
+            apart |= {f"{prefix}.{expert}.{part}.weight": values for part, values in parts.items()}
+    return apart
 
 
 def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], files: int = 1) -> Path:

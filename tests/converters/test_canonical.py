@@ -5,8 +5,10 @@ A round trip cannot see a permutation that both directions share; these tests ca
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from converters.convert import convert
 from converters.hf import short_name
 from megatron_vl.models.families import read_spec
 from megatron_vl.models.tensors import EMBEDDING, OUTPUT, tensor_table
+from megatron_vl.tensor_files import matrix_shape
 from megatron_vl.weights import WeightReader
 
-from .helpers import CONFIGS, SIZES, hf_model, released_folder, released_tensors, small_config, tp_sizes
+from .helpers import CONFIGS, SIZES, experts_apart, hf_model, released_folder, released_tensors, small_config, tp_sizes, write_hf
 
 PARAMETERS = {
     "Qwen2-VL-2B-Instruct": (729, 2_208_985_600),
@@ -33,6 +36,8 @@ PARAMETERS = {
     "Qwen3-VL-4B-Instruct": (713, 4_437_815_808),
     "Qwen3-VL-8B-Instruct": (750, 8_767_123_696),
     "Qwen3-VL-32B-Instruct": (1058, 33_357_390_064),
+    "Qwen3-VL-30B-A3B-Instruct": (882, 31_070_754_032),
+    "Qwen3-VL-235B-A22B-Instruct": (1388, 235_670_022_896),
 }
 """Tensors and parameters of the released checkpoints."""
 
@@ -57,13 +62,12 @@ def test_rules_cover_every_element_once(size: str) -> None:
     spec = read_spec(small_config(size))
     table, hf_area = tensor_table(spec), dict[str, Tensor]()
     for rule in rules_for(spec):
-        shape = table[rule.name].shape
-        area = torch.zeros(shape[0], math.prod(shape[1:]), dtype=torch.int8)
+        area = torch.zeros(matrix_shape(table[rule.name].shape), dtype=torch.int8)
         for block in rule.blocks:
             area[block.row : block.row + block.rows, block.col : block.col + block.cols] += 1
-            hf_shape = rule.hf[str(block.part)]
-            part = hf_area.setdefault(str(block.part), torch.zeros(hf_shape[0], math.prod(hf_shape[1:]), dtype=torch.int8))
-            part[block.part_row : block.part_row + block.rows, block.part_col : block.part_col + block.cols] += 1
+            empty = torch.zeros(matrix_shape(rule.hf[str(block.part)]), dtype=torch.int8)
+            part, there = hf_area.setdefault(str(block.part), empty), block.inverted(rule.name)
+            part[there.row : there.row + there.rows, there.col : there.col + there.cols] += 1
         for window in rule.padding:
             area[window.row : window.row_end, window.col : window.col_end] += 1
         assert (area == 1).all(), rule.name
@@ -131,8 +135,6 @@ def test_mlps_compute_the_same(converted) -> None:
         return hidden @ weights["linear_fc2.weight"].T + bias[1]
 
     def check(module: torch.nn.Module, prefix: str, width: int, gated: bool, activation: str) -> None:
-        import copy
-
         hidden = torch.randn(3, width, generator=generator, dtype=torch.float64)
         expected = copy.deepcopy(module).double()(hidden)
         torch.testing.assert_close(run(prefix, hidden, gated, activation), expected, rtol=1e-10, atol=1e-8)
@@ -140,7 +142,40 @@ def test_mlps_compute_the_same(converted) -> None:
     with torch.no_grad():
         v = spec.vision
         check(model.visual.blocks[0].mlp, "vision_model.decoder.layers.0.mlp.", v.hidden_size, v.gated_mlp, v.activation)
-        check(model.language_model.layers[1].mlp, "language_model.decoder.layers.1.mlp.", spec.language.hidden_size, True, "silu")
+        if spec.language.moe is None:
+            hidden = spec.language.hidden_size
+            check(model.language_model.layers[1].mlp, "language_model.decoder.layers.1.mlp.", hidden, True, "silu")
+
+
+@pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
+@pytest.mark.parametrize("size", [size for size in SIZES if "-A" in size])
+def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None:
+    """Router and experts, run in float64 over all experts, equal transformers' module, however the folder stores them."""
+    released = released_tensors(size)
+    tensors = (
+        experts_apart(released) if style == "apart" else hf_model(size).state_dict() if style == "output_first" else released
+    )
+    convert(write_hf(tmp_path / "hf", tensors, small_config(size)), tmp_path / "full")
+    reader, layer = WeightReader(tmp_path / "full"), 2
+    prefix = f"language_model.decoder.layers.{layer}."
+    norm, router, fc1, fc2 = (
+        reader.get(f"{prefix}{name}.weight").double()
+        for name in ("pre_mlp_layernorm", "mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+    )
+    hf_model(size).set_experts_implementation("eager")  # grouped matrix products know no float64
+    module = hf_model(size).model.language_model.layers[layer]
+    assert torch.equal(norm, module.post_attention_layernorm.weight.double())
+    hidden = torch.randn(1, 5, router.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    with torch.no_grad():
+        expected = copy.deepcopy(module.mlp).double()(hidden)[0]
+    moe = reader.spec.language.moe
+    # The reference's softmax is in float32 in any model.
+    weights = torch.softmax(hidden[0] @ router.T, dim=-1, dtype=torch.float32)
+    kept = torch.zeros_like(weights).scatter(1, weights.topk(moe.top_k).indices, 1.0)
+    weights = (weights * kept / (weights * kept).sum(-1, keepdim=True)).double()
+    gate, up = (hidden[0] @ fc1.transpose(1, 2)).chunk(2, dim=-1)
+    each = (torch.nn.functional.silu(gate) * up) @ fc2.transpose(1, 2)
+    torch.testing.assert_close(torch.einsum("te,eth->th", weights, each), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_padding_is_zero(converted) -> None:
@@ -172,7 +207,7 @@ def test_tied_output_is_not_stored(converted) -> None:
 
 
 def test_all_released_sizes_are_here() -> None:
-    assert len(SIZES) == 11
+    assert len(SIZES) == 13
     assert {size: tp_sizes(size)[-1] for size in SIZES} == {
         "Qwen2-VL-2B-Instruct": 4,
         "Qwen2-VL-7B-Instruct": 4,
@@ -185,4 +220,6 @@ def test_all_released_sizes_are_here() -> None:
         "Qwen3-VL-4B-Instruct": 8,
         "Qwen3-VL-8B-Instruct": 8,
         "Qwen3-VL-32B-Instruct": 8,
+        "Qwen3-VL-30B-A3B-Instruct": 8,
+        "Qwen3-VL-235B-A22B-Instruct": 8,
     }

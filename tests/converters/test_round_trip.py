@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from converters.hf import TensorFolder
 from .helpers import (
     SIZES,
     assert_same_folder,
+    experts_apart,
     hf_model,
     read_tensors,
     released_folder,
@@ -40,6 +42,8 @@ CASES = [
     if tp == tp_sizes(size)[-1] or (i + j + k) % 2 == 0
 ]
 """Every pipeline with the largest TP of each size; with smaller ones every other, others for the next size."""
+EXPERTS = ({"ep": 8}, {"ep": 2}, {}, {"ep": 4, "etp": 2}, {"ep": 2, "etp": 4}, {"etp": 2})
+"""What a model with experts adds to a layout, in turns."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,8 @@ def origins(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(("size", "tp", "pipeline"), CASES)
 def test_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str) -> None:
     origin = origins(size)
-    convert(origin, tmp_path / "shards", {"tp": tp, **PIPELINES[pipeline]})
+    experts = EXPERTS[CASES.index((size, tp, pipeline)) % len(EXPERTS)] if "-A" in size else {}
+    convert(origin, tmp_path / "shards", {"tp": tp, **PIPELINES[pipeline], **experts})
     export(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
 
@@ -67,14 +72,16 @@ def test_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str
 def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
     """HF -> unsplit -> shards A -> shards B -> unsplit: the same unsplit bytes; B -> HF: the same HF bytes."""
     origin, tp = origins(size), tp_sizes(size)[-1]
+    a: dict[str, Any] = {"tp": tp, "pp": 2, "vpp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {})
+    b: dict[str, Any] = {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]} | ({"ep": 2, "etp": 4} if "-A" in size else {})
     convert(origin, tmp_path / "full")
-    reshard(tmp_path / "full", tmp_path / "a", {"tp": tp, "pp": 2, "vpp": 2})
-    reshard(tmp_path / "a", tmp_path / "b", {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]})
+    reshard(tmp_path / "full", tmp_path / "a", a)
+    reshard(tmp_path / "a", tmp_path / "b", b)
     reshard(tmp_path / "b", tmp_path / "full_again")
     export(tmp_path / "b", origin, tmp_path / "back")
     assert_same_folder(tmp_path / "full", tmp_path / "full_again")
     assert_same_folder(origin, tmp_path / "back")
-    convert(origin, tmp_path / "direct", {"tp": tp, "pp": 2, "vpp": 2})
+    convert(origin, tmp_path / "direct", a)
     assert_same_folder(tmp_path / "a", tmp_path / "direct")
 
 
@@ -88,7 +95,7 @@ def test_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> No
     names = TensorFolder(tmp_path / "hf").where
     # Qwen3-VL is released with the names in memory.
     assert ("visual.patch_embed.proj.weight" in names) is (original_format and not size.startswith("Qwen3"))
-    convert(tmp_path / "hf", tmp_path / "shards", {"tp": 2, "pp": 2})
+    convert(tmp_path / "hf", tmp_path / "shards", {"tp": 2, "pp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {}))
     export(tmp_path / "shards", tmp_path / "hf", tmp_path / "back")
     assert_same_folder(tmp_path / "hf", tmp_path / "back")
 
@@ -98,7 +105,9 @@ def test_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> No
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "mixed", "mixed_within_qkv"])
-@pytest.mark.parametrize("size", ["Qwen2-VL-2B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"])
+@pytest.mark.parametrize(
+    "size", ["Qwen2-VL-2B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3-VL-30B-A3B-Instruct"]
+)
 def test_types(tmp_path: Path, size: str, kind: str) -> None:
     """Types of their own for norms, or for one of the tensors that Megatron keeps as one, come back as they were."""
     wide = {
@@ -116,6 +125,31 @@ def test_types(tmp_path: Path, size: str, kind: str) -> None:
     report = export(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
     assert not report.cast
+
+
+@pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
+@pytest.mark.parametrize("kind", ["bfloat16", "mixed"])
+def test_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
+    """Stacks either way round or experts apart, with dense layers among the others: each comes back as it was."""
+    size = "Qwen3-VL-30B-A3B-Instruct"
+    config, tensors = small_config(size), released_tensors(size)
+    config["text_config"]["mlp_only_layers"] = [1]
+    dense = {name: t for name, t in released_tensors("Qwen3-VL-8B-Instruct").items() if ".layers.1.mlp." in name}
+    tensors = {name: t for name, t in tensors.items() if ".layers.1.mlp." not in name}
+    tensors |= {name: t[..., :192] if "down" not in name else t[:192] for name, t in dense.items()}
+    if style == "apart":
+        tensors = experts_apart(tensors)
+    elif style == "output_first":
+        tensors = {name: t.transpose(1, 2) if ".mlp.experts." in name else t for name, t in tensors.items()}
+    if kind == "mixed":  # one of the two stacks, or within one canonical tensor
+        tensors = {name: t.float() * 1.0001 if "experts" in name and "up_proj" in name else t for name, t in tensors.items()}
+    origin = write_hf(tmp_path / "hf", tensors, config, files=3)
+    convert(origin, tmp_path / "full")
+    reshard(tmp_path / "full", tmp_path / "shards", {"tp": 4, "pp": 2, "vpp": 2, "ep": 2, "etp": 2})
+    reshard(tmp_path / "shards", tmp_path / "other", {"tp": 1, "pp": 3, "ep": 8})
+    for source in ("full", "shards", "other"):
+        export(tmp_path / source, origin, tmp_path / "back", force=True)
+        assert_same_folder(origin, tmp_path / "back")
 
 
 def test_special_values(tmp_path: Path) -> None:

@@ -17,12 +17,17 @@ CHECKPOINT = "Megatron weights of any layout, or a training run's folder (its la
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Adds the five subcommands."""
     convert = _add(
-        subparsers, "convert", "Hugging Face folder -> Megatron weights, unsplit, or split when --tp or --pp is given", _convert
+        subparsers,
+        "convert",
+        "Hugging Face folder -> Megatron weights, unsplit, or split when --tp, --pp or --ep is given",
+        _convert,
     )
     convert.add_argument("--hf", type=Path, required=True, metavar="HF_DIR", help="Hugging Face checkpoint folder (safetensors)")
     _layout_options(convert)
 
-    split = _add(subparsers, "split", "Megatron weights of any layout -> one file for each tensor x pipeline rank", _split)
+    split = _add(
+        subparsers, "split", "Megatron weights of any layout -> one file for each tensor or expert x pipeline rank", _split
+    )
     split.add_argument("--checkpoint", type=Path, required=True, help=CHECKPOINT)
     _layout_options(split)
 
@@ -83,6 +88,10 @@ def _layout_options(parser: argparse.ArgumentParser) -> None:
         metavar="6,8,8,6",
         help="decoder layers of each of the pp x vpp chunks, in model order (default: even)",
     )
+    parser.add_argument("--ep", type=int, metavar="E", help="expert parallel size in ranks, for models with experts (default 1)")
+    parser.add_argument(
+        "--etp", type=int, metavar="R", help="expert tensor parallel size in ranks: each expert's matrices are cut (default 1)"
+    )
 
 
 def _common_options(parser: argparse.ArgumentParser) -> None:
@@ -100,13 +109,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def _layout(args: argparse.Namespace) -> dict:
-    return {"tp": args.tp or 1, "pp": args.pp or 1, "vpp": args.vpp or 1, "layers": args.layers}
+    sizes = {name: getattr(args, name) for name in ("tp", "pp", "vpp", "ep", "etp")}
+    return {name: 1 if size is None else size for name, size in sizes.items()} | {"layers": args.layers}
 
 
 def _convert(args: argparse.Namespace) -> int:
     from converters.convert import convert
 
-    split = any(value is not None for value in (args.tp, args.pp, args.vpp, args.layers))
+    split = any(value is not None for value in (args.tp, args.pp, args.vpp, args.layers, args.ep, args.etp))
     return _finish(
         args, lambda: convert(args.hf, args.out, _layout(args) if split else None, workers=args.workers, force=args.force)
     )
@@ -164,7 +174,8 @@ def _finish(args: argparse.Namespace, work) -> int:
         print(f"went on: {report.kept_files} of {report.files} files kept from before the interruption")
     if report.layout:
         layers = ",".join(map(str, report.layout.layers))
-        print(f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, layers {layers}")
+        experts = f", ep {report.layout.ep}, etp {report.layout.etp}" if max(report.layout.ep, report.layout.etp) > 1 else ""
+        print(f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, layers {layers}{experts}")
     for (old, new), count in report.cast.items():
         print(f"note: {count} tensors were cast from {old} to the origin's {new}")
     for name in report.skipped:
