@@ -18,7 +18,7 @@ from typing import Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
 
 
@@ -42,6 +42,9 @@ class ModelConfig:
     """Keep the language model as it is."""
     vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
     """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa)."""
+    window_attention: Literal["auto", "fused", "backend"] = "auto"
+    """Window layers of the vision tower: fused (one kernel, RoPE included, CUDA only) or backend (as vision_attention);
+    auto: fused on CUDA."""
     language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
     """Packed attention of the language model; auto: the fastest measured on the platform (CPU: sdpa)."""
 
@@ -81,9 +84,10 @@ class RecomputeConfig:
     language: Literal["none", "selective", "full"] = "none"
     """none; selective (recompute_modules); full (every layer)."""
     language_modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """What selective recompute covers: core_attn, mlp, layernorm (layernorm needs Transformer Engine)."""
-    vision: Literal["none", "full"] = "none"
-    """none or full (every vision layer)."""
+    """What selective recompute covers: core_attn, mlp, activation (of the MLP, nearly free), layernorm (needs Transformer
+    Engine)."""
+    vision: Literal["none", "activation", "full"] = "none"
+    """none, activation (of the MLP; nearly free) or full (every vision layer)."""
 
 
 @dataclass

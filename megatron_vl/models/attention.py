@@ -44,11 +44,15 @@ class PackedRow(PackedSeqParams):
 
     full: Segments | None = None
     window: Segments | None = None
+    cos_sin: tuple[Tensor, Tensor] | None = None
+    """fp32 [P, d / 2] each, for window layers that rotate by themselves."""
 
 
-def packed_row(full: Segments, window: Segments | None = None) -> PackedRow:
+def packed_row(
+    full: Segments, window: Segments | None = None, cos_sin: tuple[Tensor, Tensor] | None = None
+) -> PackedRow:
     """``qkv_format='sbhd'`` keeps core from squeezing the batch axis and from its own packed RoPE."""
-    return PackedRow(qkv_format="sbhd", full=full, window=window)
+    return PackedRow(qkv_format="sbhd", full=full, window=window, cos_sin=cos_sin)
 
 
 class PackedAttention(nn.Module):

@@ -58,6 +58,8 @@ def build_chunks(
     language_backend = choose_backend(
         model.language_attention, platform=platform.name, head_dim=spec.language.head_dim, causal=True
     )
+    if model.window_attention == "fused" and platform.name != "cuda":
+        raise ValueError("model.window_attention: fused is a CUDA kernel; on cpu use auto or backend")
     deepstack = len(spec.vision.deepstack_layers)
     # Levels only become fewer, so the first boundary between chunks decides.
     message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
@@ -76,11 +78,21 @@ def build_chunks(
                 pixel_std=pixel_std,
                 attention_backend=vision_backend,
                 frozen=model.freeze_vision,
+                fused_windows=platform.name == "cuda" and model.window_attention != "backend",
+                recompute_activation=recompute.vision == "activation",
             )
         layers = layout.chunk_layers(rank, stage)
         language = GPTModel(
             core,
-            block_spec(platform, core, len(layers), attention_backend=language_backend, causal=True, deepstack=deepstack),
+            block_spec(
+                platform,
+                core,
+                len(layers),
+                attention_backend=language_backend,
+                causal=True,
+                deepstack=deepstack,
+                recompute_activation=recompute.language == "selective" and "activation" in recompute.language_modules,
+            ),
             vocab_size=spec.language.vocab_size,
             max_sequence_length=config.data.seq_len,
             pre_process=first,

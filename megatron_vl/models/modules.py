@@ -15,7 +15,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +26,7 @@ from megatron_vl.platform import Platform
 
 from .attention import PackedAttention
 from .deepstack import DeepStackLayer
+from .fused_layers import FusedMLP, WindowSelfAttention, with_bias
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -81,6 +82,12 @@ def linears(platform: Platform) -> tuple[Any, Any]:
     return ColumnParallelLinear, RowParallelLinear
 
 
+def _mlp(config: TransformerConfig, pg_collection: Any, *, submodules: MLPSubmodules, recompute: bool, **kwargs: Any) -> FusedMLP:
+    """What core calls to build a layer's MLP."""
+    kwargs.pop("is_mtp_layer", None)
+    return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute=recompute, **kwargs)
+
+
 def block_spec(
     platform: Platform,
     config: TransformerConfig,
@@ -90,6 +97,8 @@ def block_spec(
     causal: bool,
     windowed: Callable[[int], bool] = lambda layer: False,
     deepstack: int = 0,
+    fused_windows: bool = False,
+    recompute_activation: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one TransformerBlock: pre-norm self-attention and MLP, attention packed.
 
@@ -97,6 +106,8 @@ def block_spec(
         num_layers: layers of this block (of this pipeline chunk).
         windowed: given the zero-based global layer, whether it attends within windows.
         deepstack: levels of visual features that the model's first layers add to their output.
+        fused_windows: window layers take the fused kernel (CUDA).
+        recompute_activation: activations of the MLP are computed again in the backward pass.
     """
     column, row = linears(platform)
     layer_norm: Any = local_norm(config)
@@ -107,6 +118,7 @@ def block_spec(
 
         column, layer_norm, final_norm = TELayerNormColumnParallelLinear, IdentityOp, TENorm
         head_norm = TENorm if config.qk_layernorm else None
+        column, row = with_bias(column), with_bias(row)
     else:
         final_norm = layer_norm
     attention = partial(PackedAttention, backend=attention_backend, causal=causal, windowed=windowed)
@@ -116,7 +128,7 @@ def block_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=layer_norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=WindowSelfAttention if fused_windows else SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=column,
@@ -128,7 +140,7 @@ def block_spec(
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=layer_norm,
-            mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=partial(_mlp, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row), recompute=recompute_activation),
             mlp_bda=get_bias_dropout_add,
         ),
     )

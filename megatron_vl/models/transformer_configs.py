@@ -114,6 +114,7 @@ def _recompute(platform: Platform, kind: str, modules: list[str]) -> dict[str, A
         raise ValueError("recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp")
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if kind == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    core_modules = [module for module in modules if module != "activation"]  # ours: fused_layers.FusedMLP
+    if kind == "selective" and core_modules:
+        return {"recompute_granularity": "selective", "recompute_modules": core_modules}
     return {}

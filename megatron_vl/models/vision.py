@@ -122,6 +122,7 @@ class VisionTower(nn.Module):
     Args:
         pixel_mean, pixel_std: per channel, for pixels scaled to 0..1.
         pg: process groups of the tower; only ``tp`` and ``cp`` matter.
+        fused_windows, recompute_activation: see :func:`megatron_vl.models.modules.block_spec`.
         frozen: the blocks and the embeddings of patches and positions take no gradient; the mergers may.
     """
 
@@ -136,9 +137,11 @@ class VisionTower(nn.Module):
         pixel_std: tuple[float, ...],
         attention_backend: str,
         frozen: bool = False,
+        fused_windows: bool = False,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
-        self.vision, self.frozen = vision, frozen
+        self.vision, self.frozen, self.fused_windows = vision, frozen, fused_windows
         self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
         if vision.patch_bias:
@@ -154,6 +157,8 @@ class VisionTower(nn.Module):
             attention_backend=attention_backend,
             causal=False,
             windowed=lambda layer: not vision.is_full_attention(layer),
+            fused_windows=fused_windows,
+            recompute_activation=recompute_activation,
         )
         self.decoder = TransformerBlock(config, spec, post_layer_norm=False, pg_collection=pg)
         self.merger = Merger(platform, vision, config, pg.tp)
@@ -169,11 +174,13 @@ class VisionTower(nn.Module):
                 hidden = hidden + self.position_table(batch.position_hw, batch.frame_hw).to(hidden.dtype)
             hidden = hidden[:, None]
             angles = vision_angles(batch.position_hw, self.vision.head_dim)
+            half = angles[:, 0, 0, : self.vision.head_dim // 2]
+            cos_sin = (half.cos().contiguous(), half.sin().contiguous()) if self.fused_windows else None
             hidden = self.decoder(
                 hidden_states=hidden,
                 attention_mask=None,
                 rotary_pos_emb=angles,
-                packed_seq_params=packed_row(batch.full, batch.window),
+                packed_seq_params=packed_row(batch.full, batch.window, cos_sin),
                 extract_layer_indices=set(self.vision.deepstack_layers),
             )
         # The block gives a pair when it was asked for inner layers.

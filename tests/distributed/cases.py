@@ -12,6 +12,7 @@ TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "sho
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
 FULL = {"language": "full", "vision": "full"}
+ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS, TEXT_LAST]
 TRAINED: dict[str, Any] = {
@@ -66,6 +67,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("vision and merger frozen, qwen3_vl", Q3, freeze=["vision", "merger"]),
         case("language frozen, qwen3_vl", Q3, freeze=["language"]),
         case("merger alone, qwen3_vl", Q3, freeze=["vision", "language"]),
+        *(case(f"activation recompute, {family}", family, recompute=ACTIVATION) for family in (Q2, Q25, Q3)),
         case("full recompute, qwen3_vl", Q3, recompute={"language": "full", "vision": "full"}),
         case("training, qwen3_vl", Q3, steps=TRAINING, train=True),
         case("overlap, three steps, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
@@ -76,6 +78,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("TP2 + SP, tied, text and image rows", tied=True, tp=2, sequence_parallel=True, steps=[[["text"], ["image"]]]),
         case("TP2 + SP, full recompute", tp=2, sequence_parallel=True, recompute={"language": "full", "vision": "full"}),
         case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
+        case("TP2 + SP, activation recompute", tp=2, sequence_parallel=True, recompute=ACTIVATION),
         *(case(f"PP2, {family}", family, pp=2) for family in (Q25, Q2)),
         case("PP2 uneven", pp=2, layers=[1, 3]),
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),

@@ -1,0 +1,111 @@
+"""Layers that save time or memory where Megatron-core's own leave some.
+
+* :class:`WindowSelfAttention`: window layers of a tower through one kernel from ``linear_qkv`` to ``linear_proj``.
+* :class:`FusedMLP`: SwiGLU as one kernel; the activation may be computed again in the backward pass instead of being kept.
+* :func:`with_bias`: biases are added by the matrix product, so that their gradients come out of it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from .attention import PackedRow
+
+
+class WindowSelfAttention(SelfAttention):
+    """Core's SelfAttention; layers that attend within small windows take :mod:`megatron_vl.models.window_attention`."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRow | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[P, 1, H] -> ([P, 1, H], bias to be added or None)"""
+        from .window_attention import MAX_WINDOW, window_attention
+
+        row = packed_seq_params
+        if not self.core_attention.windowed or row is None or row.window is None or row.window.max_seqlen > MAX_WINDOW:
+            return super().forward(hidden_states, *args, packed_seq_params=row, **kwargs)
+        assert row.cos_sin is not None
+        qkv, _ = self.linear_qkv(hidden_states)
+        out = window_attention(
+            qkv[:, 0], *row.cos_sin, row.window.cu_seqlens, row.window.max_seqlen, self.hidden_size_per_attention_head
+        )
+        return self.linear_proj(out[:, None])
+
+
+class FusedMLP(MLP):
+    """Core's dense MLP with our SwiGLU.
+
+    Args:
+        recompute: keep ``linear_fc1``'s output alone and compute the activation (half as large when gated) again for the
+            backward pass, which costs one elementwise kernel.
+    """
+
+    def __init__(self, *args: Any, recompute: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recompute = recompute
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, 1, H] -> ([S, 1, H], bias to be added or None)"""
+        assert per_token_scale is None, "for experts only"
+        hidden, bias = self.linear_fc1(hidden_states)
+        active = self._activate(hidden, bias)
+        if not self.recompute or not active.requires_grad:
+            return self.linear_fc2(active)
+        with computed_again(active, self._activate, hidden.detach(), bias):
+            return self.linear_fc2(active)
+
+    def _activate(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None:
+            hidden = hidden + bias
+        if not self.config.gated_linear_unit:
+            return self.activation_func(hidden)
+        if hidden.is_cuda:
+            from .swiglu import swiglu
+
+            return swiglu(hidden)
+        gate, up = hidden.chunk(2, -1)
+        return self.activation_func(gate) * up
+
+
+def computed_again(kept: Tensor, function: Callable[..., Tensor], *inputs: Any) -> AbstractContextManager[Any]:
+    """Within the context, autograd keeps ``function(*inputs)`` in place of the tensor ``kept`` that it gave.
+
+    Works for every operator that saves ``kept`` (or a view of all of it) through ``save_for_backward``, Transformer Engine's
+    linears among them; what saves a quantised copy keeps that copy.
+    """
+    address, size = kept.data_ptr(), kept.numel()
+
+    def pack(tensor: Tensor) -> Any:
+        same = tensor.data_ptr() == address and tensor.numel() == size and tensor.dtype == kept_dtype
+        return tensor.shape if same else tensor
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.no_grad():
+            return function(*inputs).view(packed)
+
+    kept_dtype = kept.dtype
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
+    """A linear's constructor whose module adds its bias itself, whatever core asks for.
+
+    Core leaves biases to fused elementwise kernels, whose backward sums ``[P, F]`` gradients with a kernel of its own;
+    cuBLASLt gives the sum as a by-product of the weight gradient.
+    """
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        return linear(*args, **{**kwargs, "skip_bias_add": False})
+
+    return build
