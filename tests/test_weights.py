@@ -23,6 +23,7 @@ from megatron_vl.weights import (
     shard,
     shard_blocks,
     unshard,
+    write_expert_file,
     write_manifest,
     write_rank_file,
 )
@@ -56,6 +57,36 @@ LAYOUTS = [
 ]
 
 
+MOE_CONFIG = {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "hidden_size": 32,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 12,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "vocab_size": 40,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 8,
+        "intermediate_size": 43,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 9,
+        "deepstack_visual_indexes": [0],
+    },
+}
+CUTS = [Cut(ep=1), Cut(ep=8), Cut(ep=2, etp=3), Cut(ep=4, etp=2), Cut(etp=4)]
+
+
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
     return read_spec(CONFIG)
@@ -63,6 +94,10 @@ def spec() -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def full(spec: ModelSpec) -> dict[str, Tensor]:
+    return random_tensors(spec)
+
+
+def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
     """Random full tensors; norms in float32, the rest in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     return {
@@ -73,17 +108,20 @@ def full(spec: ModelSpec) -> dict[str, Tensor]:
 
 def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout: Layout) -> list[dict]:
     """What a training run does: each rank writes its file, one writes the manifest."""
-    table = tensor_table(spec)
-    entries = [
-        write_rank_file(
-            folder,
-            t,
-            p,
-            {name: shard(full[name], info, t, layout.cut) for name, info in table.items() if layout.stage_of(info) == p},
-        )
-        for p in range(layout.pp)
-        for t in range(layout.tp)
-    ]
+    table, cut, entries = tensor_table(spec), layout.cut, []
+
+    def parts(p: int, experts: bool, **ranks: int) -> dict[str, Tensor]:
+        here = [info for info in table.values() if layout.stage_of(info) == p and bool(info.experts) is experts]
+        return {info.name: shard(full[info.name], info, cut.part(info, **ranks), cut) for info in here}
+
+    for p in range(layout.pp):
+        entries += [write_rank_file(folder, t, p, parts(p, False, tp_rank=t)) for t in range(layout.tp)]
+        if spec.language.moe:
+            entries += [
+                write_expert_file(folder, e, t, p, parts(p, True, ep_rank=e, etp_rank=t))
+                for e in range(layout.ep)
+                for t in range(layout.etp)
+            ]
     entries = json.loads(json.dumps(entries))  # they travel between ranks
     write_manifest(folder, spec, layout, entries)
     return entries
@@ -121,6 +159,50 @@ def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
         assert torch.equal(gather(shard_blocks(info, Cut(tp)), window, read, tensor.dtype), expected)
 
 
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("split", ["row", "gated"])
+def test_experts_are_cut_one_by_one(split: str, cut: Cut) -> None:
+    """A part holds a run of experts, each cut as a dense matrix is: against that cut, its inverse, and the rectangles."""
+    info = TensorInfo("x", (8, 24, 12), split, "layer", 0, experts=8)  # type: ignore[arg-type]
+    one = TensorInfo("x", (24, 12), split, "layer", 0)  # type: ignore[arg-type]
+    tensor = torch.arange(8 * 24 * 12).view(8, 24, 12)
+    shards = [shard(tensor, info, part, cut) for part in range(cut.parts(info))]
+    run = 8 // cut.ep
+    for expert in range(8):
+        for t in range(cut.etp):
+            part = cut.part(info, ep_rank=expert // run, etp_rank=t, tp_rank=7)
+            assert shards[part].shape == info.shard_shape(cut)
+            assert torch.equal(shards[part][expert % run], shard(tensor[expert], one, t, Cut(cut.etp)))
+    assert torch.equal(unshard(shards, info, cut), tensor)
+
+    def read(part: str | int, w: Window) -> Tensor:
+        return shards[int(part)].flatten(0, 1)[w.row : w.row_end, w.col : w.col_end]
+
+    for window in (Window(0, 192, 0, 12), Window(5, 100, 3, 11), Window(47, 49, 5, 7)):
+        expected = tensor.flatten(0, 1)[window.row : window.row_end, window.col : window.col_end]
+        assert torch.equal(gather(shard_blocks(info, cut), window, read, tensor.dtype), expected)
+
+
+def test_transposed_blocks_read_both_ways() -> None:
+    """A whole of two transposed rectangles, windows of it, and the same rectangles inverted."""
+    whole = torch.arange(8 * 5).view(8, 5)
+    part = torch.cat([whole[:4].t(), whole[4:].t()])  # one below the other, as in a stack
+    blocks = [Block("x", 4, 5, row=4 * i, part_row=5 * i, transposed=True) for i in (0, 1)]
+    sources = {"x": part, "whole": whole}
+
+    def read(name: str | int, w: Window) -> Tensor:
+        return sources[str(name)][w.row : w.row_end, w.col : w.col_end]
+
+    for window in (Window(0, 8, 0, 5), Window(1, 7, 2, 4), Window(5, 6, 0, 5)):
+        expected = whole[window.row : window.row_end, window.col : window.col_end]
+        assert torch.equal(gather(blocks, window, read, whole.dtype), expected)
+    back = [block.inverted("whole") for block in blocks]
+    for window in (Window(0, 10, 0, 4), Window(2, 9, 1, 3)):
+        expected = part[window.row : window.row_end, window.col : window.col_end]
+        assert torch.equal(gather(back, window, read, whole.dtype), expected)
+    assert [block.inverted("x") for block in back] == blocks
+
+
 def test_gather_fills_gaps_with_zero() -> None:
     part = torch.ones(2, 2)
     whole = gather(
@@ -142,6 +224,75 @@ def test_any_slice_out_of_any_layout(tmp_path: Path, spec: ModelSpec, full: dict
                 got = reader.get(name, rank, Cut(tp))
                 assert got.dtype == full[name].dtype
                 assert torch.equal(got, shard(full[name], info, rank, Cut(tp))), (name, rank, tp)
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}, {"tp": 4, "pp": 2, "vpp": 2, "ep": 2}, {"tp": 1, "etp": 3}], ids=str
+)
+def test_any_expert_out_of_any_layout(tmp_path: Path, layout: dict) -> None:
+    spec = read_spec(MOE_CONFIG)
+    full = random_tensors(spec)
+    write_shards(tmp_path, spec, full, make_layout(spec, **layout))
+    reader = WeightReader(tmp_path)
+    assert reader.layout == make_layout(spec, **layout)
+    for name, info in tensor_table(spec).items():
+        for cut in [*(cut._replace(tp=1 + i % 2) for i, cut in enumerate(CUTS)), reader.cut]:
+            for part in range(cut.parts(info)):
+                want = shard(full[name], info, part, cut)
+                assert torch.equal(reader.get(name, part, cut), want), (name, part, cut)
+                for expert in range(len(want) if info.experts else 0):
+                    assert torch.equal(reader.get(name, part, cut, expert=expert), want[expert])
+
+
+def test_unsplit_experts(tmp_path: Path) -> None:
+    spec = read_spec(MOE_CONFIG)
+    full = random_tensors(spec)
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    reader = WeightReader(tmp_path)
+    assert all(torch.equal(reader.get(name), tensor) for name, tensor in full.items())
+
+
+def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
+    spec = read_spec(MOE_CONFIG)
+    layout, full = make_layout(spec, tp=2, ep=2), random_tensors(spec)
+    entries = write_shards(tmp_path, spec, full, layout)
+    name = "language_model.decoder.layers.2.mlp.experts.linear_fc1.weight"
+
+    def refused(message: str, change) -> None:
+        changed = json.loads(json.dumps(entries))
+        change(changed)
+        with pytest.raises(WeightsError, match=message):
+            write_manifest(tmp_path, spec, layout, changed)
+
+    experts = next(i for i, entry in enumerate(entries) if entry.get("ep") == 1)
+    refused("linear_fc1.weight' is missing in expert rank 1, pipeline rank 0", lambda e: e[experts]["tensors"].pop(name))
+    refused("does not belong in tp00_pp00", lambda e: e[0]["tensors"].update({name: e[experts]["tensors"].pop(name)}))
+    refused(
+        r"has shape \[8, 24, 32\] in expert rank 1; it should be", lambda e: e[experts]["tensors"][name].update(shape=[8, 24, 32])
+    )
+    moved = "language_model.decoder.layers.2.mlp.router.weight"
+    refused(
+        "router.weight' does not belong in ep01",
+        lambda e: e[experts]["tensors"].update({moved: e[0]["tensors"].pop(moved)}),
+    )
+
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    manifest["files"]["ep00_etp00_pp00.safetensors"]["ep"] = 1
+    manifest["digest"] = manifest_digest(manifest)
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(WeightsError, match="of expert rank 1 is in two files"):
+        WeightReader(tmp_path)
+
+
+def test_layouts_from_before_experts_are_read(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    layout = make_layout(spec, tp=2, pp=2)
+    write_shards(tmp_path, spec, full, layout)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    del manifest["layout"]["ep"], manifest["layout"]["etp"]
+    manifest["digest"] = manifest_digest(manifest)
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    reader = WeightReader(tmp_path)
+    assert reader.layout == layout and all(torch.equal(reader.get(name), tensor) for name, tensor in full.items())
 
 
 def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:

@@ -47,10 +47,31 @@ def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) 
 
 def test_one_step_leaves_no_unsplit_copy(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
     assert run("convert", "--hf", origin, "--tp", 2, "--pp", 2, "--vpp", 2, "--out", tmp_path / "shards", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["layout"] == {"tp": 2, "pp": 2, "vpp": 2, "layers": [1, 1, 1, 1]}
+    assert json.loads(capsys.readouterr().out)["layout"] == {
+        **{"tp": 2, "pp": 2, "vpp": 2, "layers": [1, 1, 1, 1], "ep": 1, "etp": 1}
+    }
     files = {path.name for path in (tmp_path / "shards").iterdir()}
     assert files == {"manifest.json", *(f"tp0{t}_pp0{p}.safetensors" for t in (0, 1) for p in (0, 1))}
     assert WeightReader(tmp_path / "shards").manifest["origin"] == {"hf": "hf"}
+
+
+def test_experts_have_files_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    origin = released_folder(tmp_path / "hf", "Qwen3-VL-30B-A3B-Instruct", files=3)
+    assert run("convert", "--hf", origin, "--out", tmp_path / "full") == 0
+    split = ("split", "--checkpoint", tmp_path / "full", "--out", tmp_path / "shards", "--tp", 2, "--pp", 2)
+    assert run(*split, "--ep", 2, "--etp", 2) == 0
+    assert "layout: tp 2, pp 2, vpp 1, layers 2,2, ep 2, etp 2" in capsys.readouterr().out
+    experts = {f"ep0{e}_etp0{t}_pp0{p}.safetensors" for e in (0, 1) for t in (0, 1) for p in (0, 1)}
+    dense = {f"tp0{t}_pp0{p}.safetensors" for t in (0, 1) for p in (0, 1)}
+    assert {path.name for path in (tmp_path / "shards").iterdir()} == {"manifest.json", *experts, *dense}
+    assert run("verify", tmp_path / "shards") == 0
+    assert run(*split, "--ep", 8, "--force") == 0
+    assert len(list((tmp_path / "shards").glob("*etp01*"))) == 0 and len(list((tmp_path / "shards").glob("ep*"))) == 16
+    assert run("verify", tmp_path / "shards", tmp_path / "full") == 0
+    assert run(*split, "--ep", 3, "--force") == 1
+    assert "ep=3 does not divide 8 experts; valid: [1, 2, 4, 8]" in capsys.readouterr().err
+    assert run(*split, "--ep", 0, "--force") == 1
+    assert "ep=0 must be at least 1" in capsys.readouterr().err
 
 
 def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_vl.models.tensors import LayoutError
 from megatron_vl.tensor_files import WeightsError
 from megatron_vl.weights import MANIFEST, WeightReader, write_manifest, write_rank_file
 
-from .helpers import read_tensors, released_tensors, small_config, write_hf
+from .helpers import assert_same_folder, experts_apart, read_tensors, released_tensors, small_config, write_hf
 
 TIED, UNTIED = "Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct"
 
@@ -85,12 +85,70 @@ def test_bad_config(tmp_path: Path, config: dict, error: type[Exception], messag
         ({"pp": 2, "layers": [1, 1, 2]}, "has 3 entries"),
         ({"vpp": 2}, "vpp=2 needs pp"),
         ({"pp": 8}, "8 chunks for 4 decoder layers"),
+        ({"ep": 2}, "ep=2 is for models with experts; qwen2_5_vl is dense: leave ep at 1"),
+        ({"etp": 2}, "etp=2 is for models with experts"),
     ],
 )
 def test_impossible_layouts(tmp_path: Path, layout: dict, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         convert(hf_with(tmp_path / "hf"), tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("width", "stack", "message"),
+    [
+        (192, "down_proj", "'.*mlp.experts.down_proj' holds square matrices, 192 by 192"),
+        (96, "gate_up_proj", "'.*mlp.experts.gate_up_proj' holds square matrices, 192 by 192"),
+    ],
+)
+def test_square_experts_are_refused(tmp_path: Path, width: int, stack: str, message: str) -> None:
+    """Both orientations fit one of the two stacks; the other does not decide (see ``expert_style``)."""
+    size = "Qwen3-VL-30B-A3B-Instruct"
+    config, tensors = small_config(size), released_tensors(size)
+    config["text_config"]["moe_intermediate_size"] = width
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            shape = (8, 192, 2 * width) if name.endswith("gate_up_proj") else (8, width, 192)
+            tensors[name] = torch.zeros(shape, dtype=tensor.dtype)
+    with pytest.raises(WeightsError, match=message):
+        convert(write_hf(tmp_path / "hf", tensors, config), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # What the message says to do.
+    apart = write_hf(tmp_path / "apart", experts_apart(tensors), config)
+    convert(apart, tmp_path / "out")
+    export(tmp_path / "out", apart, tmp_path / "back")
+    assert_same_folder(apart, tmp_path / "back")
+
+
+def test_experts_of_two_styles_are_refused(tmp_path: Path) -> None:
+    size = "Qwen3-VL-30B-A3B-Instruct"
+    tensors = released_tensors(size)
+    name = "model.language_model.layers.2.mlp.experts.down_proj"
+    turned = tensors | {name: tensors[name].transpose(1, 2)}
+    with pytest.raises(WeightsError, match=r"has shape \[8, 40, 192\]; config.json says \[8, 192, 40\]"):
+        convert(write_hf(tmp_path / "turned", turned, small_config(size)), tmp_path / "out")
+    some = tensors | experts_apart({name: tensors[name]})
+    with pytest.raises(WeightsError, match="tensor 'model.language_model.layers.2.mlp.experts.0.down_proj.weight' is unknown"):
+        convert(write_hf(tmp_path / "some", some, small_config(size)), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": None}, "field 'num_experts' is missing"),
+        ({"moe_intermediate_size": None}, "field 'moe_intermediate_size' is missing"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 must be between 1 and num_experts 8"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 must be at least 1"),
+        ({"num_experts": 16}, r"has shape \[8, .*\]; config.json says \[16, .*\]"),
+    ],
+)
+def test_bad_expert_fields(tmp_path: Path, fields: dict, message: str) -> None:
+    config = small_config("Qwen3-VL-30B-A3B-Instruct")
+    config["text_config"] |= fields
+    with pytest.raises((ConfigError, WeightsError), match=message):
+        convert(write_hf(tmp_path / "hf", released_tensors("Qwen3-VL-30B-A3B-Instruct"), config), tmp_path / "out")
 
 
 def test_missing_files(tmp_path: Path) -> None:
