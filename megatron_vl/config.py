@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
@@ -256,13 +256,19 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
         SystemExit: ``--help`` was asked for.
     """
     parser = build_parser()
+    namespace = read_arguments(parser, argv)
+    config = parser.instantiate_classes(namespace)
+    return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
+
+
+def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
+    """What a parser that holds the fields of a run reads; raises RunConfigError as :func:`parse_config` does."""
     try:
         namespace = parser.parse_args(argv)
     except (ArgumentError, ValueError, TypeError, OSError) as error:
         raise RunConfigError(_explain(str(error))) from error
     namespace.pop("config", None)
-    config = parser.instantiate_classes(namespace)
-    return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
+    return namespace
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:

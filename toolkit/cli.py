@@ -11,6 +11,7 @@ COMMANDS = {
     "data": "data convert",
     "checkpoint": "checkpoint show, checkpoint verify",
     "demo": "demo",
+    "bench": "bench",
 }
 """Module of :mod:`toolkit.commands` -> the subcommands that it registers."""
 

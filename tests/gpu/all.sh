@@ -14,12 +14,12 @@ demo() { # NAME RANKS TP PP
   grep -E "ok |FAILED" "$out/demo_$1.log" || tail -5 "$out/demo_$1.log"
 }
 
-bench() { # NAME, then options of toolkit.bench.shape
+bench() { # NAME, then options of toolkit.bench
   local name=$1; shift
-  timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m toolkit.bench.shape --hf $shape \
-    --data.seq_len 8192 --timed 3 --warm-up 2 "$@" > "$out/bench_$name.log" 2>&1
+  timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m toolkit.bench --hf $shape \
+    --data.seq_len 8192 --timed 3 --warm_up 2 "$@" > "$out/bench_$name.log" 2>&1
   echo "== bench $name: exit $?"
-  grep -E "^step" "$out/bench_$name.log" || grep -E "Error" "$out/bench_$name.log" | sort | uniq -c | head -5
+  grep -q parameters "$out/bench_$name.log" && sed -n '/parameters/,$p' "$out/bench_$name.log" || grep -E "Error" "$out/bench_$name.log" | sort | uniq -c | head -5
 }
 
 timeout 400 python3 -m tests.gpu.parity --ranks "$ranks" --out "$out" > "$out/parity.log" 2>&1
@@ -45,7 +45,7 @@ case "$ranks" in
   ;;
 *)
   demo one 1 1 1
-  bench layers4 --global_batch_size 4 --language-layers 4
-  bench layers4_offload --global_batch_size 4 --language-layers 4 --rows text --optimizer.cpu_offload true
+  bench layers4 --global_batch_size 4 --language_layers 4
+  bench layers4_offload --global_batch_size 4 --language_layers 4 --rows text --optimizer.cpu_offload true
   ;;
 esac

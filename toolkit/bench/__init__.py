@@ -1,1 +1,7 @@
-"""Speed of real-size models with random weights on a seeded workload."""
+"""Speed, memory and time by part of real-size models with random weights; a peer in the same harness.
+
+    torchrun --nproc-per-node 8 -m toolkit.bench --hf CONFIG_OR_FOLDER --rows images,text [--parallel.tp 2 ...]
+
+:mod:`.run` measures the trainer's own model, schedule, DDP, optimizer and feed, :mod:`.peer` a Hugging Face model under
+FSDP2; both take their rows from :mod:`.workload` and write their figures with :mod:`.report`.
+"""

@@ -48,8 +48,8 @@ def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Ten
     return torch.randint(0, min(min(special), spec.language.vocab_size), (length,), generator=generator)
 
 
-def rows(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[Row]:
-    """Endless rows of ``seq_len`` tokens, filled until the next sample does not fit."""
+def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[list[Sample]]:
+    """Endless groups of samples, each as many as fit into a row of ``seq_len`` tokens in the order they are drawn."""
     rng = random.Random(seed)
     samples: list[Sample] = []
     used = 0
@@ -57,9 +57,14 @@ def rows(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[
         sample = image_sample(spec, rng) if images else text_sample(spec, rng, seq_len)
         if used + len(sample) > seq_len:
             if samples:
-                yield pack_row(samples, spec, seq_len)
+                yield samples
             samples, used = [], 0
             if len(sample) > seq_len:
                 continue
         samples.append(sample)
         used += len(sample)
+
+
+def rows(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[Row]:
+    """Endless packed rows of ``seq_len`` tokens."""
+    return (pack_row(samples, spec, seq_len) for samples in groups(spec, seq_len, images=images, seed=seed))

@@ -1,0 +1,39 @@
+"""One rank of a benchmark; started by torchrun (``megatron-vl bench`` does that)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import torch.distributed as dist
+
+from megatron_vl.config import RunConfigError
+
+from .options import parse
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0, 1 for a failure while running, 2 for options that are not valid."""
+    rank = os.environ.get("RANK", "0")
+    try:
+        options = parse(argv)
+        if options.peer:
+            from .peer import run
+        else:
+            from .run import run
+        run(options)
+        dist.barrier()  # nobody leaves while another still talks
+        dist.destroy_process_group()
+    except (RunConfigError, ValueError, FileNotFoundError) as error:
+        print(f"toolkit.bench: rank {rank}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        # Every rank says what happened to it: torchrun shows one of them only.
+        print(f"toolkit.bench: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,230 @@
+"""Where the time of a step goes on one rank.
+
+Marks are recorded in the order of the device's work (CUDA events; the clock on CPU) around the parts of a step and read
+when all steps are done, so that nothing waits in between. The hooks are put on for these steps alone and taken off again.
+
+Parts of a rank's step, which do not overlap:
+
+- ``data wait``: the loader's owner waits for its rows. ``feed``: the rest of getting rows onto the device, copies and
+  broadcasts.
+- ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: compute of this rank's chunks, with
+  the tensor-parallel collectives and the recomputation inside them.
+- ``gradient finalisation``: what of the reduction of gradients is left after the backward pass, and waiting for slower ranks.
+- ``optimizer``: norm, clipping, update, gathering of parameters that is not overlapped.
+- ``idle``: the rest of the step: in a pipeline mostly its bubble and waiting for messages; also launch gaps and the reduction
+  of the loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megatron_vl.platform import Platform
+
+COMPUTE = ("vision forward", "vision backward", "language forward", "language backward")
+PARTS = ("data wait", "feed", *COMPUTE, "gradient finalisation", "optimizer", "idle")
+
+
+class Marks:
+    """Named spans of each step, on the device's own clock."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.cuda = platform.name == "cuda"
+        self.steps: list[list[tuple[str, Any, Any]]] = []
+        self._open: dict[str, Any] = {}
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self, name: str) -> None:
+        self._open[name] = self._now()
+
+    def end(self, name: str) -> None:
+        """Ends the span of ``name``; one that was not begun is not counted."""
+        start = self._open.pop(name, None)
+        if start is not None:
+            self.steps[-1].append((name, start, self._now()))
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        yield
+        self.end(name)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step; its whole span is called ``step``."""
+        self.steps.append([])
+        with self.span("step"):
+            yield
+
+    def seconds(self) -> list[dict[str, float]]:
+        """Sum of the spans of each name, for each step. The device must have finished."""
+        result = []
+        for spans in self.steps:
+            sums: dict[str, float] = {}
+            for name, start, end in spans:
+                took = start.elapsed_time(end) / 1e3 if self.cuda else end - start
+                sums[name] = sums.get(name, 0.0) + took
+            result.append(sums)
+        return result
+
+
+@contextmanager
+def attached(marks: Marks, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer) -> Iterator[None]:
+    """Puts the hooks on a rank's chunks and optimizer for the steps inside the block."""
+    handles: list[Any] = []
+    for chunk in chunks:
+        handles += _hook(marks, chunk.module, "chunk")
+        tower = getattr(chunk.module, "vision_model", None)
+        if tower is not None:
+            handles += _hook(marks, tower, "vision", until=next((p for p in tower.parameters() if p.requires_grad), None))
+    core = chunks[0].module.config
+    finalize = core.finalize_model_grads_func
+
+    def timed_finalize(*args: Any, **kwargs: Any) -> None:
+        with marks.span("gradient finalisation"):
+            finalize(*args, **kwargs)
+
+    prepare, step = optimizer.prepare_grads, optimizer.step_with_ready_grads
+
+    def timed_prepare(*args: Any, **kwargs: Any) -> Any:
+        marks.begin("optimizer")
+        return prepare(*args, **kwargs)
+
+    def timed_step(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        marks.end("optimizer")
+        return result
+
+    core.finalize_model_grads_func = timed_finalize
+    # On this instance only; deleting the attributes brings the class's own methods back.
+    optimizer.prepare_grads, optimizer.step_with_ready_grads = timed_prepare, timed_step
+    try:
+        yield
+    finally:
+        core.finalize_model_grads_func = finalize
+        del optimizer.prepare_grads, optimizer.step_with_ready_grads
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(marks: Marks, module: torch.nn.Module, name: str, until: torch.nn.Parameter | None = None) -> list[Any]:
+    """Marks ``name forward`` and ``name backward`` of a module.
+
+    The backward span begins with the gradient of an output and ends when the gradient of ``until`` is there, the module's
+    first parameter, or, without it, with the whole backward pass that is running.
+    """
+    forward, backward = f"{name} forward", f"{name} backward"
+
+    def started(grad: torch.Tensor) -> None:
+        if backward in marks._open:  # another output of the same module
+            return
+        marks.begin(backward)
+        if until is None:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: marks.end(backward))
+
+    def after(_module: Any, _args: Any, output: Any) -> None:
+        marks.end(forward)
+        for tensor in output if isinstance(output, (list, tuple)) else [output]:
+            if tensor.requires_grad:
+                tensor.register_hook(started)
+
+    handles = [module.register_forward_pre_hook(lambda *_: marks.begin(forward)), module.register_forward_hook(after)]
+    if until is not None:
+        handles.append(until.register_post_accumulate_grad_hook(lambda _: marks.end(backward)))
+    return handles
+
+
+def split(step: dict[str, float], data_wait: float) -> dict[str, float]:
+    """The parts of one step of one rank in seconds, from its spans; they add up to the step."""
+    spans = {name: step.get(name, 0.0) for name in ("step", "feed", "gradient finalisation", "optimizer")}
+    parts = {"data wait": min(data_wait, spans["feed"])}
+    parts["feed"] = spans["feed"] - parts["data wait"]
+    for way in ("forward", "backward"):
+        vision = step.get(f"vision {way}", 0.0)
+        parts[f"vision {way}"] = vision
+        parts[f"language {way}"] = step.get(f"chunk {way}", 0.0) - vision
+    parts |= {name: spans[name] for name in ("gradient finalisation", "optimizer")}
+    parts["idle"] = spans["step"] - sum(parts.values())
+    return {name: parts[name] for name in PARTS}
+
+
+def communication(platform: Platform, step: Callable[[], None]) -> dict[str, float]:
+    """Collectives of one profiled step in seconds: all of them, and on CUDA those during which nothing else ran.
+
+    A collective lasts until the slowest rank has joined it, so waiting is in these figures.
+    """
+    activity = torch.profiler.ProfilerActivity.CUDA if platform.name == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
+        step()
+        platform.synchronize()
+    collectives, others = [], []
+    for event in profile.profiler.kineto_results.events():
+        span = (event.start_ns(), event.start_ns() + event.duration_ns())
+        if event.name().startswith(("nccl", "gloo:")):
+            collectives.append(span)
+        elif platform.name == "cuda" and event.device_type() == torch.autograd.DeviceType.CUDA:
+            others.append(span)
+    result = {"communication_s": length(collectives) / 1e9}
+    if platform.name == "cuda":
+        result["communication_exposed_s"] = (length(collectives + others) - length(others)) / 1e9
+    return result
+
+
+def length(spans: list[tuple[int, int]]) -> int:
+    """What the spans cover together, overlaps counted once."""
+    total, reached = 0, None
+    for start, end in sorted(spans):
+        if reached is None or start > reached:
+            total, reached = total + end - start, end
+        elif end > reached:
+            total, reached = total + end - reached, end
+    return total
+
+
+def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]) -> dict[str, Any]:
+    """All ranks' parts as figures.
+
+    Args:
+        steps: for each rank, the parts of each step.
+        places: (pipeline stage, data-parallel rank) of each rank.
+
+    Straggling compares data-parallel ranks of one stage step by step, since the slowest of them decides each step.
+    """
+    number = len(steps[0])
+    means = [{name: sum(step[name] for step in rank) / number for name in PARTS} for rank in steps]
+    parts = {
+        name: {"mean_s": sum(mean[name] for mean in means) / len(means), "max_s": max(mean[name] for mean in means)}
+        for name in PARTS
+    }
+    stages: dict[int, list[int]] = {}
+    for rank, (stage, _) in enumerate(places):
+        stages.setdefault(stage, []).append(rank)
+    slowest = []
+    for ranks in stages.values():
+        compute = [[sum(steps[rank][i][name] for name in COMPUTE) for rank in ranks] for i in range(number)]
+        most, mean = sum(max(c) for c in compute), sum(sum(c) / len(c) for c in compute)
+        slowest.append((most / mean, most / number, mean / number))
+    ratio, most, mean = max(slowest)
+    whole = sum(sum(mean.values()) for mean in means)
+    by_stage = [
+        {name: sum(means[rank][name] for rank in ranks) / len(ranks) for name in PARTS} for _, ranks in sorted(stages.items())
+    ]
+    return {
+        "parts": parts,
+        "parts_by_stage": by_stage,
+        "straggling": {"max_over_mean": ratio, "compute_max_s": most, "compute_mean_s": mean},
+        "pipeline_idle_share": sum(m["idle"] for m in means) / whole if len(stages) > 1 else 0.0,
+    }

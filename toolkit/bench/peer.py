@@ -1,0 +1,311 @@
+"""The same rows through the Hugging Face model under FSDP2: what a team without this toolkit would run.
+
+The recipe: ``transformers`` from the same config with random weights, ``fully_shard`` on each decoder layer and vision
+block, bf16 mixed precision over fp32 shards, full activation checkpointing, fused AdamW, Liger's kernels where
+``liger-kernel`` is installed (as its own ``apply_liger_kernel_to_FAMILY`` puts them in), packed variable-length attention.
+FlashAttention comes from torch (``torch.nn.attention.varlen``) instead of the package, through transformers' own registry of
+attention functions. On CPU attention is SDPA segment by segment, for dry runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron_vl.config import ModelConfig, RecomputeConfig, RunConfigError
+from megatron_vl.data.assemble import Sample, pack_row
+from megatron_vl.data.pixels import PixelNorm
+from megatron_vl.models.attention import Segments, make_backend
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.training.flops import peak_tflops
+from toolkit.parity.reference import hf_pixels
+
+from . import report
+from .options import Options
+from .workload import groups
+
+ATTENTION = "packed_flash"
+"""Name under which the attention function is registered; vision towers hand over ``cu_seqlens`` only to one with ``flash`` in
+its name, and no mask is made for one that has no mask function."""
+IGNORED = -100
+GIB = 2**30
+
+
+@dataclass
+class HfRow:
+    """A packed row as the Hugging Face model takes it; tensors on the host until :meth:`to`."""
+
+    inputs: dict[str, Tensor]
+    """input_ids [1, S], position_ids [3, 1, S], shift_labels [1, S], pixel_values [P, patch_dim], image_grid_thw [images, 3]."""
+    cu_seqlens: Tensor
+    max_seqlen: int
+    loss_tokens: int
+    lengths: tuple[list[int], list[int], list[int]]
+    """Document, frame and window lengths."""
+    images: int
+
+    def keywords(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of the model; ``row_segments`` is handed down to the attention function of the decoder layers."""
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        segments = Segments(self.cu_seqlens.to(device, non_blocking=True), self.max_seqlen)
+        return inputs | {"labels": inputs["shift_labels"], "row_segments": segments, "use_cache": False}
+
+
+def hf_row(samples: list[Sample], spec: ModelSpec, seq_len: int) -> HfRow:
+    """Packs samples as ours do; pixels are patches in float, as the Hugging Face processor gives them."""
+    row = pack_row(samples, spec, seq_len)
+    labels = torch.where(row.loss_mask > 0, row.labels, IGNORED)
+    inputs = {"input_ids": row.tokens[None], "position_ids": row.position_ids[:, None], "shift_labels": labels[None]}
+    media = [item for sample in samples for item in sample.media]
+    if media:
+        norm = PixelNorm(mean=(0.5,) * 3, std=(0.5,) * 3)
+        inputs["pixel_values"] = torch.cat([hf_pixels(item, spec, norm) for item in media])
+        inputs["image_grid_thw"] = torch.tensor([[item.grid.t, item.grid.h, item.grid.w] for item in media])
+    vision = [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)] if media else [[], []]
+    if torch.cuda.is_available():
+        inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
+    return HfRow(
+        inputs=inputs,
+        cu_seqlens=row.cu_seqlens,
+        max_seqlen=row.max_seqlen,
+        loss_tokens=int((labels != IGNORED).sum()),
+        lengths=([len(sample) for sample in samples], vision[0], vision[1]),
+        images=len(media),
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    row_segments: Segments | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, h, S, d], key and value [1, g, S, d] -> [1, S, h, d].
+
+    Vision towers give the segments as ``cu_seq_lens_q``, the decoder layers hand down those of the row.
+    """
+    segments = row_segments if cu_seq_lens_q is None else Segments(cu_seq_lens_q, int(max_length_q or 0))
+    assert segments is not None
+    attend = make_backend("torch_varlen" if query.is_cuda else "sdpa")
+    query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+    return attend(query, key, value, segments, cu_seq_lens_q is None)[None], None
+
+
+def hf_config(options: Options) -> Any:
+    """The Hugging Face config, with fewer layers where that is asked for."""
+    from transformers import AutoConfig
+
+    path = Path(options.hf)
+    values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    config = AutoConfig.for_model(**values)
+    if options.language_layers:
+        config.text_config.num_hidden_layers = options.language_layers
+        if getattr(config.text_config, "layer_types", None):
+            config.text_config.layer_types = config.text_config.layer_types[: options.language_layers]
+    if options.vision_layers:
+        config.vision_config.depth = options.vision_layers
+    return config
+
+
+def use_liger(family: str) -> list[str]:
+    """Puts Liger's kernels into transformers' classes, as its documentation says, and tells what was done."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return ["liger-kernel is not installed: plain transformers modules"]
+    from importlib.metadata import version
+
+    name = f"apply_liger_kernel_to_{family}"
+    apply = getattr(importlib.import_module("liger_kernel.transformers"), name, None)
+    if apply is None:
+        return [f"liger-kernel {version('liger-kernel')} has no {name}: plain transformers modules"]
+    apply()
+    notes = [f"liger-kernel {version('liger-kernel')}: {name}()"]
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    if family != "qwen3_vl" and "Qwen2RMSNorm" not in vars(modeling):
+        notes.append("liger-kernel names no module that this transformers has")
+    return notes
+
+
+def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
+    """The model with random fp32 weights, every rank holding its shards only. Collective."""
+    from transformers import AttentionInterface, AutoModelForImageTextToText
+
+    AttentionInterface.register(ATTENTION, packed_attention)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    # By way of the config: the check at construction would look for a downloadable kernel of this name.
+    model.config._attn_implementation = ATTENTION
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    shard(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model.to_empty(device=device)
+    torch.manual_seed(seed + dist.get_rank())
+    initialise(model, config)
+    return model
+
+
+def shard(model: Any, dtype: torch.dtype) -> None:
+    """FSDP2 on each vision block and decoder layer, and on what is left."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),)
+    )
+    for block in (*model.model.visual.blocks, *model.model.language_model.layers):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@torch.no_grad()
+def initialise(model: Any, config: Any) -> None:
+    """Random matrices, ones in norms, zeros in biases; buffers (rotary frequencies) as their modules make them."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if name.endswith(".bias"):
+            local.zero_()
+        elif parameter.dim() == 1:
+            local.fill_(1.0)
+        else:
+            local.normal_(0.0, getattr(config.text_config, "initializer_range", 0.02))
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers:
+            made = type(module)(module.config)
+            for name, buffer in buffers.items():
+                buffer.copy_(getattr(made, name))
+
+
+class Trainer:
+    """Steps of the peer."""
+
+    def __init__(self, options: Options, model: Any, device: torch.device) -> None:
+        o = options.config.optimizer
+        self.options, self.model, self.device, self.clip = options, model, device, o.clip_grad or math.inf
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
+        )
+
+    def step(self, rows: list[HfRow]) -> float:
+        """One optimizer step; the mean loss over the loss tokens of the global batch. Collective."""
+        tokens = torch.tensor(float(sum(row.loss_tokens for row in rows)), device=self.device)
+        dist.all_reduce(tokens)
+        # FSDP averages gradients over ranks: with a sum over the global count, times the ranks, each token weighs the same.
+        count = tokens / dist.get_world_size()
+        total = torch.zeros((), device=self.device)
+        for i, row in enumerate(rows):
+            if isinstance(self.model, FSDPModule):
+                last = i == len(rows) - 1
+                self.model.set_requires_gradient_sync(last or self.options.gradient_sync == "every")
+            loss = self.model(**row.keywords(self.device), num_items_in_batch=count).loss
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+
+def run(options: Options) -> None:
+    """Measures the seeded workloads and reports them on rank 0. Collective."""
+    config, spec = options.config, options.spec()
+    device = _init_distributed()
+    world = dist.get_world_size()
+    if config.global_batch_size % world:
+        raise RunConfigError(f"global_batch_size {config.global_batch_size} must be a multiple of the {world} ranks")
+    notes = use_liger(spec.family)
+    model = build(hf_config(options), device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    peak = peak_tflops(name, config.log.peak_tflops)
+    trainer = Trainer(options, model, device)
+    workloads = {name: measure(trainer, spec, name, config.global_batch_size // world, peak) for name in options.workloads}
+    import transformers
+
+    settings = (
+        f"fully_shard over {world} ranks, gradients reduced {options.gradient_sync} row, {config.global_batch_size} rows of "
+    )
+    notes = [settings + f"{config.data.seq_len} tokens a step, full activation checkpointing", *notes]
+    figures = {
+        "system": f"transformers {transformers.__version__} + FSDP2",
+        "machine": report.machine(options, device, peak),
+        "model": report.model_facts(options, spec),
+        "notes": notes,
+        "workloads": workloads,
+    }
+    report.finish(options, figures)
+
+
+def _init_distributed() -> torch.device:
+    if torch.cuda.is_available():
+        import os
+
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, peak: float) -> dict[str, Any]:
+    """Figures of one workload, with the keys of ours that apply. Collective."""
+    o, cuda = trainer.options, trainer.device.type == "cuda"
+    seq_len, recompute = o.config.data.seq_len, RecomputeConfig(language="full", vision="full")
+    source = groups(spec, seq_len, images=workload == "images", seed=17 + dist.get_rank())
+    number = o.distinct_rows or (o.warm_up + o.timed) * per_step
+    stream = itertools.cycle([hf_row(samples, spec, seq_len) for samples in itertools.islice(source, number)])
+    for _ in range(o.warm_up):
+        loss = trainer.step(list(itertools.islice(stream, per_step)))
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if cuda else 0
+    work = report.Work()
+    dist.barrier()
+    clock = [time.perf_counter()]
+    for _ in range(o.timed):
+        rows = list(itertools.islice(stream, per_step))
+        loss = trainer.step(rows)  # reads the loss from the device
+        clock.append(time.perf_counter())
+        for row in rows:
+            work.add(spec, ModelConfig(), recompute, *row.lengths)
+            work.images += row.images
+    figures = report.headline(
+        sum(report.gather(work), start=report.Work()),
+        [end - begin for begin, end in itertools.pairwise(clock)],
+        dist.get_world_size(),
+        peak,
+    )
+    return figures | {"loss": loss, "memory": _memory(model=trainer.model, held=held, cuda=cuda)}
+
+
+def _memory(model: Any, held: int, cuda: bool) -> dict[str, Any]:
+    if not cuda:
+        import resource
+
+        return {"peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    weights = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+    peak = torch.cuda.max_memory_allocated()
+    everyone = report.gather(
+        {
+            "peak_gib": peak / GIB,
+            "weights_gib": weights / GIB,
+            "optimizer_gib": (held - weights) / GIB,
+            # Gradients live during the backward pass only, so they are among what comes and goes.
+            "activations_gib": (peak - held) / GIB,
+        }
+    )
+    return max(everyone, key=lambda m: m["peak_gib"])

@@ -1,0 +1,219 @@
+"""Figures of a benchmark: the work done, what it makes of the time it took, JSON and a table.
+
+Ours and the peer's come from the same code, so their FLOPs are counted alike: true document, frame and window lengths,
+no padding (see :mod:`megatron_vl.training.flops`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.models.tensors import tensor_table
+from megatron_vl.training.flops import Flops, recompute_flops, row_flops
+
+from .options import Options
+
+
+@dataclass
+class Work:
+    """What went through the model in some steps; sums over rows."""
+
+    rows: int = 0
+    tokens: int = 0
+    """Real ones, without the padded tails."""
+    samples: int = 0
+    images: int = 0
+    patches: list[int] = field(default_factory=list)
+    """Of each row."""
+    model: Flops = Flops(0.0, 0.0)
+    recomputed: Flops = Flops(0.0, 0.0)
+
+    def add(
+        self,
+        spec: ModelSpec,
+        model: ModelConfig,
+        recompute: RecomputeConfig,
+        lengths: list[int],
+        full: list[int],
+        window: list[int],
+    ) -> None:
+        """Counts a row, given its document, frame and window lengths."""
+        self.rows += 1
+        self.tokens += sum(lengths)
+        self.samples += len(lengths)
+        self.patches.append(sum(full))
+        self.model = self.model + row_flops(spec, model, lengths, full, window)
+        self.recomputed = self.recomputed + recompute_flops(spec, model, recompute, lengths, full, window)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.rows + other.rows,
+            self.tokens + other.tokens,
+            self.samples + other.samples,
+            self.images + other.images,
+            self.patches + other.patches,
+            self.model + other.model,
+            self.recomputed + other.recomputed,
+        )
+
+
+def gather(mine: Any) -> list[Any]:
+    """One object of each rank, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def headline(work: Work, step_seconds: list[float], world: int, peak: float) -> dict[str, Any]:
+    """Speed of the timed steps.
+
+    Args:
+        work: of all ranks and all timed steps.
+        step_seconds: wall clock of each timed step.
+        peak: TFLOP/s of one accelerator; 0 when it is not known (MFU is then null).
+    """
+    seconds = sum(step_seconds)
+
+    def per_rank(flops: float) -> float:
+        return flops / seconds / world / 1e12
+
+    def share(flops: float) -> float | None:
+        return per_rank(flops) / peak if peak else None
+
+    return {
+        "step_s": seconds / len(step_seconds),
+        "step_s_min": min(step_seconds),
+        "step_s_max": max(step_seconds),
+        "tokens_per_s_per_gpu": work.tokens / seconds / world,
+        "images_per_s": work.images / seconds,
+        "tflops_per_gpu": per_rank(work.model.total),
+        "mfu": share(work.model.total),
+        "mfu_language": share(work.model.language),
+        "mfu_vision": share(work.model.vision),
+        "hfu": share(work.model.total + work.recomputed.total),
+        "vision_flops_share": work.model.vision / work.model.total if work.model.total else 0.0,
+        "work": {
+            "rows": work.rows,
+            "samples": work.samples,
+            "images": work.images,
+            "tokens_per_row": work.tokens / work.rows,
+            "patches_per_row": {
+                "min": min(work.patches),
+                "mean": sum(work.patches) / work.rows,
+                "max": max(work.patches),
+            },
+        },
+    }
+
+
+def machine(options: Options, device: torch.device, peak: float) -> dict[str, Any]:
+    """Where and with what the figures were taken."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    return {
+        "device": name,
+        "gpus": dist.get_world_size(),
+        "peak_tflops": peak or None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+    }
+
+
+def model_facts(options: Options, spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "hf": options.hf,
+        "family": spec.family,
+        "parameters": sum(torch.Size(info.shape).numel() for info in tensor_table(spec).values()),
+        "language_layers": spec.language.num_layers,
+        "vision_layers": spec.vision.num_layers,
+    }
+
+
+def finish(options: Options, figures: dict[str, Any]) -> None:
+    """Rank 0: adds the ratio of image rows to text rows, writes ``out``, prints."""
+    if dist.get_rank() != 0:
+        return
+    figures["image_over_text"] = image_over_text(figures["workloads"])
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(json.dumps(figures, indent=2) + "\n")
+    print(json.dumps(figures, indent=2) if options.json else table(figures), flush=True)
+
+
+def image_over_text(workloads: dict[str, dict[str, Any]]) -> float | None:
+    """TFLOP/s on image rows over TFLOP/s on text rows of the same run: the ratio of their MFU."""
+    if not {"images", "text"} <= workloads.keys():
+        return None
+    return workloads["images"]["tflops_per_gpu"] / workloads["text"]["tflops_per_gpu"]
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The machine, then a few lines a workload: speed, memory, parts."""
+    m, model = figures["machine"], figures["model"]
+    peak = f"{m['peak_tflops']:.0f} TFLOP/s peak" if m["peak_tflops"] else "peak not known"
+    size = f"{model['parameters'] / 1e9:.2f} B parameters"
+    lines = [f"{figures['system']}: {model['family']}, {size}, {m['gpus']} x {m['device']} ({peak})"]
+    lines += [f"  {note}" for note in figures["notes"]]
+    for name, w in figures["workloads"].items():
+        lines += _workload_lines(name, w)
+    if figures["image_over_text"]:
+        lines.append(f"  images / text: {figures['image_over_text']:.3f} of the text rows' MFU in the same run")
+    return "\n".join(lines)
+
+
+def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
+    """Both systems' figures and the ratio of their tokens/s, workload by workload."""
+    names = [name for name in ours["workloads"] if name in peer["workloads"]]
+    speeds = {name: [s["workloads"][name]["tokens_per_s_per_gpu"] for s in (ours, peer)] for name in names}
+    return {"ours": ours, "peer": peer, "ours_over_peer": {name: mine / theirs for name, (mine, theirs) in speeds.items()}}
+
+
+def ratios(comparison: dict[str, Any]) -> list[str]:
+    """:func:`compare` in words."""
+    peer = comparison["peer"]["system"]
+    return [f"{name}: {ratio:.2f} x the tokens/s of {peer}" for name, ratio in comparison["ours_over_peer"].items()]
+
+
+def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
+    speed = f"{w['tflops_per_gpu']:.3f} TFLOP/s/GPU"
+    if w["mfu"] is not None:
+        speed = (
+            f"MFU {w['mfu']:.1%} (language {w['mfu_language']:.1%} + vision {w['mfu_vision']:.1%}), HFU {w['hfu']:.1%}, "
+            f"{w['tflops_per_gpu']:.0f} TFLOP/s/GPU"
+        )
+    memory = w["memory"]
+    lines = [
+        f"  {name}: {w['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {w['images_per_s']:.1f} images/s, {speed}, "
+        f"{w['step_s'] * 1e3:.0f} ms a step, {memory['peak_gib']:.1f} GiB, loss {w['loss']:.4f}"
+    ]
+    by_part = {part: memory[f"{part}_gib"] for part in MEMORY_PARTS if memory.get(f"{part}_gib") is not None}
+    if by_part:
+        lines.append("    memory (GiB): " + ", ".join(f"{part} {gib:.1f}" for part, gib in by_part.items()))
+    if w.get("parts"):
+        shown = (f"{part} {t['mean_s'] * 1e3:.1f}" for part, t in w["parts"].items())
+        lines.append("    ms a step, mean over ranks: " + ", ".join(shown))
+        lines.append("    collectives in one profiled step, waiting included: " + _communication(w["communication"]))
+        if any(w["efficiency"].values()):
+            halves = (f"{half} {share:.1%}" for half, share in w["efficiency"].items() if share is not None)
+            lines.append("    share of the peak while it runs: " + ", ".join(halves))
+        s = w["straggling"]
+        lines.append(
+            f"    compute of the slowest data-parallel rank {s['max_over_mean']:.3f} of the mean; idle pipeline stages "
+            f"{w['pipeline_idle_share']:.1%} of the step"
+        )
+    return lines
+
+
+def _communication(c: dict[str, dict[str, float]]) -> str:
+    names = {"communication_s": "in all", "communication_exposed_s": "with nothing else running"}
+    return ", ".join(f"{c[key]['mean_s'] * 1e3:.1f} ms {text}" for key, text in names.items() if key in c)
+
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")

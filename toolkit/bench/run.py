@@ -1,0 +1,239 @@
+"""Times the trainer itself: its model, pipeline schedule, DDP, optimizer and feed, with random weights.
+
+Rows are drawn, packed and pinned before the clock starts and used in turn, or come from the real loader (``data``). Of each
+workload the first steps warm up; then whole steps are timed as one span of wall clock, one after the other as in training;
+then follow the steps in which the parts are timed, and one that is profiled for its collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megatron_vl.config import validate
+from megatron_vl.data.row import Row, pin
+from megatron_vl.models.build import build_chunks
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.layout import make_layout
+from megatron_vl.platform import Platform, get_platform
+from megatron_vl.training.feed import Feed, StepData
+from megatron_vl.training.flops import peak_tflops
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.step import StepResult, train_step, wrap
+
+from . import parts, report
+from .options import Options
+from .workload import rows
+
+GIB = 2**30
+
+
+@dataclass
+class Live:
+    """A rank's part of the model, ready to train."""
+
+    options: Options
+    spec: ModelSpec
+    platform: Platform
+    grid: Grid
+    chunks: list[DistributedDataParallel]
+    optimizer: ChainedOptimizer
+    memory: dict[str, float]
+    """GiB of the weights and gradients; empty on CPU."""
+    step: int = 0
+
+
+def run(options: Options) -> None:
+    """Measures all workloads and reports them on rank 0. Collective."""
+    config, spec = options.config, options.spec()
+    p = config.parallel
+    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers)
+    platform = get_platform(config.platform)
+    init_distributed(platform)
+    dp = validate(config, dist.get_world_size())
+    grid = make_grid(layout)
+    live = build(options, spec, platform, grid, layout)
+    name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
+    peak = peak_tflops(name, config.log.peak_tflops)
+    workloads = {name: measure(live, name, config.global_batch_size // dp, peak) for name in options.workloads}
+    figures = {
+        "system": "megatron-vl",
+        "machine": report.machine(options, platform.device, peak),
+        "model": report.model_facts(options, spec),
+        "notes": [_layout_note(live)],
+        "config": dataclasses.asdict(config),
+        "workloads": workloads,
+    }
+    report.finish(options, figures)
+
+
+def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, layout: Any) -> Live:
+    """Model, DDP and optimizer, with the memory that each takes."""
+    config, memory = options.config, {}
+    before = allocated(platform)
+    chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
+    weights = allocated(platform)
+    wrapped = wrap(config, chunks)
+    if platform.name == "cuda":
+        # The distributed optimizer moves the weights into buffers of DDP: what is added are the gradients.
+        memory = {"weights": (weights - before) / GIB, "gradients": (allocated(platform) - weights) / GIB}
+    optimizer = build_optimizer(config, platform, wrapped)
+    return Live(options, spec, platform, grid, wrapped, optimizer, memory)
+
+
+def allocated(platform: Platform) -> int:
+    """Bytes that live tensors take on the device; 0 on CPU."""
+    if platform.name != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[str, Any]:
+    """Figures of one workload; the same on every rank. Collective."""
+    o, platform = live.options, live.platform
+    loader = make_loader(live, workload, micro_batches)
+    feed = Feed(live.grid, platform, loader, micro_batches)
+    for _ in range(o.warm_up):
+        one_step(live, feed)
+    held = allocated(platform)
+    if platform.name == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    work, waits, marks, result = report.Work(), 0.0, [], None
+    dist.barrier()
+    platform.synchronize()
+    start = time.perf_counter()
+    fed: list[StepData] = []
+    for _ in range(o.timed):
+        result, data = one_step(live, feed)
+        # The step has read its loss from the device, so the clock after it is the step's.
+        marks.append(time.perf_counter())
+        fed.append(_without_tensors(data))
+    platform.synchronize()
+    marks[-1] = time.perf_counter()
+    if live.grid.owns_loader:
+        for data in fed:
+            waits += data.wait_s
+            count(work, live, data)
+    assert result is not None
+    figures = report.headline(
+        sum(report.gather(work), start=report.Work()),
+        [end - begin for begin, end in itertools.pairwise([start, *marks])],
+        live.grid.world_size,
+        peak,
+    )
+    figures |= {"loss": result.loss, "data_wait_s": max(report.gather(waits)) / o.timed, "memory": memory(live, held)}
+    if o.part_steps:
+        figures |= measure_parts(live, feed, peak)
+    if loader is not None and hasattr(loader, "close"):
+        loader.close()
+    return figures
+
+
+def one_step(live: Live, feed: Feed) -> tuple[StepResult, StepData]:
+    """What the training loop does in a step."""
+    data = feed.next_step()
+    set_learning_rates(live.optimizer, live.options.config, live.step)
+    result = train_step(live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len)
+    live.step += 1
+    return result, data
+
+
+def _without_tensors(data: StepData) -> StepData:
+    return dataclasses.replace(data, rows=[])
+
+
+def count(work: report.Work, live: Live, data: StepData) -> None:
+    config = live.options.config
+    for lengths, (full, window) in zip(data.segment_lengths, data.vision_lengths, strict=True):
+        work.add(live.spec, config.model, config.recompute, lengths, full, window)
+    work.images += data.counts.get("images", 0)
+
+
+def make_loader(live: Live, workload: str, micro_batches: int) -> Iterator[Row] | None:
+    """Rows of this replica, on the rank that owns its loader: distinct ones on each replica, since ranks straggle."""
+    if not live.grid.owns_loader:
+        return None
+    o, config = live.options, live.options.config
+    if workload == "data":
+        from megatron_vl.data.loader import build_loader
+
+        return build_loader(config.data, live.spec, o.hf, dp_rank=live.grid.dp_rank, dp_size=live.grid.dp, split="train")
+    source = rows(live.spec, config.data.seq_len, images=workload == "images", seed=17 + live.grid.dp_rank)
+    number = o.distinct_rows or o.steps * micro_batches
+    return itertools.cycle([pin(row) for row in itertools.islice(source, number)])
+
+
+def memory(live: Live, held: int) -> dict[str, Any]:
+    """GiB on the rank with the highest peak, by part: what is held between steps is weights, gradients and optimizer."""
+    mine: dict[str, Any] = {"peak_gib": live.platform.peak_memory_gib()}
+    if live.platform.name == "cuda":
+        mine |= {f"{part}_gib": size for part, size in live.memory.items()}
+        mine["optimizer_gib"] = held / GIB - sum(live.memory.values())
+        mine["activations_gib"] = mine["peak_gib"] - held / GIB
+        mine["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    everyone = report.gather(mine)
+    return max(everyone, key=lambda m: m["peak_gib"]) | {"peak_gib_by_rank": [m["peak_gib"] for m in everyone]}
+
+
+def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
+    """The parts of a step over all ranks, in steps of their own, and its collectives in one more. Collective."""
+    marks, work, waits = parts.Marks(live.platform), report.Work(), []
+    with parts.attached(marks, live.chunks, live.optimizer):
+        for _ in range(live.options.part_steps):
+            dist.barrier()
+            with marks.step():
+                with marks.span("feed"):
+                    data = feed.next_step()
+                set_learning_rates(live.optimizer, live.options.config, live.step)
+                train_step(live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len)
+                live.step += 1
+            waits.append(data.wait_s if live.grid.owns_loader else 0.0)
+            if live.grid.owns_loader:
+                count(work, live, data)
+    live.platform.synchronize()
+    mine = [parts.split(step, wait) for step, wait in zip(marks.seconds(), waits, strict=True)]
+    everyone = report.gather((mine, (live.grid.pp_rank, live.grid.dp_rank), work.model))
+    figures = parts.summarise([e[0] for e in everyone], [e[1] for e in everyone])
+    figures["efficiency"] = efficiency([e[0] for e in everyone], [e[2] for e in everyone], peak)
+    collectives = report.gather(parts.communication(live.platform, lambda: _discard(one_step(live, feed))))
+    figures["communication"] = {
+        name: {"mean_s": sum(c[name] for c in collectives) / len(collectives), "max_s": max(c[name] for c in collectives)}
+        for name in collectives[0]
+    }
+    return figures
+
+
+def _discard(_result: Any) -> None:
+    """For a step whose result nobody reads."""
+
+
+def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: float) -> dict[str, float | None]:
+    """Share of the peak that each half of the model reaches in its own time, summed over ranks."""
+    result: dict[str, float | None] = {}
+    for half in ("language", "vision"):
+        seconds = sum(step[f"{half} {way}"] for rank in steps for step in rank for way in ("forward", "backward"))
+        done = sum(getattr(f, half) for f in flops)
+        result[half] = done / seconds / 1e12 / peak if peak and seconds and done else None
+    return result
+
+
+def _layout_note(live: Live) -> str:
+    g, c = live.grid, live.options.config
+    recompute = f"recompute: language {c.recompute.language}, vision {c.recompute.vision}"
+    return (
+        f"tp {g.tp} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}, {c.global_batch_size} rows of {c.data.seq_len} tokens a step, "
+        f"{c.dtype}, {recompute}"
+    )

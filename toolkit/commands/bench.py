@@ -1,0 +1,98 @@
+"""``megatron-vl bench``: how fast a model trains on this machine, where its time and memory go, and how a peer compares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="speed, memory and time by part of a model with random weights",
+        description="Times a model of an HF config with random weights on seeded rows, or on a data set. "
+        "Every other option is one of `python -m toolkit.bench --help`: --rows, --warm_up, --timed, --part_steps, "
+        "--language_layers, --config RUN.yaml, and any field of a run by its dotted name.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--hf", required=True, help="Hugging Face folder or config.json that gives the sizes")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--gpus", type=int, metavar="N", help="processes, one a GPU")
+    where.add_argument("--processes", type=int, metavar="N", help="processes on CPU, for small models")
+    parser.add_argument("--data", metavar="DIR", help="time the rows of this data set through the real loader")
+    parser.add_argument(
+        "--peer", action="store_true", help="also time the Hugging Face model under FSDP2 on the same seeded rows"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _keep_unknown(parser)
+    parser.set_defaults(run=_run)
+
+
+def _keep_unknown(parser: argparse.ArgumentParser) -> None:
+    """Options that this parser does not know go into ``options``, for the benchmark's own parser to judge."""
+    known = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        found, rest = known(args, namespace)
+        found.options = rest
+        return found, []
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+
+
+def _run(args: argparse.Namespace) -> int:
+    from toolkit.bench.options import parse
+
+    options = ["--hf", args.hf, *args.options]
+    if args.data:
+        options += ["--data.path", args.data]
+    if args.processes:
+        options += ["--platform", "cpu"]
+    parse(options, "megatron-vl bench")  # refused here, before any process starts
+    if args.peer:
+        parse([*options, "--peer", "true"], "megatron-vl bench --peer")
+    systems = []
+    for peer in (False, True) if args.peer else (False,):
+        figures = _launch(args.gpus or args.processes, [*options, "--peer", str(peer).lower()], quiet=args.json)
+        if isinstance(figures, int):
+            return figures
+        systems.append(figures)
+    _report(args, systems)
+    return 0
+
+
+def _launch(processes: int, options: list[str], quiet: bool) -> dict[str, Any] | int:
+    """Starts one process a GPU with torchrun; the figures of rank 0, or the exit code of a failure."""
+    environment = {**os.environ}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # Without it, packed rows of changing sizes fragment the GPU's memory.
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as folder:
+        out = Path(folder) / "figures.json"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*launch, "-m", "toolkit.bench", *options, "--out", str(out)]
+        done = subprocess.run(command, env=environment, stdout=sys.stderr if quiet else None, check=False)
+        if done.returncode:
+            return done.returncode
+        return json.loads(out.read_text())
+
+
+def _report(args: argparse.Namespace, systems: list[dict[str, Any]]) -> None:
+    from toolkit.bench.report import compare, ratios
+
+    result = compare(*systems) if args.peer else systems[0]
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(result, indent=2))
+    elif args.peer:
+        print("\n".join(ratios(result)))
