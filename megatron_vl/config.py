@@ -91,6 +91,16 @@ class RecomputeConfig:
 
 
 @dataclass
+class Fp8Config:
+    """Matrix products of the layers in FP8 (Transformer Engine on Hopper or later); weights and gradients stay as they are."""
+
+    recipe: Literal["none", "tensorwise", "delayed", "blockwise"] = "none"
+    """How tensors are scaled: tensorwise (by their present maximum), delayed (by earlier maxima), blockwise (128 elements)."""
+    vision: bool = True
+    """The vision tower's layers too; off: the language model's alone."""
+
+
+@dataclass
 class DataConfig:
     """The data set and how rows are made of it."""
 
@@ -200,6 +210,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

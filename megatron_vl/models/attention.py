@@ -37,6 +37,10 @@ class Segments:
     max_seqlen: int
     """Length of the longest segment, known on the host."""
 
+    def padded(self, length: int, extra: int) -> Segments:
+        """With a last segment of ``extra`` (perhaps no) elements, so that all of them are ``length``."""
+        return Segments(F.pad(self.cu_seqlens, (0, 1), value=length), max(self.max_seqlen, extra))
+
 
 @dataclass
 class PackedRow(PackedSeqParams):

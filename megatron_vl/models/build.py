@@ -50,9 +50,15 @@ def build_chunks(
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     core = language_config(
-        platform, spec, layout, dtype=dtype, sequence_parallel=config.parallel.sequence_parallel, recompute=recompute
+        platform,
+        spec,
+        layout,
+        dtype=dtype,
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute=recompute,
+        fp8=config.fp8,
     )
-    tower_config = vision_config(platform, spec, layout, dtype=dtype, recompute=recompute)
+    tower_config = vision_config(platform, spec, layout, dtype=dtype, recompute=recompute, fp8=config.fp8)
     pg = ProcessGroupCollection.use_mpu_process_groups()
     vision_backend = choose_backend(model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False)
     language_backend = choose_backend(

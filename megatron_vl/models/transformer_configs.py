@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_vl.config import RecomputeConfig
+from megatron_vl.config import Fp8Config, RecomputeConfig
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.modules import ACTIVATIONS
 from megatron_vl.parallel.layout import Layout
@@ -48,6 +48,7 @@ def language_config(
     dtype: torch.dtype,
     sequence_parallel: bool,
     recompute: RecomputeConfig,
+    fp8: Fp8Config,
 ) -> TransformerConfig:
     """The language model's config, which also steers the pipeline schedules and gradient finalisation."""
     m = spec.language
@@ -74,6 +75,7 @@ def language_config(
         cross_entropy_loss_fusion=platform.name == "cuda",
         cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
         **_recompute(platform, recompute.language, recompute.language_modules),
+        **_fp8(platform, fp8, dtype),
         **_common(platform, layout, dtype, spec.initializer_range),
     )
     # Overlapped p2p of the interleaved schedule needs unbatched sends; batched ones are what 1F1B uses on CUDA.
@@ -84,7 +86,7 @@ def language_config(
 
 
 def vision_config(
-    platform: Platform, spec: ModelSpec, layout: Layout, *, dtype: torch.dtype, recompute: RecomputeConfig
+    platform: Platform, spec: ModelSpec, layout: Layout, *, dtype: torch.dtype, recompute: RecomputeConfig, fp8: Fp8Config
 ) -> TransformerConfig:
     """The vision tower's config: on one pipeline stage, no sequence parallelism (its patch count varies per row)."""
     v = spec.vision
@@ -104,8 +106,17 @@ def vision_config(
         sequence_parallel=False,
         pipeline_model_parallel_size=1,
         **_recompute(platform, recompute.vision, []),
+        **(_fp8(platform, fp8, dtype) if fp8.vision else {}),
         **_common(platform, layout, dtype, spec.initializer_range),
     )
+
+
+def _fp8(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, Any]:
+    if fp8.recipe == "none":
+        return {}
+    if not platform.transformer_engine or dtype != torch.bfloat16:
+        raise ValueError(f"fp8.recipe {fp8.recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none")
+    return {"fp8": "hybrid", "fp8_recipe": fp8.recipe}
 
 
 def _recompute(platform: Platform, kind: str, modules: list[str]) -> dict[str, Any]:

@@ -142,6 +142,8 @@ class VisionTower(nn.Module):
     ) -> None:
         super().__init__()
         self.vision, self.frozen, self.fused_windows = vision, frozen, fused_windows
+        # Products in FP8 contract over whole tiles of patches; what is added is one more segment of zeros, cut off at the end.
+        self.padded_to = {None: 1, "blockwise": 128}.get(config.fp8_recipe if config.fp8 else None, 16)
         self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
         if vision.patch_bias:
@@ -172,18 +174,24 @@ class VisionTower(nn.Module):
             hidden = self.patch_embed(batch.planes, batch.plane_index)
             if self.position_table is not None:
                 hidden = hidden + self.position_table(batch.position_hw, batch.frame_hw).to(hidden.dtype)
-            hidden = hidden[:, None]
             angles = vision_angles(batch.position_hw, self.vision.head_dim)
+            full, window = batch.full, batch.window
+            if self.padded_to > 1:
+                extra = -hidden.shape[0] % self.padded_to
+                hidden, angles = F.pad(hidden, (0, 0, 0, extra)), F.pad(angles, (0, 0, 0, 0, 0, 0, 0, extra))
+                full, window = (segments.padded(hidden.shape[0], extra) for segments in (full, window))
+            hidden = hidden[:, None]
             half = angles[:, 0, 0, : self.vision.head_dim // 2]
             cos_sin = (half.cos().contiguous(), half.sin().contiguous()) if self.fused_windows else None
             hidden = self.decoder(
                 hidden_states=hidden,
                 attention_mask=None,
                 rotary_pos_emb=angles,
-                packed_seq_params=packed_row(batch.full, batch.window, cos_sin),
+                packed_seq_params=packed_row(full, window, cos_sin),
                 extract_layer_indices=set(self.vision.deepstack_layers),
             )
         # The block gives a pair when it was asked for inner layers.
         last, inner = hidden if self.deepstack_mergers else (hidden, [])
-        deepstack = [merger(x)[:, 0] for merger, x in zip(self.deepstack_mergers, inner, strict=True)]
-        return [self.merger(last)[:, 0], *deepstack]
+        patches = batch.position_hw.shape[0]
+        deepstack = [merger(x[:patches])[:, 0] for merger, x in zip(self.deepstack_mergers, inner, strict=True)]
+        return [self.merger(last[:patches])[:, 0], *deepstack]
