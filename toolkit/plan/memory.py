@@ -7,7 +7,7 @@ modules keep for their backward pass. Elements for each token (or patch) of a la
     input and output of both norms        4 h         shared over tensor-parallel ranks only under sequence parallelism,
                                                       which the vision tower does not have
     q and k after RoPE, v, attention      heads, kv   with Transformer Engine v is a copy; FlashAttention's v is a view that
-                                                      keeps the whole fused QKV output
+                                                      keeps the whole fused QKV output; window layers keep that and the output
     MLP: linear and activation            3 f or 2 f  with and without a gate; for experts ``top_k`` times, and their inputs
     ====================================  ==========  ==================================================================
 
@@ -208,7 +208,7 @@ class _Sizes:
         norms = 4 * m.hidden_size / self._shared
         if m.moe is not None and m.has_experts(layer):
             return norms + attention + self._experts(m.hidden_size, m.moe)
-        mlp = 3 * m.ffn_hidden_size / tp
+        mlp = (2 if "activation" in modules else 3) * m.ffn_hidden_size / tp
         if "mlp" in modules:
             mlp, norms = 0.0, norms - m.hidden_size / self._shared
         return norms + attention + mlp
@@ -224,21 +224,25 @@ class _Sizes:
         """The tower on one row's patches: it is tensor-parallel without sequence parallelism."""
         v, model, tp = self.spec.vision, self.config.model, self.layout.tp
         patch = self.element * self.patches
-        layer = patch * self._vision_layer(v)
+        layers = [patch * self._vision_layer(v, layer) for layer in range(v.num_layers)]
         # Pixels as float32 and twice as patches; mergers keep their norm's output, the linear's and the activation's.
         pixels = self.patches * v.patch_dim * (2 + 2 * self.element)
         mergers = (1 + len(v.deepstack_layers)) * patch * (v.hidden_size * (2 + 2 / tp) + v.out_hidden_size / v.merge_unit)
         if model.freeze_vision:
-            return _Held(0.0 if model.freeze_merger else mergers, layer + pixels)
+            return _Held(0.0 if model.freeze_merger else mergers, max(layers) + pixels)
         if self.config.recompute.vision == "full":
-            return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, layer)
-        return _Held(v.num_layers * layer + mergers + pixels)
+            return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, max(layers))
+        return _Held(sum(layers) + mergers + pixels)
 
-    def _vision_layer(self, v: VisionSpec) -> float:
-        tp = self.layout.tp
-        fused = v.hidden_size if self.config.model.vision_attention == "te" else 3 * v.hidden_size
-        attention = (3 * v.hidden_size + fused + v.num_heads * 4 / self.element) / tp
-        return 4 * v.hidden_size + attention + (3 if v.gated_mlp else 2) * v.padded_ffn_hidden_size / tp
+    def _vision_layer(self, v: VisionSpec, layer: int) -> float:
+        model, tp = self.config.model, self.layout.tp
+        if not v.is_full_attention(layer) and model.window_attention != "backend":
+            attention = 4 * v.hidden_size  # one kernel from the fused QKV output to the attention's output
+        else:
+            fused = v.hidden_size if model.vision_attention == "te" else 3 * v.hidden_size
+            attention = 3 * v.hidden_size + fused + v.num_heads * 4 / self.element
+        mlp = (3 if v.gated_mlp else 2) - (self.config.recompute.vision == "activation")
+        return 4 * v.hidden_size + (attention + mlp * v.padded_ffn_hidden_size) / tp
 
     def row(self, pixels: bool) -> float:
         """One row on the device: 68 bytes a token (int32 buffers and int64 copies), and uint8 planes of every patch."""
