@@ -40,6 +40,9 @@ class ModelConfig:
     """Keep the merger (vision features to language width) as it is."""
     freeze_language: bool = False
     """Keep the language model as it is."""
+    moe_aux_loss: float | None = None
+    """Coefficient of the experts' load-balancing loss, averaged over the layers (transformers: of the layers' average; equal
+    for one layer); 0: none; empty: router_aux_loss_coef of the Hugging Face config."""
     vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
     """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa)."""
     window_attention: Literal["auto", "fused", "backend"] = "auto"

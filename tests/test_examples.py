@@ -13,7 +13,7 @@ import pytest
 from megatron_vl.config import parse_config, validate
 from megatron_vl.models.families import FAMILIES, read_spec
 from megatron_vl.models.families.base import text_config
-from megatron_vl.parallel.layout import make_layout
+from megatron_vl.parallel.layout import run_layout
 from megatron_vl.weights import WeightReader
 from tests.commands import logical_lines, megatron_vl_arguments
 
@@ -39,7 +39,7 @@ def test_yaml_fits_the_released_model(folder):
     spec = read_spec(HF_CONFIGS / f"{Path(config.model.hf).name}.json")
     assert folder.name.startswith(spec.family)
     p = config.parallel
-    make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+    run_layout(spec, p)
     nodes = int(re.search(r"NNODES:-(\d+)", (folder / "pretrain.sh").read_text())[1])
     assert validate(config, nodes * 8) >= 1
     assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]

@@ -19,7 +19,7 @@ from megatron_vl.platform import Platform
 from .attention import choose_backend
 from .deepstack import levels_before
 from .modules import block_spec
-from .names import named_tensors
+from .names import LiveTensor, named_tensors
 from .rotary import MRope
 from .tensors import OUTPUT, TensorInfo, part_of, tensor_table
 from .transformer_configs import language_config, vision_config
@@ -57,6 +57,7 @@ def build_chunks(
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=recompute,
         fp8=config.fp8,
+        aux_loss=aux_loss_coefficient(spec, model),
     )
     tower_config = vision_config(platform, spec, layout, dtype=dtype, recompute=recompute, fp8=config.fp8)
     pg = ProcessGroupCollection.use_mpu_process_groups()
@@ -98,6 +99,7 @@ def build_chunks(
                 causal=True,
                 deepstack=deepstack,
                 recompute_activation=recompute.language == "selective" and "activation" in recompute.language_modules,
+                experts=[spec.language.has_experts(layer) for layer in layers],
             ),
             vocab_size=spec.language.vocab_size,
             max_sequence_length=config.data.seq_len,
@@ -119,6 +121,13 @@ def build_chunks(
         for chunk in chunks:
             fuse_weight_gradients(chunk)
     return chunks
+
+
+def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:
+    """The coefficient of the load-balancing loss of this run; 0 where there are no experts, or none that are trained."""
+    if spec.language.moe is None or model.freeze_language:
+        return 0.0
+    return spec.language.moe.aux_loss_coef if model.moe_aux_loss is None else model.moe_aux_loss
 
 
 def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
@@ -155,22 +164,27 @@ def _freeze(chunks: Iterable[VisionLanguageModel], model: ModelConfig) -> None:
                 parameter.requires_grad_(False)
 
 
-def chunk_tensors(chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int) -> list[tuple[str, torch.nn.Parameter]]:
-    """(canonical name, parameter) of all chunks of a rank."""
-    return [pair for stage, chunk in enumerate(chunks) for pair in named_tensors(chunk, layout.first_layer(pp_rank, stage))]
+def chunk_tensors(chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int, ep_rank: int = 0) -> list[LiveTensor]:
+    """The parameters of all chunks of a rank under their canonical names."""
+    first_expert = ep_rank * ((chunks[0].config.num_moe_experts or 0) // layout.ep)
+    return [
+        tensor
+        for stage, chunk in enumerate(chunks)
+        for tensor in named_tensors(chunk, layout.first_layer(pp_rank, stage), first_expert)
+    ]
 
 
-def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[tuple[str, torch.nn.Parameter]]) -> dict[str, TensorInfo]:
+def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[LiveTensor]) -> dict[str, TensorInfo]:
     """The table of the model, after checking that the live parameters have the shapes it says.
 
     Raises:
         RuntimeError: a live parameter has no entry or another shape: the table and the modules have drifted apart.
     """
     table = tensor_table(spec)
-    for name, parameter in tensors:
+    for name, parameter, expert in tensors:
         if name not in table:
             raise RuntimeError(f"parameter {name} has no entry in the tensor table (tied: {OUTPUT} is stored as the embedding)")
-        want = table[name].shard_shape(layout.cut)
+        want = table[name].shard_shape(layout.cut)[0 if expert is None else 1 :]
         if tuple(parameter.shape) != want:
             raise RuntimeError(f"parameter {name} has shape {tuple(parameter.shape)}, the table says {want} for {layout.cut}")
     return table

@@ -5,7 +5,8 @@ Both give the same function and, through :mod:`megatron_vl.models.names`, the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron_vl.platform import Platform
 from .attention import PackedAttention
 from .deepstack import DeepStackLayer
 from .fused_layers import FusedMLP, WindowSelfAttention, with_bias
+from .moe import moe_layer
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -99,8 +101,9 @@ def block_spec(
     deepstack: int = 0,
     fused_windows: bool = False,
     recompute_activation: bool = False,
+    experts: Sequence[bool] = (),
 ) -> TransformerBlockSubmodules:
-    """The layers of one TransformerBlock: pre-norm self-attention and MLP, attention packed.
+    """The layers of one TransformerBlock: pre-norm self-attention and MLP (or experts), attention packed.
 
     Args:
         num_layers: layers of this block (of this pipeline chunk).
@@ -108,15 +111,18 @@ def block_spec(
         deepstack: levels of visual features that the model's first layers add to their output.
         fused_windows: window layers take the fused kernel (CUDA).
         recompute_activation: activations of the MLP are computed again in the backward pass.
+        experts: for each layer of this block, whether it has experts in place of the MLP; empty: none has.
     """
     column, row = linears(platform)
     layer_norm: Any = local_norm(config)
+    expert_norm = layer_norm  # apart on all platforms, as the router reads what it gives, too
     head_norm: Any = local_norm(config) if config.qk_layernorm else None
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
         from megatron.core.transformer.identity_op import IdentityOp
 
         column, layer_norm, final_norm = TELayerNormColumnParallelLinear, IdentityOp, TENorm
+        expert_norm = TENorm
         head_norm = TENorm if config.qk_layernorm else None
         column, row = with_bias(column), with_bias(row)
     else:
@@ -144,4 +150,8 @@ def block_spec(
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)
+    layers = [layer] * num_layers
+    if any(experts):
+        submodules = replace(layer.submodules, pre_mlp_layernorm=expert_norm, mlp=moe_layer(platform))
+        layers = [replace(layer, submodules=submodules) if has_experts else layer for has_experts in experts]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_vl.config import Fp8Config, RecomputeConfig
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.modules import ACTIVATIONS
+from megatron_vl.models.moe import moe_settings
 from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform
 
@@ -49,8 +50,13 @@ def language_config(
     sequence_parallel: bool,
     recompute: RecomputeConfig,
     fp8: Fp8Config,
+    aux_loss: float = 0.0,
 ) -> TransformerConfig:
-    """The language model's config, which also steers the pipeline schedules and gradient finalisation."""
+    """The language model's config, which also steers the pipeline schedules and gradient finalisation.
+
+    Args:
+        aux_loss: coefficient of the experts' load-balancing loss; 0: none.
+    """
     m = spec.language
     config = TransformerConfig(
         num_layers=m.num_layers,
@@ -74,6 +80,7 @@ def language_config(
         pipeline_model_parallel_layout=layout.core_string() if layout.pp > 1 else None,
         cross_entropy_loss_fusion=platform.name == "cuda",
         cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
+        **(moe_settings(platform, m, layout, aux_loss=aux_loss) if m.moe else {}),
         **_recompute(platform, recompute.language, recompute.language_modules),
         **_fp8(platform, fp8, dtype),
         **_common(platform, layout, dtype, spec.initializer_range),

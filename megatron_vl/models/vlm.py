@@ -27,6 +27,8 @@ class DeviceRow:
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
+    real_tokens: int
+    """Tokens of samples, before the padded tail; known on the host."""
     position_ids: Tensor
     segments: Segments
     vision: VisionInput | None
@@ -89,11 +91,22 @@ class VisionLanguageModel(MegatronModule):
             decoder_input=decoder_input,
             labels=row.labels[None] if labels else None,
             packed_seq_params=packed_row(row.segments),
+            padding_mask=self._padding_mask(row),
         )
         unused = 0 if self.post_process else self.message_levels - self.levels_out
         if unused:
             out = torch.cat((out, out.new_zeros(out.shape[0] // (1 + self.levels_out) * unused, *out.shape[1:])))
         return out
+
+    def _padding_mask(self, row: DeviceRow) -> Tensor | None:
+        """Which tokens are padding, bool [1, S (/ tp)]; None where no load-balancing loss asks for it."""
+        if not self.config.moe_aux_loss_coeff:
+            return None
+        padding = torch.arange(row.tokens.numel(), device=row.tokens.device) >= row.real_tokens
+        if self.config.sequence_parallel:
+            tp = self.language_model.pg_collection.tp
+            padding = padding.chunk(tp.size())[tp.rank()]
+        return padding[None]
 
     def _embed(self, row: DeviceRow) -> Tensor:
         """Token embeddings with the features in place and the levels of DeepStack, [(1 + levels) * S (/ tp), 1, H].

@@ -1,7 +1,8 @@
 """The process grid: who is who among tensor, pipeline and data parallel ranks.
 
 Ranks are laid out as Megatron-core does (``tp`` fastest, then ``dp``, then ``pp``), so that tensor-parallel peers share
-a node. Core's global groups are the only ones used for training; this module adds what the loader needs.
+a node. To the experts the same ``tp * dp`` ranks of a stage are ``etp`` fastest, then ``ep``, then expert-data-parallel.
+Core's global groups are the only ones used for training; this module adds what the loader needs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_vl.models.tensors import Cut, TensorInfo
 from megatron_vl.platform import Platform
 
 from .layout import Layout
@@ -29,6 +31,12 @@ class Grid:
     pp: int
     dp: int
     vpp: int
+    cut: Cut
+    """Into how many parts tensors are cut."""
+    ep_rank: int
+    etp_rank: int
+    edp_rank: int
+    """Among the ranks that hold the same experts."""
     rank: int
     world_size: int
     replica_group: dist.ProcessGroup
@@ -38,6 +46,16 @@ class Grid:
     replica_gloo: dist.ProcessGroup
     """The same ranks over gloo, for small host-side messages."""
     tp_group: dist.ProcessGroup
+
+    dp_group: dist.ProcessGroup
+
+    def part(self, info: TensorInfo) -> int:
+        """Which part of a tensor this rank holds (see :meth:`Cut.part`)."""
+        return self.cut.part(info, tp_rank=self.tp_rank, ep_rank=self.ep_rank, etp_rank=self.etp_rank)
+
+    def is_first_copy(self, info: TensorInfo) -> bool:
+        """Whether this rank is the first of those that hold the same part of a tensor for different data."""
+        return (self.edp_rank if info.experts else self.dp_rank) == 0
 
     @property
     def owns_loader(self) -> bool:
@@ -76,6 +94,8 @@ def make_grid(layout: Layout) -> Grid:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         create_gloo_process_groups=dist.get_backend() != "fake",
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
     replica = mpu.get_model_parallel_group()
     rank = dist.get_rank()
@@ -96,10 +116,15 @@ def make_grid(layout: Layout) -> Grid:
         pp=layout.pp,
         dp=dp,
         vpp=layout.vpp,
+        cut=layout.cut,
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        edp_rank=mpu.get_expert_data_parallel_rank(),
         rank=rank,
         world_size=dist.get_world_size(),
         replica_group=replica,
         replica_source=min(dist.get_process_group_ranks(replica)),
         replica_gloo=gloo,
         tp_group=mpu.get_tensor_model_parallel_group(),
+        dp_group=mpu.get_data_parallel_group(),
     )

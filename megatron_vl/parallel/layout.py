@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vl.config import ParallelConfig
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.tensors import Cut, LayoutError, TensorInfo, check_cut
 
@@ -111,6 +112,18 @@ def make_layout(
     if min(layers) < 0 or sum(layers) != total:
         raise LayoutError(f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers")
     return Layout(tp, pp, vpp, tuple(layers), ep, etp)
+
+
+def run_layout(spec: ModelSpec, parallel: ParallelConfig) -> Layout:
+    """The layout that a run asks for.
+
+    Raises:
+        LayoutError: it is impossible for this model.
+    """
+    p = parallel
+    if spec.language.moe and p.tp > 1 and not p.sequence_parallel:
+        raise LayoutError(f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank routes tokens of its own")
+    return make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
 
 
 def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:

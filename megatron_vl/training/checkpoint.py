@@ -29,14 +29,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.tensors import Cut, tensor_table
+from megatron_vl.models.names import LiveTensor
+from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.parallel.layout import Layout, read_layout
-from megatron_vl.weights import WeightReader, manifest_digest, write_manifest, write_rank_file
+from megatron_vl.weights import WeightReader, manifest_digest, write_expert_file, write_manifest, write_rank_file
 
 from .optimizer_state import CheckpointError, OptimizerReader, check_hash, host_copy, restore, snapshot, write_hashed
 
@@ -49,9 +50,9 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
-def run_parameters(chunks: list[DistributedDataParallel], layout: Layout, grid: Grid) -> list[tuple[str, nn.Parameter]]:
-    """(canonical name, parameter) of this rank. A tied output layer is a second parameter of the embedding's name."""
-    return chunk_tensors([chunk.module for chunk in chunks], layout, grid.pp_rank)
+def run_parameters(chunks: list[DistributedDataParallel], layout: Layout, grid: Grid) -> list[LiveTensor]:
+    """The parameters of this rank. A tied output layer is a second parameter of the embedding's name."""
+    return chunk_tensors([chunk.module for chunk in chunks], layout, grid.pp_rank, grid.ep_rank)
 
 
 @dataclass
@@ -61,6 +62,8 @@ class Snapshot:
     step: int
     weights: dict[str, Tensor] | None
     """None on all but the first data-parallel replica."""
+    experts: dict[str, Tensor] | None
+    """Stacks of this rank's experts; None on all but the first of the ranks that hold the same ones."""
     optimizer: dict[str, Tensor]
     loader: dict[str, Any] | None
     facts: dict[str, Any]
@@ -82,13 +85,29 @@ def take_snapshot(
         # With the overlapped gather the weights of the last update arrive only with the next forward pass.
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
-    parameters = run_parameters(chunks, layout, grid)
-    weights = None
+    parameters, table = run_parameters(chunks, layout, grid), tensor_table(spec)
+    weights = experts = None
     if grid.dp_rank == 0:
-        table = tensor_table(spec)
-        weights = {name: host_copy(p) for name, p in parameters if layout.stage_of(table[name]) == grid.pp_rank}
+        dense = [t for t in parameters if t.expert is None and layout.stage_of(table[t.name]) == grid.pp_rank]
+        weights = {tensor.name: host_copy(tensor.parameter) for tensor in dense}
+    if spec.language.moe and grid.edp_rank == 0:
+        experts = stack_experts([tensor for tensor in parameters if tensor.expert is not None])
     facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), "dp": grid.dp, **run}
-    return Snapshot(step, weights, snapshot(optimizer, parameters), loader_state, facts)
+    return Snapshot(step, weights, experts, snapshot(optimizer, parameters), loader_state, facts)
+
+
+@torch.no_grad()
+def stack_experts(tensors: list[LiveTensor]) -> dict[str, Tensor]:
+    """Host copies of a rank's experts by canonical name, stacked [E / ep, ...] in the order of their numbers."""
+    numbers: dict[str, list[int]] = {}
+    for name, _, expert in tensors:
+        numbers.setdefault(name, []).append(expert)  # type: ignore[arg-type]
+    stacks: dict[str, Tensor] = {}
+    for name, parameter, expert in tensors:
+        if name not in stacks:
+            stacks[name] = torch.empty(len(numbers[name]), *parameter.shape, dtype=parameter.dtype)
+        stacks[name][expert - min(numbers[name])].copy_(parameter)  # type: ignore[operator]
+    return stacks
 
 
 class CheckpointSaver:
@@ -153,14 +172,18 @@ class CheckpointSaver:
             except OSError:
                 pass  # rank 0 will see the missing marker when this rank stops
 
-    def _write_weights(self, partial: Path, snapshot: Snapshot) -> dict[str, Any] | None:
-        if snapshot.weights is None:
-            return None
-        return write_rank_file(partial / "weights", self.grid.tp_rank, self.grid.pp_rank, snapshot.weights)
+    def _write_weights(self, partial: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+        """The manifest's entries of what this rank writes: none, its dense tensors, its experts, or both."""
+        grid, folder, entries = self.grid, partial / "weights", []
+        if snapshot.weights is not None:
+            entries.append(write_rank_file(folder, grid.tp_rank, grid.pp_rank, snapshot.weights))
+        if snapshot.experts is not None:
+            entries.append(write_expert_file(folder, grid.ep_rank, grid.etp_rank, grid.pp_rank, snapshot.experts))
+        return entries
 
     def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
         """Optimizer and loader state of this rank. Returns path in the checkpoint -> size and hash."""
-        place = {"tp": str(self.grid.tp_rank), "pp": str(self.grid.pp_rank), "dp": str(self.grid.dp_rank)}
+        place = {axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "pp", "dp", "ep", "etp")}
         name = f"optimizer/rank_{self.grid.rank:05d}.safetensors"
         files = {name: write_hashed(partial / name, snapshot.optimizer, place)}
         if snapshot.loader is not None:
@@ -171,7 +194,7 @@ class CheckpointSaver:
     def _commit(self, partial: Path, snapshot: Snapshot) -> None:
         """Waits for all ranks' markers, completes the checkpoint and gives it its name. On rank 0."""
         markers = self._wait_for_markers(partial / "done")
-        entries = [m["weights"] for m in markers if m["weights"]]
+        entries = [entry for marker in markers for entry in marker["weights"]]
         weights = write_manifest(partial / "weights", self.spec, self.layout, entries, {"step": snapshot.step})
         files = {name: facts for marker in markers for name, facts in marker["files"].items()}
         facts = {**snapshot.facts, "files": files, "weights": weights}
@@ -295,9 +318,10 @@ def load(
         raise CheckpointError(f"{reader.path / 'manifest.json'} is not the one that {source / 'run.json'} was written with")
     load_weights(reader, parameters, grid)
     states = {name.removeprefix("optimizer/"): f for name, f in saved["files"].items() if name.startswith("optimizer/")}
-    state = OptimizerReader(source / "optimizer", states, int(saved["layout"]["tp"]))
-    restore(state, optimizer, parameters, tensor_table(spec), grid.tp_rank, grid.tp)
-    if read_layout(spec, saved["layout"]) == layout and saved["dp"] == grid.dp:
+    written = read_layout(spec, saved["layout"])
+    state = OptimizerReader(source / "optimizer", states, written.cut)
+    restore(state, optimizer, parameters, tensor_table(spec), grid)
+    if written == layout and saved["dp"] == grid.dp:
         for name, value in state.rng(f"rank_{grid.rank:05d}.safetensors").items():
             if name == "rng/cpu":
                 torch.set_rng_state(value)
@@ -324,10 +348,12 @@ def _check_data_facts(source: Path, saved: dict[str, Any], now: dict[str, Any]) 
 
 
 @torch.no_grad()
-def load_weights(reader: WeightReader, parameters: list[tuple[str, nn.Parameter]], grid: Grid) -> None:
+def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: Grid) -> None:
     """Fills this rank's parameters from weights of any layout, each rank reading only its own slices."""
-    for name, parameter in parameters:
-        parameter.copy_(reader.get(name, grid.tp_rank, Cut(grid.tp)))
+    for name, parameter, expert in parameters:
+        info = reader.table[name]
+        local = None if expert is None else expert % (info.experts // grid.cut.ep)
+        parameter.copy_(reader.get(name, grid.part(info), grid.cut, local))
 
 
 def verify_files(source: Path) -> list[str]:

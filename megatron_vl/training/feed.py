@@ -183,6 +183,7 @@ def _device_row(described: dict[str, Any], buffer: Tensor) -> DeviceRow:
         tokens=tokens.long(),
         labels=labels.long(),
         loss_mask=mask.float(),
+        real_tokens=sum(described["lengths"]),
         position_ids=positions.view(3, s).long(),
         segments=Segments(cu_seqlens.contiguous(), described["max_seqlen"]),
         vision=None,

@@ -14,7 +14,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
-from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.parallel.layout import Layout, run_layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.weights import WeightReader
 
@@ -77,8 +77,9 @@ def check(config: TrainConfig) -> tuple[ModelSpec, Layout, Platform]:
             f"model.hf {config.model.hf} holds no config.json; give the Hugging Face folder that the model comes from"
         )
     spec = read_spec(config.model.hf)
-    p = config.parallel
-    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers)
+    layout = run_layout(spec, config.parallel)
+    if config.model.moe_aux_loss is not None and spec.language.moe is None:
+        raise RunConfigError(f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty")
     if config.optimizer.cpu_offload and config.checkpoint.dir:
         raise RunConfigError(
             "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a checkpoint reads. "
@@ -97,7 +98,7 @@ def build_model(config: TrainConfig, spec: ModelSpec, layout: Layout, platform: 
 
     norm = read_pixel_norm(config.model.hf)
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
-    tensors = chunk_tensors(chunks, layout, grid.pp_rank)
+    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
     check_tensors(spec, layout, tensors)
     if config.model.checkpoint:
         reader = WeightReader(config.model.checkpoint)

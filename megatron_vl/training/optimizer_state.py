@@ -5,11 +5,13 @@ shard that this data-parallel rank owns, with the master weights and Adam's mome
 ``dist_checkpointing`` is not used: core 0.19.2 packs buckets without their padding and slices them with it, so moments
 land at wrong offsets without a word, and its files are pickled.
 
-Key of a tensor: ``NAME[START:END]/KIND``, KIND one of ``main``, ``exp_avg``, ``exp_avg_sq``, ``step``.
+Key of a tensor: ``NAME[START:END]/KIND``, KIND one of ``main``, ``exp_avg``, ``exp_avg_sq``, ``step``; NAME is followed by
+``#17`` for expert 17 of a stack, whose range is that of its own flattened shard.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import re
@@ -22,9 +24,11 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import Cut, TensorInfo
+from megatron_vl.parallel.grid import Grid
 from megatron_vl.tensor_files import make_header
 from megatron_vl.weights import shard, unshard
 
@@ -41,21 +45,30 @@ class CheckpointError(RuntimeError):
 class OptimizerSlice:
     """A contiguous range of one parameter's flattened shard and the optimizer's fp32 tensors for it on this rank."""
 
-    name: str
-    parameter: nn.Parameter
+    tensor: LiveTensor
     start: int
     end: int
     main: Tensor
     state: dict[str, Any]
     group: dict[str, Any]
 
+    @property
+    def name(self) -> str:
+        """The canonical name; of one expert of a stack, with its number."""
+        return state_name(self.tensor.name, self.tensor.expert)
+
     def key(self, kind: str) -> str:
         return f"{self.name}[{self.start}:{self.end}]/{kind}"
 
 
-def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[tuple[str, nn.Parameter]]) -> Iterator[OptimizerSlice]:
+def state_name(name: str, expert: int | None) -> str:
+    """What the state of a tensor, or of one expert of a stack, is filed under."""
+    return name if expert is None else f"{name}#{expert}"
+
+
+def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) -> Iterator[OptimizerSlice]:
     """What this rank's optimizer holds, parameter by parameter."""
-    names = {id(parameter): name for name, parameter in parameters}
+    tensors = {id(tensor.parameter): tensor for tensor in parameters}
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -66,15 +79,14 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[tuple[str, nn
                 index, order = part.model_param_group_index_map[parameter]
                 group = part.optimizer.param_groups[index]
                 main, span = group["params"][order], part._get_model_param_range_map(parameter)["param"]
-                yield OptimizerSlice(
-                    names[id(parameter)], parameter, span.start, span.end, main, part.optimizer.state[main], group
-                )
+                yield OptimizerSlice(tensors[id(parameter)], span.start, span.end, main, part.optimizer.state[main], group)
             continue
-        for name, parameter in parameters:
-            if parameter.requires_grad:
-                main = getattr(parameter, "main_param", parameter)
-                group = next(g for g in part.optimizer.param_groups if any(p is main for p in g["params"]))
-                yield OptimizerSlice(name, parameter, 0, parameter.numel(), main, part.optimizer.state[main], group)
+        # Experts have an optimizer of their own, so each part of the chain has some of the parameters.
+        groups = {id(main): group for group in part.optimizer.param_groups for main in group["params"]}
+        for tensor in parameters:
+            main = getattr(tensor.parameter, "main_param", tensor.parameter)
+            if id(main) in groups:
+                yield OptimizerSlice(tensor, 0, main.numel(), main, part.optimizer.state[main], groups[id(main)])
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -82,7 +94,7 @@ def host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def snapshot(optimizer: ChainedOptimizer, parameters: list[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+def snapshot(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) -> dict[str, Tensor]:
     """Host copies of this rank's optimizer state and random number generators."""
     tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -158,12 +170,13 @@ class OptimizerReader:
     Args:
         folder: the checkpoint's ``optimizer`` folder.
         files: name -> size and hash, as the checkpoint's ``run.json`` has them.
-        tp: tensor-parallel size that wrote it.
+        cut: how the tensors of what wrote it were cut.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, Mapping[str, Any]], tp: int) -> None:
-        self.folder, self.files, self.tp = folder, files, tp
+    def __init__(self, folder: Path, files: Mapping[str, Mapping[str, Any]], cut: Cut) -> None:
+        self.folder, self.files, self.cut = folder, files, cut
         self._open: dict[str, Any] = {}
+        self._keys: dict[str, frozenset[str]] = {}
         self._pieces: dict[tuple[str, int], list[_Piece]] = {}
         for name in sorted(files):
             self._index(name)
@@ -175,15 +188,17 @@ class OptimizerReader:
         try:
             with safe_open(path, framework="pt") as tensors:
                 metadata, keys = tensors.metadata() or {}, list(tensors.keys())
-                tp_rank = int(metadata["tp"])
+                tp_rank, etp_rank = int(metadata["tp"]), int(metadata.get("etp", 0))
         except (SafetensorError, KeyError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        self._keys[file] = frozenset(keys)
         for key in keys:
             match = _KEY.match(key)
             if match and match["kind"] == "main":
                 # A tied weight has state on two stages; they are equal, so either may serve.
                 piece = _Piece(int(match["start"]), int(match["end"]), file)
-                self._pieces.setdefault((match["name"], tp_rank), []).append(piece)
+                rank = etp_rank if "#" in match["name"] else tp_rank
+                self._pieces.setdefault((match["name"], rank), []).append(piece)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -196,18 +211,18 @@ class OptimizerReader:
             file.__exit__(None, None, None)
         self._open.clear()
 
-    def _range(self, name: str, tp_rank: int, kind: str, start: int, end: int) -> Tensor | None:
-        """Elements ``start:end`` of one written shard; None when this kind was not written (before the first step)."""
+    def _range(self, name: str, rank: int, kind: str, start: int, end: int) -> Tensor | None:
+        """Elements ``start:end`` of what a tensor (or expert tensor) rank wrote; None when not of this kind (before step 1)."""
         out = torch.empty(end - start, dtype=torch.float32)
         at = start
-        for piece in sorted(self._pieces.get((name, tp_rank), [])):
+        for piece in sorted(self._pieces.get((name, rank), [])):
             if piece.end <= at or piece.start >= end:
                 continue
             if piece.start > at:
                 break
             key = f"{name}[{piece.start}:{piece.end}]/{kind}"
             file = self._file(piece.file)
-            if key not in file.keys():
+            if key not in self._keys[piece.file]:
                 return None
             upto = min(end, piece.end)
             out[at - start : upto - start] = file.get_slice(key)[at - piece.start : upto - piece.start]
@@ -216,29 +231,43 @@ class OptimizerReader:
             for file, facts in self.files.items():  # a damaged header hides what its file holds: name that file
                 check_hash(self.folder / file, facts)
             raise CheckpointError(
-                f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {tp_rank}; were other "
+                f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank}; were other "
                 "parts frozen when it was saved? Start a new run from its weights instead (model.checkpoint)"
             )
         return out
 
-    def get(self, info: TensorInfo, kind: str, tp_rank: int, tp: int, start: int, end: int) -> Tensor | None:
-        """Elements ``start:end`` of the flattened shard ``tp_rank`` of ``tp``, from whatever layout is on disk."""
-        if tp == self.tp:
-            return self._range(info.name, tp_rank, kind, start, end)
-        shape = info.shard_shape(Cut(self.tp))
+    def get(
+        self, info: TensorInfo, kind: str, part: int, cut: Cut, start: int, end: int, expert: int | None = None
+    ) -> Tensor | None:
+        """Elements ``start:end`` of a flattened part of a tensor, from whatever layout is on disk.
+
+        Args:
+            part: which part (see :meth:`Cut.part`).
+            cut: how the tensor is to be cut.
+            expert: of a stack of experts, which (counted over all ranks); the range is then that of its own shard.
+        """
+        name, written = state_name(info.name, expert), self.cut
+        if info.experts:
+            # Where an expert lay says nothing of its own matrix, which is cut as tensor parallelism cuts a dense one.
+            info = dataclasses.replace(info, shape=info.shape[1:], experts=0)
+            part, cut, written = part % cut.etp, Cut(cut.etp), Cut(written.etp)
+        if cut.tp == written.tp:
+            return self._range(name, part, kind, start, end)
+        shape = info.shard_shape(written)
         count = torch.Size(shape).numel()
         shards = []
-        for rank in range(self.tp if info.split != "replicated" else 1):
-            part = self._range(info.name, rank, kind, 0, count)
-            if part is None:
+        for rank in range(written.tp if info.split != "replicated" else 1):
+            piece = self._range(name, rank, kind, 0, count)
+            if piece is None:
                 return None
-            shards.append(part.view(shape))
-        full = unshard(shards, info, Cut(self.tp)) if info.split != "replicated" else shards[0]
-        return shard(full, info, tp_rank, Cut(tp)).reshape(-1)[start:end].clone()
+            shards.append(piece.view(shape))
+        full = unshard(shards, info, written) if info.split != "replicated" else shards[0]
+        return shard(full, info, part, cut).reshape(-1)[start:end].clone()
 
     def step(self, name: str) -> int:
         """Adam's step count of a parameter."""
-        pieces = next((p for (n, _), p in self._pieces.items() if n == name), [])
+        ranks = range(max(self.cut.tp, self.cut.etp))
+        pieces = next((self._pieces[name, rank] for rank in ranks if (name, rank) in self._pieces), [])
         if not pieces:
             return 0
         piece = pieces[0]
@@ -256,20 +285,19 @@ class OptimizerReader:
 def restore(
     reader: OptimizerReader,
     optimizer: ChainedOptimizer,
-    parameters: list[tuple[str, nn.Parameter]],
+    parameters: list[LiveTensor],
     table: Mapping[str, TensorInfo],
-    tp_rank: int,
-    tp: int,
+    grid: Grid,
 ) -> None:
     """Fills this rank's master weights and moments from a checkpoint of any layout."""
     fused = any(type(getattr(part, "optimizer", None)).__name__ == "FusedAdam" for part in optimizer.chained_optimizers)
     for piece in optimizer_slices(optimizer, parameters):
-        info = table[piece.name]
-        main = reader.get(info, "main", tp_rank, tp, piece.start, piece.end)
+        info, expert = table[piece.tensor.name], piece.tensor.expert
+        main = reader.get(info, "main", grid.part(info), grid.cut, piece.start, piece.end, expert)
         assert main is not None
         piece.main.copy_(main.view_as(piece.main))
         for kind in KINDS[1:]:
-            moment = reader.get(info, kind, tp_rank, tp, piece.start, piece.end)
+            moment = reader.get(info, kind, grid.part(info), grid.cut, piece.start, piece.end, expert)
             if moment is not None:
                 piece.state[kind] = moment.view_as(piece.main).to(piece.main.device)
         step = reader.step(piece.name)

@@ -21,6 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.models.moe import begin_step, expert_load
 from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
 from megatron_vl.parallel.grid import Grid
 
@@ -37,6 +38,8 @@ class StepResult:
     grad_norm: float
     updated: bool
     """False when loss or gradient was not finite and the step was skipped."""
+    expert_load: Tensor | None = None
+    """Tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
     failed: bool = False
     """Whether any rank reported a failure that lies outside the step (a checkpoint that could not be written)."""
 
@@ -82,6 +85,8 @@ def run_schedule(
     forward_only: bool = False,
 ) -> list[dict[str, Tensor]]:
     """Forward (and backward) of all rows through this rank's chunks. Returns the reports; empty off the last stage."""
+    if not forward_only:
+        begin_step(chunks, rows)
     iterators = [iter(rows) for _ in chunks]
     # Core takes the size of its messages, and nothing else, from the length; levels of DeepStack travel behind the hidden state.
     parts = 1 + get_attr_wrapped_model(chunks[0], "message_levels")
@@ -116,7 +121,9 @@ def train_step(
     loss_sum, tokens, failures = reduce_losses(reports, grid, rows[0].tokens.device, failed)
     loss = loss_sum / max(tokens, 1)
     updated, norm = update(optimizer, math.isfinite(loss))
-    return StepResult(loss, tokens, norm, updated, failures > 0)
+    core = chunks[0].config
+    load = expert_load(chunks, core.num_layers, core.num_moe_experts) if core.num_moe_experts else None
+    return StepResult(loss, tokens, norm, updated, load, failures > 0)
 
 
 def reduce_losses(

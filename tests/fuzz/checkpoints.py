@@ -30,7 +30,7 @@ import torch
 
 from converters.convert import convert
 from megatron_vl.config import parse_config
-from megatron_vl.models.tensors import Cut, tensor_table
+from megatron_vl.models.tensors import WHOLE, Cut, tensor_table
 from megatron_vl.parallel.layout import make_layout
 from megatron_vl.tensor_files import WeightsError, read_header
 from megatron_vl.weights import MANIFEST, WeightReader, manifest_digest, shard, write_manifest, write_rank_file
@@ -334,14 +334,14 @@ class Bench:
             (out / "optimizer").mkdir()
             files = {name: facts for name, facts in saved["files"].items() if name.startswith("loader/")}
             states = {name[10:]: facts for name, facts in saved["files"].items() if name.startswith("optimizer/")}
-            state, entries = OptimizerReader(source / "optimizer", states, 1), []
+            state, entries = OptimizerReader(source / "optimizer", states, WHOLE), []
             for rank, (pp, tp) in enumerate((pp, tp) for pp in range(2) for tp in range(2)):
                 tensors = dict(state.rng("rank_00000.safetensors"))
                 infos = [info for info in table.values() if layout.stage_of(info) == pp]
                 for info in infos:
                     count = torch.Size(info.shard_shape(layout.cut)).numel()
                     for kind in KINDS:
-                        moment = state.get(info, kind, tp, 2, 0, count)
+                        moment = state.get(info, kind, tp, layout.cut, 0, count)
                         assert moment is not None
                         tensors[f"{info.name}[0:{count}]/{kind}"] = moment
                     tensors[f"{info.name}[0:{count}]/step"] = torch.tensor([state.step(info.name)])
@@ -400,7 +400,9 @@ class Bench:
         run, parameters = self.run, saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
         torch.manual_seed(0)
         with torch.no_grad():
-            for tensor in [p for _, p in parameters] + [piece.main for piece in optimizer_slices(run.optimizer, parameters)]:
+            for tensor in [live.parameter for live in parameters] + [
+                piece.main for piece in optimizer_slices(run.optimizer, parameters)
+            ]:
                 tensor.fill_(7)
             for piece in optimizer_slices(run.optimizer, parameters):
                 for key, value in piece.state.items():
@@ -415,7 +417,7 @@ class Bench:
             raise Refused(str(error)) from error
         digest = hashlib.sha256(json.dumps([step, loader], sort_keys=True).encode())
         digest.update(torch.get_rng_state().numpy().tobytes())
-        for name, parameter in parameters:
+        for name, parameter, _ in parameters:
             digest.update(name.encode() + parameter.detach().numpy().tobytes())
         for piece in optimizer_slices(run.optimizer, parameters):
             for key in sorted(piece.state):

@@ -99,10 +99,11 @@ def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, t
         + """
 set_learning_rates(optimizer, config, 0)
 names = {id(p): n for n, p in chunks[0].named_parameters()}
+from megatron_vl.models.names import LiveTensor
 from megatron_vl.training.optimizer_state import optimizer_slices
 RESULT = {}
-for piece in optimizer_slices(optimizer, [(n, p) for n, p in chunks[0].named_parameters()]):
-    RESULT[piece.name] = [piece.group["lr"], piece.group["weight_decay"], piece.parameter.dim()]
+for piece in optimizer_slices(optimizer, [LiveTensor(n, p) for n, p in chunks[0].named_parameters()]):
+    RESULT[piece.name] = [piece.group["lr"], piece.group["weight_decay"], piece.tensor.parameter.dim()]
 """,
         HF=str(tiny_checkpoint(family)),
     )

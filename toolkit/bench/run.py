@@ -25,7 +25,7 @@ from megatron_vl.data.row import Row, pin
 from megatron_vl.models.build import build_chunks
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
-from megatron_vl.parallel.layout import make_layout
+from megatron_vl.parallel.layout import run_layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.flops import peak_tflops
@@ -57,8 +57,7 @@ class Live:
 def run(options: Options) -> None:
     """Measures all workloads and reports them on rank 0. Collective."""
     config, spec = options.config, options.spec()
-    p = config.parallel
-    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers)
+    layout = run_layout(spec, config.parallel)
     platform = get_platform(config.platform)
     init_distributed(platform)
     dp = validate(config, dist.get_world_size())

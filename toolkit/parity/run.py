@@ -27,6 +27,7 @@ from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import part_of, tensor_table
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.parallel.layout import Layout, make_layout
@@ -66,6 +67,8 @@ class Case:
     pp: int = 1
     vpp: int = 1
     layers: list[int] | None = None
+    ep: int = 1
+    etp: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
     overlap: bool = False
@@ -91,6 +94,7 @@ class Case:
                 freeze_vision="vision" in self.freeze,
                 freeze_merger="merger" in self.freeze,
                 freeze_language="language" in self.freeze,
+                moe_aux_loss=0.0,  # transformers leaves it out unless asked; tests/models/test_moe.py compares it
             ),
             recompute=RecomputeConfig(**self.recompute),
             parallel=ParallelConfig(
@@ -98,6 +102,8 @@ class Case:
                 pp=self.pp,
                 vpp=self.vpp,
                 layers=self.layers,
+                ep=self.ep,
+                etp=self.etp,
                 sequence_parallel=self.sequence_parallel,
                 distributed_optimizer=self.distributed_optimizer,
                 overlap_grad_reduce=self.overlap,
@@ -117,7 +123,7 @@ class Live:
     grid: Grid
     wrapped: list[Any]
     optimizer: Any
-    tensors: list[tuple[str, torch.nn.Parameter]]
+    tensors: list[LiveTensor]
 
     def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
         """This rank's rows of one step."""
@@ -129,11 +135,11 @@ def build(case: Case, platform: Platform) -> Live:
     """Collective."""
     config = case.config
     spec = read_spec(case.hf)
-    layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers)
+    layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp)
     grid = make_grid(layout)
     norm = read_pixel_norm(case.hf)
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
-    tensors = chunk_tensors(chunks, layout, grid.pp_rank)
+    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
     check_tensors(spec, layout, tensors)
     checkpoint.load_weights(WeightReader(case.weights), tensors, grid)
     wrapped = wrap(config, chunks)
@@ -160,7 +166,7 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
         optimizer.zero_grad()
         reports = run_schedule(wrapped, data.rows, seq_len=case.seq_len)
         loss_sum, tokens, _ = reduce_losses(reports, grid, platform.device)
-        gradients = collect_gradients(wrapped, live.tensors, grid)
+        gradients = collect_gradients(wrapped, live.tensors, grid, spec)
         optimizer.prepare_grads()
         optimizer.step_with_ready_grads()
         if grid.rank == 0:
@@ -185,29 +191,39 @@ def local_rows(samples: list[list[Sample]], grid: Grid, spec: ModelSpec, seq_len
 
 
 def collect_gradients(
-    wrapped: list[Any], tensors: list[tuple[str, torch.nn.Parameter]], grid: Grid
-) -> dict[tuple[int, int, int], dict[str, Tensor]]:
-    """(pp, tp, copy) -> name -> gradient shard of data-parallel rank 0, gathered on rank 0.
+    wrapped: list[Any], tensors: list[LiveTensor], grid: Grid, spec: ModelSpec
+) -> dict[str, list[dict[int, Tensor]]]:
+    """Name -> for each copy (of a tied tensor: one on each of two stages) -> part (see :meth:`Cut.part`) -> gradient.
 
-    With the distributed optimizer each rank holds only its reduced slice of every bucket; the slices are joined first.
+    Of ranks that hold the same part for different data, the first gives its own. With the distributed optimizer each rank
+    holds only its reduced slice of every bucket; the slices are joined first.
     """
     for chunk in wrapped:
         if chunk.ddp_config.use_distributed_optimizer:
-            for buffer in chunk.buffers:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                group = buffer.data_parallel_group
                 for bucket in buffer.buckets:
-                    shards = bucket.grad_data.chunk(grid.dp)
-                    own = shards[grid.dp_rank].clone()
-                    dist.all_gather(list(shards), own, group=buffer.data_parallel_group)
-    mine: dict[tuple[int, int, int], dict[str, Tensor]] = {}
-    if grid.dp_rank == 0:
-        copies: dict[str, int] = {}
-        for name, parameter in tensors:
-            if parameter.requires_grad:
-                copy = copies[name] = copies.get(name, -1) + 1
-                mine.setdefault((grid.pp_rank, grid.tp_rank, copy), {})[name] = _main_grad(parameter)
+                    shards = bucket.grad_data.chunk(group.size())
+                    dist.all_gather(list(shards), shards[group.rank()].clone(), group=group)
+    table, mine = tensor_table(spec), {}
+    stacks: dict[str, list[Tensor]] = {}
+    copies: dict[str, int] = {}
+    for name, parameter, expert in tensors:
+        if not parameter.requires_grad or not grid.is_first_copy(table[name]):
+            continue
+        if expert is not None:
+            stacks.setdefault(name, []).append(_main_grad(parameter))  # in the order of their numbers
+            continue
+        copy = copies[name] = copies.get(name, -1) + 1
+        mine[name, (grid.pp_rank, copy), grid.part(table[name])] = _main_grad(parameter)
+    mine |= {(name, (grid.pp_rank, 0), grid.part(table[name])): torch.stack(stack) for name, stack in stacks.items()}
     everyone: list[Any] = [None] * grid.world_size
     dist.all_gather_object(everyone, mine)
-    return {place: grads for part in everyone for place, grads in part.items()}
+    gradients: dict[str, dict[tuple[int, int], dict[int, Tensor]]] = {}
+    for given in everyone:
+        for (name, place, part), gradient in given.items():
+            gradients.setdefault(name, {}).setdefault(place, {})[part] = gradient
+    return {name: list(places.values()) for name, places in gradients.items()}
 
 
 def _main_grad(parameter: Any) -> Tensor:
@@ -220,7 +236,7 @@ def compare(
     spec: ModelSpec,
     layout: Layout,
     loss: float,
-    gradients: dict[tuple[int, int, int], dict[str, Tensor]],
+    gradients: dict[str, list[dict[int, Tensor]]],
     samples: list[Sample],
     models: Any,
 ) -> dict[str, Any]:
@@ -228,15 +244,11 @@ def compare(
     want_loss, want, noise = models(samples)
     errors: dict[str, float] = {}
     table = tensor_table(spec)
-    for (pp, tp, copy), grads in gradients.items():
-        if tp:
-            continue
-        for name in grads:
-            shards = [gradients[pp, t, copy][name] for t in range(layout.tp)]
-            info = table[name]
-            candidates = shards if info.split == "replicated" else [unshard(shards, info, layout.cut)]
-            scale = want[name].norm().item()
-            for candidate in candidates:
+    for name, copies in gradients.items():
+        info, scale = table[name], want[name].norm().item()
+        for parts in copies:
+            shards = [parts[part] for part in range(layout.cut.parts(info))]
+            for candidate in shards if info.split == "replicated" else [unshard(shards, info, layout.cut)]:
                 error = (candidate - want[name]).norm().item() / scale if scale else candidate.norm().item()
                 errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
     trained = {name for name in table if part_of(name) not in case.freeze}

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_vl.data.assemble import Sample
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.families import read_spec
-from megatron_vl.models.tensors import tensor_table
+from megatron_vl.models.tensors import WHOLE, TensorInfo, tensor_table
 from megatron_vl.platform import Platform
 from megatron_vl.training.checkpoint import CheckpointSaver, read_run, step_folder, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
@@ -96,18 +96,26 @@ def saved_state(live: Live, step: int) -> dict[str, dict[str, Tensor]]:
     if live.grid.rank == 0:
         source = step_folder(folder, step)
         files = {name.removeprefix("optimizer/"): facts for name, facts in read_run(source)["files"].items()}
-        reader, weights = OptimizerReader(source / "optimizer", files, live.layout.tp), WeightReader(source / "weights")
+        reader, weights = OptimizerReader(source / "optimizer", files, live.layout.cut), WeightReader(source / "weights")
         table = tensor_table(live.spec)
         state["weights"] = {name: weights.get(name).float().clone() for name in table}
         for kind in ("main", "exp_avg", "exp_avg_sq"):
             state[kind] = {}
             for name, info in table.items():
-                tensor = reader.get(info, kind, 0, 1, 0, torch.Size(info.shape).numel())
-                assert tensor is not None
-                state[kind][name] = tensor.view(info.shape)
+                state[kind][name] = full_state(reader, info, kind)
         reader.close()
         shutil.rmtree(folder)
     return state
+
+
+def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
+    """Optimizer state of a whole tensor."""
+    one = info.shape[1:] if info.experts else info.shape
+    pieces = [
+        reader.get(info, kind, 0, WHOLE, 0, torch.Size(one).numel(), expert)
+        for expert in (range(info.experts) if info.experts else [None])
+    ]
+    return torch.cat([piece for piece in pieces if piece is not None]).view(info.shape)
 
 
 def reference_training(case: Case, batches: list[list[Sample]]) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_vl.config import TrainConfig, validate
 from megatron_vl.models.families import ModelSpec
-from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.parallel.layout import Layout, run_layout
 from megatron_vl.platform import Platform, get_platform
 
 
@@ -60,7 +60,7 @@ def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[lis
     """
     validate(config, world_size)
     p = config.parallel
-    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+    layout = run_layout(spec, p)
     return [_build_rank(config, spec, layout, stage, world_size) for stage in range(p.pp)]
 
 
@@ -81,7 +81,7 @@ def _build_rank(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int
             chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
         tensors = chunk_tensors(chunks, layout, stage)
         check_tensors(spec, layout, tensors)
-        return [BuiltTensor(name, tuple(p.shape), p.requires_grad) for name, p in tensors]
+        return [BuiltTensor(name, tuple(p.shape), p.requires_grad) for name, p, _ in tensors]
     finally:
         from megatron.core import parallel_state as mpu
 

@@ -27,7 +27,7 @@ from megatron_vl.config import TrainConfig, validate
 from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.models.families.base import MoeSpec
 from megatron_vl.models.tensors import EMBEDDING, TensorInfo, part_of, tensor_table
-from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.parallel.layout import Layout, run_layout
 
 GIB = 2**30
 GPU_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
@@ -84,7 +84,7 @@ def estimate(config: TrainConfig, spec: ModelSpec, world_size: int, patches: int
     """
     dp = validate(config, world_size)
     p = config.parallel
-    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+    layout = run_layout(spec, p)
     most = config.data.seq_len * spec.vision.merge_unit
     if patches is None:
         patches = min(most, config.data.max_patches or most)
