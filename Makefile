@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Run by `make docs`, hence not again by `make test`.
 DOC_TESTS := tests/test_docs.py tests/test_examples.py
 
-.PHONY: help demo test check lint types docs setup lock clean
+.PHONY: help demo test check lint types docs setup eval lock clean
 
 help:            ## what can be made
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
@@ -37,7 +37,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
 	touch $@
 
-lock: $(READY)   ## constraints.txt from what is installed now
+eval: $(VENV)/.ready-eval ## setup with VLMEvalKit, for `megatron-vl evaluate` and its tests (needs a C compiler)
+
+$(VENV)/.ready-eval: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[dev,eval]' -c constraints.txt
+	touch $(READY) $@
+
+lock: eval       ## constraints.txt from what is installed now
 	( echo '# Exact versions of the development environment; written by `make lock`.'; \
 	  $(BIN)/python -m pip freeze --exclude-editable ) > constraints.tmp && mv constraints.tmp constraints.txt
 

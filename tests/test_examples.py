@@ -68,6 +68,21 @@ def test_weights_are_split_as_the_yaml_says(folder):
         )
 
 
+@pytest.mark.parametrize("folder", EXAMPLES, ids=name)
+def test_evaluation_is_of_the_yamls_weights_and_run(folder):
+    """That such a script runs is shown by tests/toolkit/test_evaluate.py, where VLMEvalKit is installed."""
+    config = parse_config(["--config", str(folder / "pretrain.yaml")])
+    text = (folder / "evaluate.sh").read_text()
+    defaults = dict(re.findall(r"^(\w+)=\$\{\1:-(.+)\}$", text, re.MULTILINE))
+    paths = (config.model.hf, config.model.checkpoint, config.checkpoint.dir)
+    assert (defaults["HF"], defaults["SHARDS"], defaults["RUN"]) == paths
+    commands = [line.removesuffix(' "$@"') for line in logical_lines(text) if line.startswith("megatron-vl")]
+    shards, run, evaluated = (megatron_vl_arguments(line) for line in commands)
+    assert (shards.command, run.command, evaluated.command) == ("export", "export", "evaluate")
+    assert evaluated.original == shards.hf == run.hf and evaluated.converted.name == "converted"
+    assert evaluated.gpus_per_process == (4 if "72B" in config.model.hf else 1)
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=name)
 def test_scripts_parse_and_can_be_started(script):
     subprocess.run(["bash", "-n", str(script)], check=True)

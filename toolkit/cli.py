@@ -10,6 +10,7 @@ COMMANDS = {
     "weights": "convert, split, merge, export, verify",
     "data": "data convert",
     "checkpoint": "checkpoint show, checkpoint verify",
+    "evaluate": "evaluate",
     "demo": "demo",
     "bench": "bench",
 }

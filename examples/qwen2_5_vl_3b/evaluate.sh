@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Qwen2.5-VL-3B-Instruct: is the checkpoint that comes back from the layout of pretrain.yaml the original, down to a benchmark's scores? And what does
+# the trained one score, once there is one? Needs the eval extra. Options behind it go to `megatron-vl evaluate`.
+set -euo pipefail
+HF=${HF:-checkpoints/Qwen2.5-VL-3B-Instruct}
+SHARDS=${SHARDS:-checkpoints/qwen2_5_vl_3b-tp1-pp1}
+RUN=${RUN:-runs/qwen2_5_vl_3b}
+DATA=${DATA:-MMBench_DEV_EN_V11}
+OUT=${OUT:-evaluation/qwen2_5_vl_3b}
+
+megatron-vl export --checkpoint "$SHARDS" --hf "$HF" --out "$OUT/converted" --force
+if [ -f "$RUN/latest.json" ]; then
+  megatron-vl export --checkpoint "$RUN" --hf "$HF" --out "$OUT/trained" --force
+  set -- --trained "$OUT/trained" "$@"
+fi
+megatron-vl evaluate --original "$HF" --converted "$OUT/converted" --data "$DATA" --out "$OUT/report" "$@"

@@ -1,0 +1,198 @@
+"""`megatron-vl evaluate` with the real VLMEvalKit: an example's script from shards to scores, damage, tables that are refused."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from converters.convert import convert, export, reshard
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+from toolkit.hf import load_model, load_processor
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval")
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
+QUICK = ["--dtype", "float32", "--max-new-tokens", "1"]
+
+
+def photographs() -> list[Image.Image]:
+    from skimage import data
+
+    pictures = [Image.fromarray(getattr(data, name)()) for name in ("astronaut", "chelsea", "coffee", "rocket")]
+    for picture in pictures:
+        picture.thumbnail((160, 160))
+    return pictures
+
+
+def write_table(path: Path, rows: list[list[object]], columns: tuple[str, ...] = COLUMNS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows([columns, *rows])
+    return path
+
+
+def encoded(picture: Image.Image) -> str:
+    data = io.BytesIO()
+    picture.save(data, "PNG")
+    return base64.b64encode(data.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Path:
+    """Eight questions about four photographs; right answers A, B, C, D in turn."""
+    pictures, options = photographs(), ("a person", "a cat", "a cup", "a rocket")
+    rows = [[i + 1, encoded(pictures[i // 2]), f"What is in picture {i}?", *options, "ABCD"[i // 2]] for i in range(8)]
+    return write_table(tmp_path_factory.mktemp("LMUData") / "photographs.tsv", rows)
+
+
+def answers_letters(folder: Path, seed: int) -> Path:
+    """Makes a tiny checkpoint whose first token is always one of A to D, by what it sees."""
+    tokens = load_processor(folder).tokenizer
+    letters = [tokens.convert_tokens_to_ids(letter) for letter in "ABCD"]
+    file = next(file for file in folder.glob("*.safetensors") if "lm_head.weight" in load_file(file))
+    tensors = load_file(file)
+    head = torch.zeros_like(tensors["lm_head.weight"])
+    rows = torch.randn(2, head.shape[1], generator=torch.Generator().manual_seed(seed))
+    head[letters] = torch.cat([rows, -rows]).to(head.dtype)  # one of four is always above the zero of all others
+    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("original") / "hf"
+    shutil.copytree(tiny_checkpoint("qwen2_5_vl", layers=28), folder)
+    return answers_letters(folder, 0)
+
+
+@pytest.fixture(scope="module")
+def converted(original, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("converted")
+    convert(original, folder / "shards", {"tp": 2, "pp": 2, "layers": [10, 18]})
+    export(folder / "shards", original, folder / "hf")
+    return folder / "hf"
+
+
+def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
+    """What transformers says first to VLMEvalKit's words about the table's own pictures."""
+    with table.open(newline="") as file:
+        pictures = {row["index"]: row["image"] for row in csv.DictReader(file, delimiter="\t")}
+    processor, model = load_processor(folder), load_model(folder, torch.float32)
+    answers = []
+    for line in lines:
+        content = [{"type": "image"}, {"type": "text", "text": line["question"]}]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+        picture = Image.open(io.BytesIO(base64.b64decode(pictures[line["index"]]))).convert("RGB")
+        batch = processor(text=[text], images=[picture], return_tensors="pt")
+        with torch.no_grad():
+            answers.append(processor.decode(model(**batch).logits[0, -1].argmax()))
+    return answers
+
+
+@pytest.mark.slow
+def test_an_examples_script_scores_original_round_trip_and_training(original, table, tmp_path):
+    """Two processes share the questions; answers and scores are those that transformers and counting give."""
+    full, shards, run = tmp_path / "full", tmp_path / "shards", tmp_path / "run"
+    convert(original, shards, {"tp": 2, "pp": 2, "layers": [10, 18]})
+    other = shutil.copytree(tiny_checkpoint("qwen2_5_vl", layers=28), tmp_path / "other")
+    convert(answers_letters(other, 1), full)
+    reshard(full, run / "step_00000003" / "weights", {"tp": 2, "pp": 1})
+    (run / "latest.json").write_text('{"step": 3}')
+
+    environment = {"HF": original, "SHARDS": shards, "RUN": run, "DATA": table.stem, "OUT": tmp_path / "out"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command = [ROOT / "examples" / "qwen2_5_vl_7b" / "evaluate.sh", "--lmu-data", table.parent, "--processes", "2", *QUICK]
+    done = subprocess.run(
+        list(map(str, command)), env=os.environ | {k: str(v) for k, v in environment.items()}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+    report = json.loads((tmp_path / "out" / "report" / "report.json").read_text())
+    assert [gate["name"] for gate in report["gates"]] == ["tensors", "logits", "text", "scores"] and report["passed"]
+    assert report["questions"] == 8 and report["settings"]["processes"] == 2
+    for role, folder in (("original", original), ("trained", other)):
+        lines = answers_of(tmp_path / "out" / "report", role)
+        assert len({(line["index"]) for line in lines}) == 8
+        assert [line["answer"] for line in lines] == first_answers(folder, lines, table)
+        right = sum(line["answer"] == line["expected"] for line in lines)
+        assert report["checkpoints"][role]["metrics"]["split=none|Overall"] == pytest.approx(right / 8)
+    assert report["checkpoints"]["original"]["metrics"] == report["checkpoints"]["converted"]["metrics"]
+    page = (tmp_path / "out" / "report" / "report.html").read_text()
+    assert page.count("data:image/jpeg;base64,") == 8 and "http" not in page and "<script" not in page
+
+
+def answers_of(out: Path, role: str) -> list[dict]:
+    files = sorted(next((out / "work").glob(f"{role}-*")).glob("answers_*.jsonl"))
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sorted(lines, key=lambda line: line["number"])
+
+
+@pytest.fixture(scope="module")
+def damaged(converted, tmp_path_factory) -> Path:
+    """The heads of one k_proj in the other order, as a wrong conversion of grouped queries would leave them."""
+    folder = shutil.copytree(converted, tmp_path_factory.mktemp("damaged") / "hf")
+    name = "model.layers.5.self_attn.k_proj.weight"
+    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(file)
+    save_file(tensors | {name: torch.cat(tensors[name].chunk(2)[::-1])}, file, metadata={"format": "pt"})
+    return folder
+
+
+def run(original: Path, converted: Path, table: Path, out: Path, *options: str) -> tuple[int, dict]:
+    folders = ["--original", str(original), "--converted", str(converted), "--out", str(out)]
+    code = main(["evaluate", *folders, "--data", table.stem, "--lmu-data", str(table.parent), *QUICK, *options])
+    report = out / "report.json"
+    return code, json.loads(report.read_text()) if report.is_file() else {}
+
+
+def test_one_permuted_projection_fails_before_a_question_is_asked(original, damaged, table, tmp_path, capsys):
+    code, report = run(original, damaged, table, tmp_path / "out")
+    assert code == 1 and not report["passed"]
+    assert [gate["passed"] for gate in report["gates"]] == [False, None, None, None]
+    assert "k_proj" in report["gates"][0]["details"][0] and "k_proj" in capsys.readouterr().out
+    assert not list((tmp_path / "out" / "work").glob("worker*"))
+
+
+@pytest.mark.slow
+def test_later_gates_fail_by_themselves(original, damaged, tmp_path, capsys):
+    """The logits see the permuted projection. VLMEvalKit answers a table of open questions, raises NotImplementedError when it
+    should judge them, and ends with 0: the missing score is a failure here."""
+    columns = ("index", "image", "question", "answer")
+    table = write_table(tmp_path / "open.tsv", [[1, encoded(photographs()[0]), "Who?", "her"]], columns)
+    code, report = run(original, damaged, table, tmp_path / "out", "--keep-going", "--json")
+    assert code == 1 and json.loads(capsys.readouterr().out) == report
+    gates = {gate["name"]: gate for gate in report["gates"]}
+    assert gates["tensors"]["passed"] is gates["logits"]["passed"] is gates["scores"]["passed"] is False
+    assert gates["logits"]["measured"].startswith("1 of 1 prompts differ")
+    assert "no metric; " in gates["scores"]["details"][0] and report["questions"] == 1
+
+
+def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, capsys):
+    def refused(*options: str, hf: Path = original, out: Path = tmp_path / "out") -> str:
+        assert run(hf, converted, table, out, *options)[0] == 2
+        return capsys.readouterr().err
+
+    assert "other.tsv does not exist" in refused("--data", "other")
+    assert "config.json is missing" in refused(hf=tmp_path)
+    assert "--limit 0 must be at least 1" in refused("--limit", "0")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    assert "is not empty" in refused(out=tmp_path / "full")
+    with pytest.raises(SystemExit) as error:
+        main(["evaluate", "--original", str(original)])
+    assert error.value.code == 2

@@ -1,0 +1,89 @@
+"""A data set's table of questions, checked before a prompt is made of it.
+
+VLMEvalKit 0.0.20 trusts its tables: it evaluates cells as Python, writes pictures to paths made of cells, and opens any
+path or address it finds in one. A table may come from anybody; :mod:`worker` takes the evaluation away, and here are the
+paths and the pictures.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from data_tools.formats import RecordError
+from data_tools.media import resolve
+from megatron_vl.data.pixels import PixelError, open_image
+
+INDEX = re.compile(r"\w[\w .,:+=-]{0,200}")
+REFERENCE = 64
+"""An ``image`` of at most this many characters is the index of the row whose picture is meant, as in VLMEvalKit."""
+
+
+class TableError(ValueError):
+    """A table that is not used; the message names row and column."""
+
+
+def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int) -> None:
+    """Raises TableError at the first row with a path that leaves its folder or a picture that cannot be used.
+
+    Args:
+        rows: column -> value, as VLMEvalKit has read them; ``image`` and ``image_path`` may be lists.
+        root: folder of the data sets; pictures that lie in files must be inside it.
+        max_pixels: largest picture, by its header.
+    """
+    indices = set()
+    for number, row in enumerate(rows, 1):
+        index = str(row.get("index"))
+        if not INDEX.fullmatch(index):
+            raise TableError(f"row {number}: index {index[:80]!r} cannot be part of a file name; letters, digits and _ can")
+        if index in indices:
+            raise TableError(f"row {number}: index {index!r} is there twice")
+        indices.add(index)
+        images = _listed(row.get("image"), number)
+        for data in images:
+            _check_picture(data, number, max_pixels)
+        for path in _listed(row.get("image_path"), number):
+            _check_path(path, number, root, written=bool(images), max_pixels=max_pixels)
+
+
+def _listed(value: Any, number: int) -> list[str]:
+    """The strings of a cell that holds one, or a list of them written down or read already."""
+    if value is None or (isinstance(value, float) and value != value):
+        return []
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            raise TableError(f"row {number}: {value[:80]!r} is not a list of strings") from error
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(part, str) for part in values):
+        raise TableError(f"row {number}: image and image_path must be strings or lists of strings")
+    return values
+
+
+def _check_picture(data: str, number: int, max_pixels: int) -> None:
+    if len(data) <= REFERENCE:
+        return
+    try:
+        open_image(base64.b64decode(data, validate=True), max_pixels).close()
+    except (PixelError, binascii.Error, ValueError) as error:
+        raise TableError(f"row {number}: column image: {error}") from error
+
+
+def _check_path(path: str, number: int, root: Path, *, written: bool, max_pixels: int) -> None:
+    """``written``: the picture is in the table, and VLMEvalKit writes it to this path in a folder of its own."""
+    if written:
+        parts = PurePosixPath(path).parts
+        if path.startswith("/") or ".." in parts or "\0" in path or not parts:
+            raise TableError(f"row {number}: image_path {path[:200]!r} leaves the folder of pictures")
+        return
+    try:
+        with open_image(resolve(path, root.resolve()).read_bytes(), max_pixels):
+            pass
+    except (RecordError, PixelError, OSError) as error:
+        raise TableError(f"row {number}: image_path: {error}; pictures must be inside {root}") from error
