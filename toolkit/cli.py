@@ -11,6 +11,7 @@ COMMANDS = {
     "data": "data convert",
     "checkpoint": "checkpoint show, checkpoint verify",
     "evaluate": "evaluate",
+    "parity": "parity",
     "demo": "demo",
     "bench": "bench",
 }

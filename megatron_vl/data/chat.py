@@ -116,11 +116,26 @@ class ChatEncoder:
         for start, end in inserted:
             learnt &= (offsets[:, 1] <= start) | (offsets[:, 0] >= end)
         learnt &= ~is_media
-        # Repeating the ids equals tokenizing the repeated text: special tokens are cut out before anything is merged.
-        repeats = torch.ones(len(ids), dtype=torch.int64)
+        repeats = self._repeats(is_media, grids)
+        return ids.repeat_interleave(repeats), learnt.repeat_interleave(repeats)
+
+    def encode_prompt(self, messages: Sequence[dict[str, Any]], grids: Sequence[Grid]) -> Tensor:
+        """Token ids int64 [n] up to the header of the assistant's next turn, placeholders expanded; else as :meth:`encode`."""
+        text = self.render(messages, generation_prompt=True)
+        self._check_placeholders(text, grids)
+        ids = torch.tensor(self.tokenizer(self._write_times(text, [], grids)[0])["input_ids"], dtype=torch.int64)
+        is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
+        return ids.repeat_interleave(self._repeats(is_media, grids))
+
+    def _repeats(self, is_media: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """How often each token stands: a placeholder once for each merge unit of its medium, int64 [n].
+
+        Repeating the ids equals tokenizing the repeated text: special tokens are cut out before anything is merged.
+        """
+        repeats = torch.ones(len(is_media), dtype=torch.int64)
         counts = [run.tokens(self.spec.vision.spatial_merge_size) for run in placeholder_runs(grids, self.spec)]
         repeats[is_media] = torch.tensor(counts, dtype=torch.int64)
-        return ids.repeat_interleave(repeats), learnt.repeat_interleave(repeats)
+        return repeats
 
     def _write_times(
         self, text: str, spans: list[tuple[int, int]], grids: Sequence[Grid]

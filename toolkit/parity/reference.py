@@ -68,14 +68,25 @@ def reference(hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module)
     return loss, canonical(grads, hf_dir)
 
 
-def backward(model: torch.nn.Module, samples: list[Sample], spec: ModelSpec, norm: PixelNorm) -> float:
-    """Fills the gradients of the mean loss over all loss tokens of samples run one by one; returns the loss."""
+def backward(
+    model: torch.nn.Module,
+    samples: list[Sample],
+    spec: ModelSpec,
+    norm: PixelNorm,
+    inputs: list[dict[str, Tensor]] | None = None,
+) -> float:
+    """Fills the gradients of the mean loss over all loss tokens of samples run one by one; returns the loss.
+
+    Args:
+        inputs: the model's keyword arguments for each sample, where a processor made them.
+    """
     device = str(next(model.parameters()).device)
     model.zero_grad(set_to_none=True)
     count = sum(int(s.loss_mask[1:].sum()) for s in samples)
     total = 0.0
-    for sample in samples:
-        logits = model(**hf_inputs(sample, spec, norm, device), use_cache=False).logits[0, :-1].float()
+    for number, sample in enumerate(samples):
+        given = {n: t.to(device) for n, t in inputs[number].items()} if inputs else hf_inputs(sample, spec, norm, device)
+        logits = model(**given, use_cache=False).logits[0, :-1].float()
         losses = F.cross_entropy(logits, sample.token_ids[1:].to(device), reduction="none")
         loss = (losses * sample.loss_mask[1:].to(device)).sum()
         (loss / count).backward()

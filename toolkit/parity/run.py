@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 -m toolkit.parity.run CASES.json OUT.json [cpu|cuda]
 
 ``CASES.json`` is a list of :class:`Case` fields. Every case runs the trainer's own schedule, DDP and gradient
-finalisation; nothing of the model is rebuilt for the comparison.
+finalisation; nothing of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run it alike; the
+reference is computed by rank 0, or (:mod:`toolkit.parity.stored`) was before the group started.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,19 +39,16 @@ from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.optimizer import build_optimizer
 from megatron_vl.training.step import reduce_losses, run_schedule, wrap
 from megatron_vl.weights import WeightReader, unshard
+from toolkit.samples import read_samples
 
+from .activations import Recorder
 from .batches import make_sample
+from .gather import StoredParts, StoredTensors, gather_on_first
+from .places import place_of
 from .reference import load_hf, reference
+from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-LOSS_TOLERANCE = 1e-5
-"""Relative, fp32."""
-GRADIENT_TOLERANCE = 1e-4
-"""Relative L2 per parameter, fp32."""
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0, schedule="constant", warmup_steps=2)
-BF16_LOSS_TOLERANCE = 1e-2
-"""Relative, against transformers in bf16 on the same samples."""
-BF16_GRADIENT_RATIO = 1.5
-"""Our bf16 gradient error against the fp32 reference, at most this many times that of transformers in bf16."""
 
 
 @dataclass
@@ -81,6 +80,16 @@ class Case:
     """float32 or bfloat16."""
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with a training of ``transformers``."""
+    samples: str = ""
+    """File of :func:`toolkit.samples.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
+    reference: str = ""
+    """Folder that :mod:`toolkit.parity.stored` wrote; empty: rank 0 computes the reference while the others wait."""
+    activations: bool = False
+    """Compare what layers give, and logits, too. Needs ``reference``; samples without videos, each step one forward pass."""
+    optimizer: bool = True
+    """Off: no optimizer state is allocated, and what overlaps with an optimizer step is not tried."""
+    attention: str = "auto"
+    """Attention backend of tower and language model; the fused ones on GPUs take no float32."""
 
     @property
     def config(self) -> TrainConfig:
@@ -95,6 +104,8 @@ class Case:
                 freeze_merger="merger" in self.freeze,
                 freeze_language="language" in self.freeze,
                 moe_aux_loss=0.0,  # transformers leaves it out unless asked; tests/models/test_moe.py compares it
+                vision_attention=self.attention,  # type: ignore[arg-type]
+                language_attention=self.attention,  # type: ignore[arg-type]
             ),
             recompute=RecomputeConfig(**self.recompute),
             parallel=ParallelConfig(
@@ -123,6 +134,7 @@ class Live:
     grid: Grid
     wrapped: list[Any]
     optimizer: Any
+    """None when the case does without."""
     tensors: list[LiveTensor]
 
     def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
@@ -143,7 +155,8 @@ def build(case: Case, platform: Platform) -> Live:
     check_tensors(spec, layout, tensors)
     checkpoint.load_weights(WeightReader(case.weights), tensors, grid)
     wrapped = wrap(config, chunks)
-    return Live(config, spec, layout, grid, wrapped, build_optimizer(config, platform, wrapped), tensors)
+    optimizer = build_optimizer(config, platform, wrapped) if case.optimizer else None
+    return Live(config, spec, layout, grid, wrapped, optimizer, tensors)
 
 
 def run_case(case: Case, platform: Platform) -> dict[str, Any]:
@@ -154,33 +167,46 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
         return run_training(case, platform)
     live = build(case, platform)
     spec, grid, wrapped, optimizer = live.spec, live.grid, live.wrapped, live.optimizer
-    for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0  # the weights stay, so every step can be compared with the reference
-    models = Reference(case, platform) if grid.rank == 0 else None
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0  # the weights stay, so every step can be compared with the reference
+    models = make_reference(case, platform) if grid.rank == 0 else None
     results = []
     for number, rows in enumerate(case.steps):
-        samples = draw(rows, spec, number)
+        samples = draw(rows, spec, number, case.samples)
         data = live.feed(samples, platform, case.seq_len)
         for chunk in wrapped:
             chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.zero_grad()
+        recorder = Recorder(wrapped, live.layout, grid) if case.activations else None
         reports = run_schedule(wrapped, data.rows, seq_len=case.seq_len)
         loss_sum, tokens, _ = reduce_losses(reports, grid, platform.device)
+        departures = recorder.compare(data, case.reference, case.dtype) if recorder else {}
         gradients = collect_gradients(wrapped, live.tensors, grid, spec)
-        optimizer.prepare_grads()
-        optimizer.step_with_ready_grads()
+        if optimizer is not None:
+            optimizer.prepare_grads()
+            optimizer.step_with_ready_grads()
         if grid.rank == 0:
-            results.append(
-                compare(case, spec, live.layout, loss_sum / tokens, gradients, [s for row in samples for s in row], models)
-            )
+            flat = [s for row in samples for s in row]
+            results.append(compare(case, spec, live.layout, loss_sum / tokens, gradients, flat, models) | departures)
+            results[-1]["ok"] &= not departures.get("departs")
     return {"ok": all(r["ok"] for r in results), "steps": results}
 
 
-def draw(rows: list[list[str]], spec: ModelSpec, step: int) -> list[list[Sample]]:
+def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> list[list[Sample]]:
     """Samples of one step's rows; equal for every way of spreading the same kinds over rows."""
     drawn, number = [], 0
+    stored = read_samples(Path(given)) if given else []
     for row in rows:
-        drawn.append([make_sample(kind, spec, seed=100 * step + number + i) for i, kind in enumerate(row)])
+        drawn.append(
+            [
+                stored[int(kind.removeprefix("sample:"))]
+                if kind.startswith("sample:")
+                else make_sample(kind, spec, seed=100 * step + number + i)
+                for i, kind in enumerate(row)
+            ]
+        )
         number += len(row)
     return drawn
 
@@ -192,7 +218,7 @@ def local_rows(samples: list[list[Sample]], grid: Grid, spec: ModelSpec, seq_len
 
 def collect_gradients(
     wrapped: list[Any], tensors: list[LiveTensor], grid: Grid, spec: ModelSpec
-) -> dict[str, list[dict[int, Tensor]]]:
+) -> dict[str, list[Mapping[int, Tensor]]]:
     """Name -> for each copy (of a tied tensor: one on each of two stages) -> part (see :meth:`Cut.part`) -> gradient.
 
     Of ranks that hold the same part for different data, the first gives its own. With the distributed optimizer each rank
@@ -205,7 +231,8 @@ def collect_gradients(
                 for bucket in buffer.buckets:
                     shards = bucket.grad_data.chunk(group.size())
                     dist.all_gather(list(shards), shards[group.rank()].clone(), group=group)
-    table, mine = tensor_table(spec), {}
+    table = tensor_table(spec)
+    mine: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
     copies: dict[str, int] = {}
     for name, parameter, expert in tensors:
@@ -215,15 +242,14 @@ def collect_gradients(
             stacks.setdefault(name, []).append(_main_grad(parameter))  # in the order of their numbers
             continue
         copy = copies[name] = copies.get(name, -1) + 1
-        mine[name, (grid.pp_rank, copy), grid.part(table[name])] = _main_grad(parameter)
-    mine |= {(name, (grid.pp_rank, 0), grid.part(table[name])): torch.stack(stack) for name, stack in stacks.items()}
-    everyone: list[Any] = [None] * grid.world_size
-    dist.all_gather_object(everyone, mine)
-    gradients: dict[str, dict[tuple[int, int], dict[int, Tensor]]] = {}
-    for given in everyone:
-        for (name, place, part), gradient in given.items():
-            gradients.setdefault(name, {}).setdefault(place, {})[part] = gradient
-    return {name: list(places.values()) for name, places in gradients.items()}
+        mine[f"{grid.pp_rank}/{copy}/{grid.part(table[name])}/{name}"] = _main_grad(parameter)
+    mine |= {f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack) for name, stack in stacks.items()}
+    places: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
+    for given in gather_on_first({(grid.rank,): mine} if mine else {}, grid).values():
+        for key in given:
+            stage, copy_number, part, name = key.split("/")
+            places.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
+    return {name: [StoredParts(parts) for parts in held.values()] for name, held in places.items()}
 
 
 def _main_grad(parameter: Any) -> Tensor:
@@ -236,7 +262,7 @@ def compare(
     spec: ModelSpec,
     layout: Layout,
     loss: float,
-    gradients: dict[str, list[dict[int, Tensor]]],
+    gradients: dict[str, list[Mapping[int, Tensor]]],
     samples: list[Sample],
     models: Any,
 ) -> dict[str, Any]:
@@ -268,7 +294,33 @@ def compare(
         "transformers_bf16_gradient_error": max(noise.values()) if noise else None,
         "unexpected": missing,
         "compared": len(errors),
+        "gradients": by_place(errors),
     }
+
+
+def by_place(errors: dict[str, float]) -> dict[str, float]:
+    """The worst error of the tensors of each layer."""
+    places: dict[str, float] = {}
+    for name, error in errors.items():
+        places[place_of(name)] = max(places.get(place_of(name), 0.0), error)
+    return places
+
+
+def make_reference(case: Case, platform: Platform) -> Any:
+    """What gives (loss, fp32 gradients, bf16 noise) of samples: computed here, or read where it is stored."""
+    return StoredReference(Path(case.reference)) if case.reference else Reference(case, platform)
+
+
+class StoredReference:
+    """What :mod:`toolkit.parity.stored` computed, for the samples it computed it for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.facts = json.loads((folder / "reference.json").read_text())
+        self.gradients = StoredTensors(folder / "gradients.safetensors")
+
+    def __call__(self, samples: list[Sample]) -> tuple[float, Mapping[str, Tensor], dict[str, float]]:
+        """As :meth:`Reference.__call__`."""
+        return self.facts["loss"], self.gradients, self.facts["gradient_noise"]
 
 
 class Reference:

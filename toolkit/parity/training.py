@@ -6,6 +6,7 @@ as full tensors. That shows at once that the optimizer steps right and that noth
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import tempfile
@@ -27,8 +28,10 @@ from megatron_vl.training.optimizer_state import OptimizerReader
 from megatron_vl.training.step import train_step
 from megatron_vl.weights import WeightReader
 
+from .gather import StoredTensors
 from .reference import backward, canonical, load_hf
-from .run import ADAM, LOSS_TOLERANCE, Case, Live, build, draw
+from .run import ADAM, Case, Live, build, draw
+from .tolerances import LOSS_TOLERANCE
 
 STATE_TOLERANCE = 2.5e-4
 """Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps of tiny weights.
@@ -41,7 +44,7 @@ def run_training(case: Case, platform: Platform) -> dict[str, Any]:
     """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": errors by kind}."""
     live = build(case, platform)
     results: list[dict[str, Any]] = []
-    batches = [draw(rows, live.spec, number) for number, rows in enumerate(case.steps)]
+    batches = [draw(rows, live.spec, number, case.samples) for number, rows in enumerate(case.steps)]
     for number, samples in enumerate(batches):
         data = live.feed(samples, platform, case.seq_len)
         set_learning_rates(live.optimizer, live.config, number)
@@ -50,7 +53,8 @@ def run_training(case: Case, platform: Platform) -> dict[str, Any]:
     state = saved_state(live, len(batches))
     if live.grid.rank != 0:
         return {"ok": True}
-    want_losses, want_norms, want = reference_training(case, [[s for row in batch for s in row] for batch in batches])
+    flat = [[s for row in batch for s in row] for batch in batches]
+    want_losses, want_norms, want = stored_training(Path(case.reference)) if case.reference else reference_training(case.hf, flat)
     for line, loss, norm in zip(results, want_losses, want_norms, strict=True):
         line |= {"reference": loss, "loss_error": abs(line["loss"] - loss) / loss}
         line |= {"norm_error": abs(line["grad_norm"] - norm) / norm}
@@ -118,10 +122,22 @@ def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
     return torch.cat([piece for piece in pieces if piece is not None]).view(info.shape)
 
 
-def reference_training(case: Case, batches: list[list[Sample]]) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
+def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
+    """What :mod:`toolkit.parity.stored` wrote of :func:`reference_training`."""
+    facts, tensors = json.loads((folder / "reference.json").read_text()), StoredTensors(folder / "training.safetensors")
+    state: dict[str, dict[str, Tensor]] = {}
+    for name in tensors:
+        kind, _, tensor = name.partition("/")
+        state.setdefault(kind, {})[tensor] = tensors[name]
+    return facts["losses"], facts["norms"], state | {"main": state["weights"]}
+
+
+def reference_training(
+    hf: str, batches: list[list[Sample]], device: str = "cpu"
+) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
     """(losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW and clipping."""
-    spec, norm = read_spec(case.hf), read_pixel_norm(case.hf)
-    model = load_hf(case.hf)
+    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    model = load_hf(hf, device=device)
     named = dict(model.named_parameters())
     groups: list[dict[str, Any]] = [
         {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": ADAM.weight_decay},
@@ -135,8 +151,8 @@ def reference_training(case: Case, batches: list[list[Sample]]) -> tuple[list[fl
         for group in adam.param_groups:
             group["lr"] = ADAM.lr * min(1.0, (number + 1) / ADAM.warmup_steps)
         adam.step()
-    state = {"weights": canonical({name: p.detach() for name, p in named.items()}, case.hf)}
+    state = {"weights": canonical({name: p.detach() for name, p in named.items()}, hf)}
     state["main"] = state["weights"]
     for kind in ("exp_avg", "exp_avg_sq"):
-        state[kind] = canonical({name: adam.state[p][kind] for name, p in named.items()}, case.hf)
+        state[kind] = canonical({name: adam.state[p][kind] for name, p in named.items()}, hf)
     return losses, norms, state

@@ -1,0 +1,67 @@
+"""The parity command: whole layouts agree with transformers, and a damaged checkpoint is found out, its layer named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters.convert import convert
+from toolkit.cli import main
+from toolkit.layouts import parse_layout, parse_layouts
+from toolkit.parity.command import spread
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
+    code = main(["parity", *map(str, arguments), "--platform", "cpu", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_layouts_agree_with_transformers(capsys):
+    code, report = run(capsys, "--family", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3")
+    assert code == 0 and report["ok"] and report["inputs"] == {"tokens_differ": [], "pixel_error": pytest.approx(0, abs=1e-6)}
+    for result in report["layouts"].values():
+        step = result["steps"][0]
+        assert {"patch embedding", "DeepStack merger 2", "merger", "embeddings", "decoder layer 3", "logits"} <= set(
+            step["activations"]
+        )
+        assert 0 < max(step["activations"].values()) < 1e-5 and step["departs"] == ""
+        assert 0 < max(step["gradients"].values()) < 1e-4 and step["loss"] == pytest.approx(step["reference"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_fails_and_its_layer_is_named(capsys, tiny_checkpoint, tmp_path: Path):
+    """The rows of one k_proj in another order: shapes, norms and hashes are right, and the loss is not."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    shutil.copytree(hf, tmp_path / "damaged")
+    name = "model.layers.2.self_attn.k_proj.weight"
+    file = next(path for path in (tmp_path / "damaged").glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(file)
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    convert(tmp_path / "damaged", tmp_path / "weights", {"tp": 2, "pp": 1})
+    code, report = run(capsys, "--hf", hf, "--checkpoint", tmp_path / "weights", "--layouts", "1")
+    result = report["layouts"]["1"]
+    assert code == 1 and result["steps"][0]["departs"] == "decoder layer 2"
+    assert result["tensors"] == ["language_model.decoder.layers.2.self_attention.linear_qkv.weight"]
+
+
+def test_layouts_are_read_as_written():
+    layout = parse_layout("tp2pp2vpp2sp:layers=0-2-1-1")
+    assert (layout.tp, layout.pp, layout.vpp, layout.dp, layout.layers) == (2, 2, 2, 1, (0, 2, 1, 1))
+    assert layout.sequence_parallel and (layout.ranks, layout.rows) == (4, 2)
+    assert [each.ranks for each in parse_layouts("1, tp2,dp2pp2")] == [1, 2, 4]
+    assert (parse_layout("ep4").dp, parse_layout("tp2ep4etp1").dp, parse_layout("dp8ep2etp2").dp) == (4, 2, 8)
+    for wrong in ("tp", "2", "tp2x", "tp2tp4", "pp2:layers=", "sp", "tp0", ""):
+        with pytest.raises(ValueError, match="layout"):
+            parse_layouts(wrong)
+
+
+def test_rows_are_as_even_as_can_be():
+    assert spread(5, 2) == [[0, 1], [2, 3, 4]] and spread(4, 4) == [[0], [1], [2], [3]]

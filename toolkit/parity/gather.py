@@ -1,0 +1,82 @@
+"""Tensors of all ranks on rank 0, over files of this machine."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_vl.parallel.grid import Grid
+
+
+def gather_on_first(
+    mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: Grid
+) -> dict[tuple[int, ...], StoredTensors]:
+    """What each rank brings, by place, on rank 0; empty on the others. Collective.
+
+    It goes over files of this machine, each tensor read when it is looked at: all ranks' gradients of a released model
+    would not fit into one process.
+    """
+    folder: list[Any] = [tempfile.mkdtemp(prefix="parity-gathered-") if grid.rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    try:
+        for place, tensors in mine.items():
+            save_file(
+                {n: t.contiguous() for n, t in tensors.items()}, Path(folder[0]) / f"{'_'.join(map(str, place))}.safetensors"
+            )
+        dist.barrier()
+        if grid.rank:
+            return {}
+        # Opened files stay readable when their names are gone.
+        files = sorted(Path(folder[0]).glob("*.safetensors"))
+        return {tuple(map(int, file.stem.split("_"))): StoredTensors(file) for file in files}
+    finally:
+        if grid.rank == 0:
+            shutil.rmtree(folder[0])
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = safe_open(path, framework="pt")
+        self.held = set(self.file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.held:
+            raise KeyError(name)
+        return self.file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of a tensor."""
+        return self.file.get_slice(name)[start:stop]
+
+
+class StoredParts(Mapping[int, Tensor]):
+    """The parts of one tensor by number, each read when it is looked at."""
+
+    def __init__(self, places: Mapping[int, tuple[StoredTensors, str]]) -> None:
+        self.places = places
+
+    def __getitem__(self, part: int) -> Tensor:
+        file, name = self.places[part]
+        return file[name]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)

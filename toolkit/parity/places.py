@@ -1,0 +1,50 @@
+"""The places of a model in forward order, by names that people read, and the components that they belong to."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.models.tensors import EMBEDDING
+
+COMPONENTS = ("patch embedding", "vision layers", "mergers", "embeddings", "decoder layers", "head")
+PATCH, MERGER, EMBEDDED, NORM, LOGITS = "patch embedding", "merger", "embeddings", "final norm", "logits"
+_LAYERS = (
+    (re.compile(r"vision_model\.decoder\.layers\.(\d+)\."), "vision layer"),
+    (re.compile(r"vision_model\.deepstack_mergers\.(\d+)\."), "DeepStack merger"),
+    (re.compile(r"language_model\.decoder\.layers\.(\d+)\."), "decoder layer"),
+)
+
+
+def place_of(tensor: str) -> str:
+    """The place that a canonical tensor belongs to; layers count from 0."""
+    for pattern, place in _LAYERS:
+        if match := pattern.match(tensor):
+            return f"{place} {match[1]}"
+    if tensor.startswith("vision_model.merger."):
+        return MERGER
+    if tensor.startswith("vision_model."):
+        return PATCH
+    if tensor == EMBEDDING:
+        return EMBEDDED
+    return NORM if "final_layernorm" in tensor else LOGITS
+
+
+def component_of(place: str) -> str:
+    """The entry of :data:`COMPONENTS` that a place belongs to."""
+    if place in (PATCH, EMBEDDED):
+        return place
+    if place in (NORM, LOGITS):
+        return "head"
+    return {"vision layer": "vision layers", "decoder layer": "decoder layers"}.get(place.rpartition(" ")[0], "mergers")
+
+
+def forward_order(spec: ModelSpec) -> list[str]:
+    """All places of a model, in the order in which a forward pass gets there."""
+    places = [PATCH]
+    for layer in range(spec.vision.num_layers):
+        places.append(f"vision layer {layer}")
+        if layer in spec.vision.deepstack_layers:
+            places.append(f"DeepStack merger {spec.vision.deepstack_layers.index(layer)}")
+    places += [MERGER, EMBEDDED, *(f"decoder layer {i}" for i in range(spec.language.num_layers)), NORM, LOGITS]
+    return places

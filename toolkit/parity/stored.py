@@ -1,0 +1,140 @@
+"""The reference in a process of its own: computed once for all layouts, and its memory is free before theirs is needed.
+
+    python -m toolkit.parity.stored JOB.json
+
+``JOB.json`` holds the fields of :class:`Job`. Pictures and text go through the checkpoint's own processor in
+``transformers``; what it makes of them is compared with what the loader's functions made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_vl.data.assemble import Sample
+from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.models.families import ModelSpec, read_spec
+from toolkit.samples import read_samples
+
+from .activations import HfWatch, relative_error
+from .gather import StoredTensors
+from .places import forward_order
+from .reference import backward, canonical, hf_inputs, load_hf
+from .training import reference_training
+
+
+@dataclass
+class Job:
+    """What to compute."""
+
+    hf: str
+    samples: str
+    """File of :func:`toolkit.samples.write_samples`."""
+    conversations: str
+    """JSON: for each sample its HF messages and the files of its pictures."""
+    out: str
+    """Folder to write ``reference.json``, ``gradients.safetensors`` and ``activations.safetensors`` into; for a training
+    ``training.safetensors`` instead."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    steps: int = 0
+    """Optimizer steps of a training over all samples each; 0: one forward and backward pass."""
+
+
+def main(argv: list[str]) -> int:
+    job = Job(**json.loads(Path(argv[0]).read_text()))
+    torch.set_num_threads(max(torch.get_num_threads(), 2) if job.device == "cpu" else 1)
+    torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution there
+    samples = read_samples(Path(job.samples))
+    facts = train(job, samples) if job.steps else one_pass(job, samples)
+    (Path(job.out) / "reference.json").write_text(json.dumps(facts))
+    return 0
+
+
+def one_pass(job: Job, samples: list[Sample]) -> dict[str, Any]:
+    """Loss, gradients and activations in fp32; for bf16 the loss in bf16, and how far bf16 alone takes the others."""
+    spec, out = read_spec(job.hf), Path(job.out)
+    given, inputs = processed(job, samples, spec)
+    loss, gradients, activations = run(job, samples, given, spec, torch.float32)
+    save_file(gradients, out / "gradients.safetensors")
+    save_file(activations, out / "activations.safetensors")
+    facts: dict[str, Any] = {"loss": loss, "gradient_noise": {}, "activation_noise": {}, "order": forward_order(spec)}
+    facts |= {"inputs": inputs, "tokens": sum(len(s) for s in samples)}
+    if job.dtype == "bfloat16":
+        del gradients, activations
+        gc.collect()
+        facts["loss"], gradients, activations = run(job, samples, given, spec, torch.bfloat16)
+        exact = {"gradient": StoredTensors(out / "gradients.safetensors")}
+        exact["activation"] = StoredTensors(out / "activations.safetensors")
+        for kind, ours in (("gradient", gradients), ("activation", activations)):
+            facts[f"{kind}_noise"] = {name: _distance(ours[name], exact[kind][name]) for name in ours}
+    return facts
+
+
+def _distance(got: Tensor, want: Tensor) -> float:
+    difference, scale = relative_error(got, want)
+    return math.sqrt(difference / max(scale, 1e-60))
+
+
+def run(
+    job: Job, samples: list[Sample], inputs: list[dict[str, Tensor]], spec: ModelSpec, dtype: torch.dtype
+) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """(loss, canonical gradients, what each layer gives) of ``transformers`` in ``dtype``."""
+    model = load_hf(job.hf, dtype, job.device)
+    watch = HfWatch(model, spec)
+    loss = backward(model, samples, spec, read_pixel_norm(job.hf), inputs)
+    watch.close()
+    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    return loss, canonical(gradients, job.hf), watch.tensors()
+
+
+def processed(job: Job, samples: list[Sample], spec: ModelSpec) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+    """What the checkpoint's own processor makes of the conversations, and how ours differs from it.
+
+    Returns:
+        (keyword arguments of the model for each sample, {"tokens_differ": samples whose tokens differ, "pixel_error": largest
+        difference of a normalised pixel}).
+    """
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor, norm = AutoProcessor.from_pretrained(job.hf), read_pixel_norm(job.hf)
+    given, differ, pixel_error = [], [], 0.0
+    for number, (sample, conversation) in enumerate(zip(samples, json.loads(Path(job.conversations).read_text()), strict=True)):
+        text = processor.apply_chat_template(conversation["messages"], tokenize=False)
+        images = [Image.open(path).convert("RGB") for path in conversation["images"]]
+        theirs = dict(processor(text=[text], images=images or None, return_tensors="pt"))
+        ours = hf_inputs(sample, spec, norm)
+        if not torch.equal(theirs["input_ids"], ours["input_ids"]):
+            differ.append(number)
+            theirs = ours  # their loss would be of other tokens; the difference is reported
+        elif images:
+            pixel_error = max(pixel_error, float((theirs["pixel_values"].float() - ours["pixel_values"]).abs().max()))
+        given.append({name: theirs[name] for name in ours})
+    return given, {"tokens_differ": differ, "pixel_error": pixel_error}
+
+
+def train(job: Job, samples: list[Sample]) -> dict[str, Any]:
+    """Losses and gradient norms of a training; weights and moments at its end into ``training.safetensors``."""
+    losses, norms, state = reference_training(job.hf, [samples] * job.steps, job.device)
+    tensors = {f"{kind}/{name}": tensor for kind, part in state.items() if kind != "main" for name, tensor in part.items()}
+    save_file(tensors, Path(job.out) / "training.safetensors")
+    return {"losses": losses, "norms": norms}
+
+
+def write_job(job: Job, path: Path) -> None:
+    path.write_text(json.dumps(dataclasses.asdict(job)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

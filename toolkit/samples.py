@@ -1,0 +1,87 @@
+"""Conversations with their media -> samples and prompts, with the loader's own functions and nothing of a data set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data_tools.media import inspect
+from megatron_vl.config import DataConfig
+from megatron_vl.data.assemble import MediaItem, Sample
+from megatron_vl.data.chat import ChatEncoder
+from megatron_vl.data.loader import grid_of, planes_of
+from megatron_vl.data.pixels import MAX_PIXELS, read_pixel_settings
+from megatron_vl.models.families import read_spec
+from megatron_vl.models.rope import Grid
+
+
+class SampleEncoder:
+    """Encodes conversations for one Hugging Face folder.
+
+    Args:
+        hf_dir: config, tokenizer, chat template and image processor are read from it.
+        data: limits of pictures and videos that replace the folder's own.
+
+    Raises:
+        FileNotFoundError, ChatError, PixelError, ConfigError: the folder cannot be used.
+    """
+
+    def __init__(self, hf_dir: str | Path, data: DataConfig | None = None) -> None:
+        self.spec = read_spec(hf_dir)
+        self.settings = read_pixel_settings(hf_dir, data)
+        self.chat = ChatEncoder(hf_dir, self.spec)
+
+    def sample(self, messages: Sequence[dict[str, Any]], media: Sequence[tuple[str, str, bytes]]) -> Sample:
+        """A conversation as it is trained on.
+
+        Args:
+            messages: HF messages, parts ``{"type": "image"}`` and ``{"type": "video"}`` standing for ``media`` in order.
+            media: (kind, name for messages, file content).
+
+        Raises:
+            RecordError: a medium does not decode. ChatError: the text and its media do not agree.
+        """
+        items = [self._item(*medium) for medium in media]
+        token_ids, loss_mask = self.chat.encode(messages, [item.grid for item in items])
+        return Sample(token_ids, loss_mask, items)
+
+    def prompt(self, messages: Sequence[dict[str, Any]], media: Sequence[tuple[str, str, bytes]]) -> Sample:
+        """A conversation up to the header of the assistant's next turn; nothing of it is learnt. Raises as :meth:`sample`."""
+        items = [self._item(*medium) for medium in media]
+        token_ids = self.chat.encode_prompt(messages, [item.grid for item in items])
+        return Sample(token_ids, token_ids.new_zeros(len(token_ids)).bool(), items)
+
+    def _item(self, kind: str, name: str, content: bytes) -> MediaItem:
+        record = inspect(kind, name, content, MAX_PIXELS).record(name)
+        grid = grid_of(record, self.settings)
+        return MediaItem(grid, planes_of(record, content, grid, self.settings))
+
+
+def write_samples(samples: Sequence[Sample], path: Path) -> None:
+    """Samples as one safetensors file."""
+    tensors: dict[str, Tensor] = {}
+    grids: list[list[dict[str, Any]]] = []
+    for i, sample in enumerate(samples):
+        tensors |= {f"{i}.token_ids": sample.token_ids, f"{i}.loss_mask": sample.loss_mask}
+        tensors |= {f"{i}.{j}.planes": item.planes.contiguous() for j, item in enumerate(sample.media)}
+        grids.append([vars(item.grid) for item in sample.media])
+    save_file(tensors, path, metadata={"grids": json.dumps(grids)})
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """What :func:`write_samples` wrote."""
+    samples = []
+    with safe_open(path, framework="pt") as file:
+        for i, grids in enumerate(json.loads(file.metadata()["grids"])):
+            media = [
+                MediaItem(Grid(**grid | {"timestamps": tuple(grid["timestamps"])}), file.get_tensor(f"{i}.{j}.planes"))
+                for j, grid in enumerate(grids)
+            ]
+            samples.append(Sample(file.get_tensor(f"{i}.token_ids"), file.get_tensor(f"{i}.loss_mask"), media))
+    return samples
