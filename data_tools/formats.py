@@ -44,8 +44,26 @@ class Conversation:
     """The record's ``id`` (``str: x`` or ``int: 5``); empty when it has none."""
 
 
-def read_conversation(record: Any) -> Conversation:
-    """One record of either format. Raises :class:`RecordError`."""
+def read_prompt(record: Any) -> Conversation:
+    """What is said before the answer that is wanted: a record without its last turn where that is the assistant's.
+
+    Raises:
+        RecordError: as :func:`read_conversation`, but nothing needs to be there that could be learnt.
+    """
+    conversation = read_conversation(record, prompt=True)
+    last = conversation.messages[-1]
+    if last["role"] == "assistant":
+        conversation.messages.pop()
+        dropped = sum(part["type"] != "text" for part in last["content"]) if isinstance(last["content"], list) else 0
+        keep = len(conversation.media) - dropped
+        conversation.media, conversation.fields = conversation.media[:keep], conversation.fields[:keep]
+    if not conversation.messages or conversation.messages[-1]["role"] != "user":
+        raise RecordError("no user turn", "a prompt ends with a turn of the user's")
+    return conversation
+
+
+def read_conversation(record: Any, *, prompt: bool = False) -> Conversation:
+    """One record of either format; as a ``prompt`` it may be without an assistant's turn. Raises :class:`RecordError`."""
     if not isinstance(record, dict):
         raise RecordError("not an object", f"the record is a {type(record).__name__}, not an object")
     name = "messages" if record.get("messages") is not None else "conversations"
@@ -58,7 +76,7 @@ def read_conversation(record: Any) -> Conversation:
     messages = [reader.message(turn, i) for i, turn in enumerate(turns)]
     reader.finish()
     _add_system(record, messages, name)
-    _check_order(messages, name)
+    _check_order(messages, name, prompt)
     return Conversation(messages, reader.media, reader.fields, _identity(record.get("id")))
 
 
@@ -77,9 +95,9 @@ def _add_system(record: dict[str, Any], messages: list[dict[str, Any]], name: st
         raise RecordError("two system prompts", f"'system' and {name}[0] differ", "system")
 
 
-def _check_order(messages: list[dict[str, Any]], name: str) -> None:
+def _check_order(messages: list[dict[str, Any]], name: str, prompt: bool) -> None:
     turns = messages[1:] if messages[0]["role"] == "system" else messages
-    if not any(message["role"] == "assistant" for message in turns):
+    if not prompt and not any(message["role"] == "assistant" for message in turns):
         raise RecordError("no assistant turn", "there is nothing to learn without an assistant turn", name)
     for i, (message, wanted) in enumerate(zip(turns, itertools.cycle(("user", "assistant")), strict=False), 1):
         if message["role"] != wanted:

@@ -12,6 +12,7 @@ COMMANDS = {
     "checkpoint": "checkpoint show, checkpoint verify",
     "evaluate": "evaluate",
     "parity": "parity",
+    "generate": "generate",
     "demo": "demo",
     "bench": "bench",
 }

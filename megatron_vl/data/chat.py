@@ -187,6 +187,21 @@ def read_chat_template(hf_dir: str | Path) -> str:
     raise FileNotFoundError(f"{folder} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json)")
 
 
+def stop_tokens(hf_dir: str | Path) -> list[int]:
+    """The tokens that end a turn: ``eos_token_id`` of ``generation_config.json``, else of ``config.json``, as in HF's generate.
+
+    Raises:
+        ChatError: neither file says one.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = Path(hf_dir) / name
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        found = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+        if found is not None:
+            return [int(token) for token in (found if isinstance(found, list) else [found])]
+    raise ChatError(f"{hf_dir}: neither generation_config.json nor config.json has an eos_token_id")
+
+
 def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 

@@ -22,6 +22,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from .kv_cache import CacheUse
+
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te")
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
@@ -50,13 +52,18 @@ class PackedRow(PackedSeqParams):
     window: Segments | None = None
     cos_sin: tuple[Tensor, Tensor] | None = None
     """fp32 [P, d / 2] each, for window layers that rotate by themselves."""
+    cache: CacheUse | None = None
+    """While text is generated: the keys and values that are kept."""
 
 
 def packed_row(
-    full: Segments, window: Segments | None = None, cos_sin: tuple[Tensor, Tensor] | None = None
+    full: Segments,
+    window: Segments | None = None,
+    cos_sin: tuple[Tensor, Tensor] | None = None,
+    cache: CacheUse | None = None,
 ) -> PackedRow:
     """``qkv_format='sbhd'`` keeps core from squeezing the batch axis and from its own packed RoPE."""
-    return PackedRow(qkv_format="sbhd", full=full, window=window, cos_sin=cos_sin)
+    return PackedRow(qkv_format="sbhd", full=full, window=window, cos_sin=cos_sin, cache=cache)
 
 
 class PackedAttention(nn.Module):
@@ -103,7 +110,12 @@ class PackedAttention(nn.Module):
         assert packed_seq_params is not None
         segments = packed_seq_params.window if self.windowed else packed_seq_params.full
         assert segments is not None
-        out = self.attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), segments, self.causal)
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        use = packed_seq_params.cache
+        if use is None:
+            out = self.attend(q, k, v, segments, self.causal)
+        else:
+            out = use.attend(self, q, k, v, lambda: self.attend(q, k, v, segments, self.causal))
         return out.reshape(out.shape[0], 1, -1)
 
 

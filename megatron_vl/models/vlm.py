@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .attention import Segments, packed_row
 from .deepstack import levels_before
+from .kv_cache import CacheUse
 from .vision import VisionInput, VisionTower
 
 
@@ -34,6 +35,8 @@ class DeviceRow:
     vision: VisionInput | None
     """None on ranks without the vision tower."""
     feature_index: Tensor | None
+    cache: CacheUse | None = None
+    """While text is generated: the keys and values that are kept."""
 
 
 class VisionLanguageModel(MegatronModule):
@@ -90,7 +93,7 @@ class VisionLanguageModel(MegatronModule):
             attention_mask=None,
             decoder_input=decoder_input,
             labels=row.labels[None] if labels else None,
-            packed_seq_params=packed_row(row.segments),
+            packed_seq_params=packed_row(row.segments, cache=row.cache),
             padding_mask=self._padding_mask(row),
         )
         unused = 0 if self.post_process else self.message_levels - self.levels_out

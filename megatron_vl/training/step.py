@@ -7,7 +7,7 @@ loss tokens of the whole global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,25 +79,33 @@ def forward_step(rows: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Ten
 
 def run_schedule(
     chunks: list[DistributedDataParallel] | list[VisionLanguageModel],
-    rows: list[DeviceRow],
+    rows: list[Any],
     *,
     seq_len: int,
     forward_only: bool = False,
-) -> list[dict[str, Tensor]]:
-    """Forward (and backward) of all rows through this rank's chunks. Returns the reports; empty off the last stage."""
+    step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]] = forward_step,
+    collect_non_loss_data: bool = False,
+) -> list[Any]:
+    """Forward (and backward) of all rows through this rank's chunks. Returns the reports; empty off the last stage.
+
+    Args:
+        rows: what ``step`` takes, one for each micro-batch.
+        collect_non_loss_data: the function that ``step`` returns gives a report alone, and no loss.
+    """
     if not forward_only:
         begin_step(chunks, rows)
     iterators = [iter(rows) for _ in chunks]
     # Core takes the size of its messages, and nothing else, from the length; levels of DeepStack travel behind the hidden state.
     parts = 1 + get_attr_wrapped_model(chunks[0], "message_levels")
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(rows),
         seq_length=seq_len * parts,
         micro_batch_size=1,
         forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
     )
 
 

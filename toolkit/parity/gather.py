@@ -16,9 +16,7 @@ from torch import Tensor
 from megatron_vl.parallel.grid import Grid
 
 
-def gather_on_first(
-    mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: Grid
-) -> dict[tuple[int, ...], StoredTensors]:
+def gather_on_first(mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: Grid) -> dict[tuple[int, ...], StoredTensors]:
     """What each rank brings, by place, on rank 0; empty on the others. Collective.
 
     It goes over files of this machine, each tensor read when it is looked at: all ranks' gradients of a released model

@@ -1,0 +1,76 @@
+"""Keys and values kept while text is generated, so that each new token costs one token.
+
+Megatron-core's inference contexts belong to its own attention, which packed rows with M-RoPE do not use (see
+:mod:`megatron_vl.models.attention`). RoPE is applied before attention from explicit positions, so what is kept here needs no
+further care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class KVCache:
+    """Keys and values of this rank's decoder layers, for some prompts.
+
+    Args:
+        lengths: tokens of each prompt.
+        room: tokens that may follow each.
+    """
+
+    def __init__(self, lengths: list[int], room: int) -> None:
+        self.used, self.room = list(lengths), room
+        self._kept: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
+
+    def fill(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> None:
+        """Keeps key and value [S, g, d] of a prompt's tokens; what follows them in the row is none of the prompt's."""
+        n = self.used[prompt]
+        kept = []
+        for tensor in (key, value):
+            buffer = tensor.new_empty(n + self.room, *tensor.shape[1:])
+            buffer[:n] = tensor[:n]
+            kept.append(buffer)
+        self._kept[layer, prompt] = (kept[0], kept[1])
+
+    def extend(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds one token's key and value [g, d]; returns all of the prompt's so far, [n + 1, g, d]."""
+        keys, values = self._kept[layer, prompt]
+        n = self.used[prompt]
+        keys[n], values[n] = key, value
+        return keys[: n + 1], values[: n + 1]
+
+    def advance(self, prompts: list[int]) -> None:
+        """Each of these prompts has one token more, in all layers."""
+        for prompt in prompts:
+            self.used[prompt] += 1
+
+
+@dataclass
+class CacheUse:
+    """What a row has to do with a cache."""
+
+    cache: KVCache
+    prompts: list[int]
+    """The prompt that the row begins with; or, of a row of new tokens, the prompt that each of its first tokens follows."""
+    filling: bool
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[], Tensor]) -> Tensor:
+        """query [S, h, d], key and value [S, g, d] -> [S, h, d]; tokens that belong to no prompt get zeros or nonsense.
+
+        Args:
+            attend: the layer's own attention over the row.
+        """
+        if self.filling:
+            self.cache.fill(layer, self.prompts[0], key, value)
+            return attend()
+        out = torch.zeros_like(query)
+        for i, prompt in enumerate(self.prompts):
+            keys, values = self.cache.extend(layer, prompt, key[i], value[i])
+            q, k, v = query[i][None, :, None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+            out[i] = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])[0, :, 0]
+        return out

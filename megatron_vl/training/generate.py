@@ -1,0 +1,165 @@
+"""Greedy text from prompts with pictures and videos, under any layout, with the chunks of a training.
+
+Prompts go through the pipeline as rows, one each; then all of them together get one token a pass, with keys and values
+kept (:mod:`megatron_vl.models.kv_cache`). Positions of new tokens are those of ``generate`` in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.data.row import Row
+from megatron_vl.models.attention import Segments
+from megatron_vl.models.kv_cache import CacheUse, KVCache
+from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
+from megatron_vl.parallel.grid import Grid
+from megatron_vl.platform import Platform
+
+from .feed import Feed
+from .step import run_schedule
+
+
+@dataclass
+class Prompt:
+    """A row that begins with a prompt of ``length`` tokens. What follows in the row is not looked at."""
+
+    row: Row
+    length: int
+
+    @property
+    def next_position(self) -> int:
+        """The position of the first new token: behind the largest one so far, as in ``get_rope_index`` of transformers."""
+        return int(self.row.position_ids[:, : self.length].max()) + 1
+
+
+@dataclass
+class _Ask:
+    """A row, and the tokens of it whose successors are wanted."""
+
+    row: DeviceRow
+    tokens: list[int]
+
+
+@contextmanager
+def inference(chunks: Sequence[VisionLanguageModel]) -> Iterator[None]:
+    """No gradients, no dropout, no recomputation."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in chunks:
+            chunk.train()
+
+
+def generate(
+    chunks: list[VisionLanguageModel],
+    grid: Grid,
+    platform: Platform,
+    prompts: list[Prompt] | None,
+    *,
+    max_new_tokens: int,
+    stop: Collection[int],
+) -> list[list[int]]:
+    """The new tokens of each prompt, greedy, the one of ``stop`` that ended it included; on every rank. Collective over all.
+
+    Args:
+        chunks: this rank's chunks, not wrapped in DDP, their parameters up to date.
+        prompts: rows of one length, on the ranks that own a loader; None elsewhere. Each data-parallel replica may have its
+            own, as many as the others.
+    """
+    facts: list[Any] = [[(p.length, p.next_position) for p in prompts] if prompts is not None else None]
+    if grid.tp * grid.pp > 1:
+        dist.broadcast_object_list(facts, src=grid.replica_source, group=grid.replica_gloo)
+    lengths, positions = [length for length, _ in facts[0]], [position for _, position in facts[0]]
+    rows = iter([p.row for p in prompts]) if prompts is not None else None
+    cache = KVCache(lengths, max_new_tokens)
+    answers: list[list[int]] = [[] for _ in lengths]
+    with inference(chunks):
+        asks = []
+        for i, row in enumerate(Feed(grid, platform, rows, len(lengths)).next_step().rows):
+            row.cache = CacheUse(cache, [i], filling=True)
+            asks.append(_Ask(row, [lengths[i] - 1]))
+        chosen = _successors(chunks, grid, platform, asks, len(lengths))
+        active = list(range(len(lengths)))
+        for count in range(max_new_tokens):
+            for prompt, token in zip(active, chosen, strict=True):
+                answers[prompt].append(token)
+            active = [p for p in active if answers[p][-1] not in stop]
+            if count + 1 == max_new_tokens or not _any_rank(bool(active), platform):
+                break
+            row = _new_tokens(chunks[0], grid, platform, [(answers[p][-1], positions[p] + count) for p in active])
+            row.cache = CacheUse(cache, active, filling=False)
+            chosen = _successors(chunks, grid, platform, [_Ask(row, list(range(len(active))))], len(active))
+            cache.advance(active)
+    return answers
+
+
+def _any_rank(here: bool, platform: Platform) -> bool:
+    """Whether it holds on any rank: all make the same number of passes, as exchanges between experts need."""
+    flag = torch.tensor([int(here)], device=platform.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _new_tokens(chunk: VisionLanguageModel, grid: Grid, platform: Platform, tokens: list[tuple[int, int]]) -> DeviceRow:
+    """A row of (token, position), filled up where sequence parallelism wants a multiple of the tensor-parallel size."""
+    multiple = grid.tp if chunk.config.sequence_parallel else 1
+    length = -(-max(len(tokens), 1) // multiple) * multiple
+    filled = tokens + [(0, 0)] * (length - len(tokens))
+    ids, positions = torch.tensor(filled, device=platform.device).unbind(1)
+    segments = Segments(torch.tensor([0, length], dtype=torch.int32, device=platform.device), length)
+    return DeviceRow(
+        tokens=ids,
+        labels=torch.zeros_like(ids),
+        loss_mask=torch.zeros(length, device=platform.device),
+        real_tokens=len(tokens),
+        position_ids=positions.expand(3, -1),
+        segments=segments,
+        vision=None,
+        feature_index=None,
+    )
+
+
+def _successors(chunks: list[VisionLanguageModel], grid: Grid, platform: Platform, asks: list[_Ask], count: int) -> list[int]:
+    """The likeliest successor of each token that is asked for, on every rank of the replica."""
+    given = list(asks)
+    while grid.vpp > 1 and len(given) % grid.pp:  # the interleaved schedule takes multiples only; nobody looks at these
+        row = asks[0].row
+        given.append(_Ask(DeviceRow(**{**vars(row), "cache": None}), []))
+    length = asks[0].row.tokens.numel()
+    found = run_schedule(
+        chunks, given, seq_len=length, forward_only=True, step=partial(_choose_step, grid=grid), collect_non_loss_data=True
+    )
+    chosen = torch.cat(found) if found else torch.zeros(count, dtype=torch.int64, device=platform.device)
+    if grid.pp > 1:
+        last = max(dist.get_process_group_ranks(grid.replica_group))
+        dist.broadcast(chosen, src=last, group=grid.replica_group)
+    return chosen.tolist()
+
+
+def _choose_step(asks: Iterator[_Ask], model: torch.nn.Module, *, grid: Grid) -> tuple[Tensor, Any]:
+    """What core's schedules call for each micro-batch of each chunk."""
+    ask = next(asks)
+    return model(ask.row, labels=False), partial(_choose, ask=ask, grid=grid)
+
+
+def _choose(logits: Tensor, non_loss_data: bool, *, ask: _Ask, grid: Grid) -> Tensor:
+    """Greedy: int64 [tokens asked for], from logits [1, S, V / tp]. Of equal ones the first, as ``argmax``."""
+    best = logits[0, ask.tokens].float().max(-1)
+    if grid.tp == 1:
+        return best.indices
+    mine = torch.stack((best.values.double(), (best.indices + grid.tp_rank * logits.shape[-1]).double()))
+    everyone = [torch.empty_like(mine) for _ in range(grid.tp)]
+    dist.all_gather(everyone, mine, group=grid.tp_group)
+    values, indices = torch.stack(everyone).unbind(1)
+    return indices.gather(0, values.argmax(0, keepdim=True))[0].long()

@@ -1,0 +1,73 @@
+"""Answers under tensor and pipeline parallelism are those of transformers' ``generate``, token for token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.convert import convert
+from data_tools.formats import RecordError, read_prompt
+from toolkit.cli import main
+from toolkit.demo.data import write_raw_data
+from toolkit.demo.reference import Reference, read_sample
+
+TOKENS = 12
+IDS = ("astronaut", "two_images", "text_only", "video")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2_5_vl", ("--tp", "2")), ("qwen3_vl", ("--pp", "2", "--layers", "1,3"))], ids=["TP2", "PP2"]
+)
+def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoint, tmp_path: Path, capsys):
+    """A picture, two pictures, text alone and a video, answered together."""
+    hf = tiny_checkpoint(family, dtype=torch.float32, max_pixels=252 * 252)
+    convert(hf, tmp_path / "weights", {"tp": 1, "pp": 4})
+    conversations = json.loads(write_raw_data(tmp_path / "raw").read_text())
+    records = [next(record for record in conversations if record["id"] == name) for name in IDS]
+    for record in records:
+        record["conversations"] = record["conversations"][:2]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    common = ["--checkpoint", tmp_path / "weights", "--hf", hf, "--prompt-file", file, "--media-root", tmp_path / "raw" / "media"]
+    sampling = ["--video-max-frames", 8, "--max-new-tokens", TOKENS, "--json", "--platform", "cpu"]
+    assert main(["generate", *map(str, (*common, *sampling, *layout))]) == 0
+    answers = json.loads(capsys.readouterr().out)
+
+    reference = Reference(hf, video_fps=2.0, video_max_frames=8)
+    for record, answer in zip(records, answers, strict=True):
+        first = record | {"conversations": record["conversations"][:1]}
+        messages, images, videos = read_sample(first, tmp_path / "raw" / "media")
+        text = reference.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        batch = reference._batch(text, images, videos)
+        tokens = reference.model.generate(**batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=TOKENS)
+        assert answer["prompt_tokens"] == batch["input_ids"].shape[1], record["id"]
+        assert answer["tokens"] == tokens[0, batch["input_ids"].shape[1] :].tolist(), record["id"]
+    assert len({tuple(answer["tokens"]) for answer in answers}) == len(answers)
+
+
+def test_a_prompt_is_what_comes_before_the_answer():
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert read_prompt({"messages": turns}).messages == turns[:1] == read_prompt({"messages": turns[:1]}).messages
+    pictures = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]}
+    assert read_prompt({"messages": [pictures, turns[1]]}).media == [("image", "a.png")]
+    for wrong in ([turns[1]], [{"role": "system", "content": "Be brief."}], []):
+        with pytest.raises(RecordError):
+            read_prompt({"messages": wrong})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "Hi", "--image", "nowhere.png"], "nowhere.png is not a file"),
+        (["--prompt", "Hi", "--checkpoint", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_is_missing_is_named(options, message, tiny_checkpoint, capsys):
+    hf = str(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
+    assert main(["generate", "--hf", hf, *(["--checkpoint", hf] if "--checkpoint" not in options else []), *options]) == 1
+    assert message in capsys.readouterr().err

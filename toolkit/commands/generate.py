@@ -1,0 +1,108 @@
+"""``megatron-vl generate``: answers of a Megatron checkpoint to pictures, videos and text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from toolkit.commands.weights import CHECKPOINT, _numbers
+
+NOTES = """
+The answer is greedy: the likeliest token each time, until a token that ends a turn (generation_config.json) or
+--max-new-tokens. In float32 it is that of transformers' generate(do_sample=False, repetition_penalty=1.0), token for token.
+Keys and values of earlier tokens are kept on each rank (memory: 4 x layers x key/value heads x head dimension bytes a token in
+bfloat16, divided by tp x pp); pictures are encoded once. Prompts are answered --batch at a time; a model of another layout on
+disk needs no splitting. One process a rank is started on this machine: with GPUs, tp x pp of them.
+"""
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the subcommand."""
+    text = "answers of Megatron weights to pictures, videos and text, under any tensor x pipeline layout"
+    parser = subparsers.add_parser(
+        "generate",
+        help=text,
+        description=f"{text[0].upper() + text[1:]}.",
+        epilog=NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=CHECKPOINT)
+    parser.add_argument(
+        "--hf", type=Path, required=True, metavar="DIR", help="Hugging Face folder of origin: tokenizer, chat template, processor"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="what the user says, behind the pictures and videos")
+    what.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="JSON or JSON lines of conversations, OpenAI messages or ShareGPT; each gets its next turn answered (a last turn of "
+        "the assistant's is left out)",
+    )
+    parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="with --prompt; may be repeated")
+    parser.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="with --prompt; may be repeated")
+    parser.add_argument(
+        "--media-root", type=Path, metavar="DIR", help="where the media of --prompt-file lie (default: the file's folder)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=_positive, default=128, metavar="N", help="most tokens of an answer (default: 128)"
+    )
+    parser.add_argument("--tp", type=_positive, default=1, metavar="T", help="tensor parallel size in ranks (default: 1)")
+    parser.add_argument("--pp", type=_positive, default=1, metavar="P", help="pipeline parallel size in stages (default: 1)")
+    parser.add_argument("--layers", type=_numbers, metavar="6,8,8,6", help="decoder layers of each stage (default: even)")
+    parser.add_argument("--batch", type=_positive, default=8, metavar="N", help="prompts answered together (default: 8)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, float32 on CPU")
+    parser.add_argument("--platform", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda where there is a GPU")
+    parser.add_argument(
+        "--video-fps", type=float, default=2.0, metavar="F", help="frames a second taken from a video (default: 2)"
+    )
+    parser.add_argument(
+        "--video-max-frames", type=_positive, default=32, metavar="N", help="most frames of a video (default: 32)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: text, tokens and prompt_tokens of each answer")
+    parser.set_defaults(run=_run)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+
+    from megatron_vl.config import DataConfig
+    from toolkit.generate.command import Request, one_conversation, read_prompt_file, run_generate
+
+    if args.prompt_file and (args.image or args.video):
+        raise ValueError("--image and --video go with --prompt; a --prompt-file names its own")
+    for path in (*args.image, *args.video, *([args.prompt_file] if args.prompt_file else [])):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is not a file")
+    if args.prompt_file:
+        conversations, root = read_prompt_file(args.prompt_file), args.media_root or args.prompt_file.parent
+    else:
+        conversations, root = [one_conversation(args.prompt, args.image, args.video)], Path("/")
+    platform = ("cuda" if torch.cuda.is_available() else "cpu") if args.platform == "auto" else args.platform
+    request = Request(
+        hf=args.hf,
+        checkpoint=args.checkpoint,
+        conversations=conversations,
+        root=root.resolve(),
+        layout={"tp": args.tp, "pp": args.pp, "layers": args.layers},
+        max_new_tokens=args.max_new_tokens,
+        dtype=args.dtype or ("bfloat16" if platform == "cuda" else "float32"),
+        platform=platform,
+        batch=args.batch,
+        data=DataConfig(video_fps=args.video_fps, video_max_frames=args.video_max_frames),
+    )
+    answers = run_generate(request, lambda line: print(line, file=sys.stderr))
+    if args.json:
+        print(json.dumps(answers, indent=2, ensure_ascii=False))
+        return 0
+    for number, answer in enumerate(answers, 1):
+        print(f"[{number}] {answer['text']}" if len(answers) > 1 else answer["text"])
+    return 0

@@ -1,0 +1,112 @@
+"""``megatron-vl generate``: reads prompts, starts the processes, turns tokens into text."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_tools.formats import Conversation, RecordError, read_prompt
+from data_tools.media import read_media
+from data_tools.records import BadLine, read_records
+from megatron_vl.config import DataConfig
+from megatron_vl.data.assemble import Sample
+from megatron_vl.data.chat import stop_tokens
+from megatron_vl.parallel.layout import make_layout
+from megatron_vl.weights import WeightReader
+from toolkit.cli import CommandError
+from toolkit.launch import end_of, run_group
+from toolkit.samples import SampleEncoder, write_samples
+
+from .run import Job, write_job
+
+
+@dataclass
+class Request:
+    """What the command was asked for."""
+
+    hf: Path
+    checkpoint: Path
+    conversations: list[Conversation]
+    root: Path
+    """Folder that the media of the conversations lie in."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Arguments of :func:`megatron_vl.parallel.layout.make_layout`."""
+    max_new_tokens: int = 128
+    dtype: str = "float32"
+    platform: str = "cpu"
+    batch: int = 8
+    data: DataConfig = field(default_factory=DataConfig)
+    """Limits of pictures and videos."""
+
+
+def run_generate(request: Request, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
+    """{"text", "tokens", "prompt_tokens"} of each conversation's next turn.
+
+    Raises:
+        CommandError: the processes failed; RecordError, ValueError, FileNotFoundError: the request is impossible.
+    """
+    encoder = SampleEncoder(request.hf, request.data)
+    spec = WeightReader(request.checkpoint).spec
+    if (spec.family, spec.vision, spec.language) != (encoder.spec.family, encoder.spec.vision, encoder.spec.language):
+        raise ValueError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
+    layout = make_layout(spec, **request.layout)
+    samples = [_prompt(encoder, conversation, request.root) for conversation in request.conversations]
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
+        work = Path(folder)
+        write_samples(samples, work / "samples.safetensors")
+        job = Job(
+            hf=str(request.hf),
+            checkpoint=str(request.checkpoint),
+            samples=str(work / "samples.safetensors"),
+            layout=request.layout,
+            max_new_tokens=request.max_new_tokens,
+            stop=stop_tokens(request.hf),
+            dtype=request.dtype,
+            platform=request.platform,
+            batch=request.batch,
+        )
+        write_job(job, work / "job.json")
+        ranks = layout.tp * layout.pp
+        say(f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} process{'es' if ranks > 1 else ''}")
+        done = run_group("toolkit.generate.run", [work / "job.json", work / "answers.json"], ranks)
+        if done.returncode:
+            raise CommandError(f"the processes failed:\n{end_of(done)}")
+        answers: list[list[int]] = json.loads((work / "answers.json").read_text())
+    decode = encoder.chat.tokenizer.decode
+    return [
+        {"text": decode(tokens, skip_special_tokens=True), "tokens": tokens, "prompt_tokens": len(sample)}
+        for tokens, sample in zip(answers, samples, strict=True)
+    ]
+
+
+def _prompt(encoder: SampleEncoder, conversation: Conversation, root: Path) -> Sample:
+    media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
+    return encoder.prompt(conversation.messages, media)
+
+
+def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Conversation:
+    """A user's turn with pictures, videos, then the text."""
+    parts: list[dict[str, Any]] = [{"type": "image", "image": str(path.resolve())} for path in images]
+    parts += [{"type": "video", "video": str(path.resolve())} for path in videos]
+    return read_prompt({"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]})
+
+
+def read_prompt_file(path: Path) -> list[Conversation]:
+    """The conversations of a JSON or JSON-lines file; a last turn that is the assistant's is left out.
+
+    Raises:
+        ValueError: a record cannot be used; the message names the file and the record.
+    """
+    conversations = []
+    for number, record in read_records(path):
+        try:
+            if isinstance(record, BadLine):
+                raise RecordError(record.reason, str(record))
+            conversations.append(read_prompt(record))
+        except RecordError as error:
+            raise ValueError(f"{path} record {number}: {error.reason}: {error}") from error
+    return conversations

@@ -1,0 +1,99 @@
+"""What each process of a generation does.
+
+    torchrun --nproc-per-node 4 -m toolkit.generate.run JOB.json OUT.json
+
+``JOB.json`` holds the fields of :class:`Job`; ``OUT.json`` gets the list of new tokens of each prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig
+from megatron_vl.data.assemble import Sample, pack_row
+from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.parallel.layout import make_layout
+from megatron_vl.platform import get_platform
+from megatron_vl.training import checkpoint
+from megatron_vl.training.generate import Prompt, generate
+from megatron_vl.weights import WeightReader
+from toolkit.samples import read_samples
+
+ROW_UNIT = 64
+"""Rows of prompts are padded to a multiple of this many tokens."""
+
+
+@dataclass
+class Job:
+    """What to generate, and under which layout."""
+
+    hf: str
+    checkpoint: str
+    samples: str
+    """File of :func:`toolkit.samples.write_samples`: the prompts."""
+    layout: dict[str, Any]
+    """Arguments of :func:`megatron_vl.parallel.layout.make_layout`."""
+    max_new_tokens: int
+    stop: list[int]
+    dtype: str = "float32"
+    platform: str = "cpu"
+    batch: int = 8
+    """Prompts that are answered together."""
+
+
+def main(argv: list[str]) -> int:
+    job = Job(**json.loads(Path(argv[0]).read_text()))
+    answers = answer(job, read_samples(Path(job.samples)))
+    if dist.get_rank() == 0:
+        Path(argv[1]).write_text(json.dumps(answers))
+    dist.destroy_process_group()
+    return 0
+
+
+def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
+    """The new tokens of each prompt. Collective over all ranks."""
+    platform = get_platform(job.platform)
+    spec = read_spec(job.hf)
+    layout = make_layout(spec, **job.layout)
+    init_distributed(platform)
+    grid, norm = make_grid(layout), read_pixel_norm(job.hf)
+    attention: Any = "sdpa" if job.dtype == "float32" else "auto"  # the fused kernels of GPUs take no float32
+    config = TrainConfig(
+        model=ModelConfig(hf=job.hf, vision_attention=attention, language_attention=attention),
+        parallel=ParallelConfig(**job.layout),
+        dtype=job.dtype,  # type: ignore[arg-type]
+    )
+    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
+    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
+    check_tensors(spec, layout, tensors)
+    checkpoint.load_weights(WeightReader(job.checkpoint), tensors, grid)
+    answers: list[list[int]] = []
+    for start in range(0, len(samples), job.batch):
+        prompts = prepare(samples[start : start + job.batch], spec) if grid.owns_loader else None
+        answers += generate(chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop))
+    return answers
+
+
+def prepare(samples: list[Sample], spec: ModelSpec) -> list[Prompt]:
+    """Prompts as rows of one length."""
+    length = ROW_UNIT * math.ceil(max(map(len, samples)) / ROW_UNIT)
+    return [Prompt(pack_row([sample], spec, length), len(sample)) for sample in samples]
+
+
+def write_job(job: Job, path: Path) -> None:
+    path.write_text(json.dumps(dataclasses.asdict(job)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
