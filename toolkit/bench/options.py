@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from megatron_vl.config import RunConfigError, TrainConfig, read_arguments
+from megatron_vl.config import RunConfigError, TrainConfig, read_arguments, validate
 from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.parallel.layout import Layout, run_layout
 
 WORKLOADS = ("images", "text", "data")
 
@@ -60,8 +61,20 @@ class Options(BenchOptions):
         return self.warm_up + self.timed + (self.part_steps + 1 if self.part_steps else 0)
 
     def spec(self) -> ModelSpec:
+        """The model's sizes, with fewer layers where that is asked for."""
         layers = {"language": self.language_layers, "vision": self.vision_layers}
         return read_spec(self.hf).replace_layers(**{name: n for name, n in layers.items() if n})
+
+    def layout(self) -> Layout:
+        return run_layout(self.spec(), self.config.parallel)
+
+    def check(self, ranks: int) -> None:
+        """Refuses what cannot run on so many ranks; raises ValueError, naming the field."""
+        self.layout()
+        if self.peer and self.config.global_batch_size % ranks:
+            raise RunConfigError(f"global_batch_size {self.config.global_batch_size} must be a multiple of the {ranks} ranks")
+        if not self.peer:
+            validate(self.config, ranks)
 
 
 def build_parser(program: str = "python -m toolkit.bench") -> ArgumentParser:

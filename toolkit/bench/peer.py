@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron_vl.config import ModelConfig, RecomputeConfig, RunConfigError
+from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import PixelNorm
 from megatron_vl.models.attention import Segments, make_backend
@@ -203,6 +203,14 @@ class Trainer:
 
     def step(self, rows: list[HfRow]) -> float:
         """One optimizer step; the mean loss over the loss tokens of the global batch. Collective."""
+        loss = self.backward(rows)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss)
+
+    def backward(self, rows: list[HfRow]) -> Tensor:
+        """Gradients of the mean loss over the loss tokens of the global batch, and that loss. Collective."""
         tokens = torch.tensor(float(sum(row.loss_tokens for row in rows)), device=self.device)
         dist.all_reduce(tokens)
         # FSDP averages gradients over ranks: with a sum over the global count, times the ranks, each token weighs the same.
@@ -215,11 +223,8 @@ class Trainer:
             loss = self.model(**row.keywords(self.device), num_items_in_batch=count).loss
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        return total / dist.get_world_size()
 
 
 def run(options: Options) -> None:
@@ -227,8 +232,7 @@ def run(options: Options) -> None:
     config, spec = options.config, options.spec()
     device = _init_distributed()
     world = dist.get_world_size()
-    if config.global_batch_size % world:
-        raise RunConfigError(f"global_batch_size {config.global_batch_size} must be a multiple of the {world} ranks")
+    options.check(world)
     notes = use_liger(spec.family)
     model = build(hf_config(options), device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"

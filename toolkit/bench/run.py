@@ -20,12 +20,11 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_vl.config import validate
 from megatron_vl.data.row import Row, pin
 from megatron_vl.models.build import build_chunks
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
-from megatron_vl.parallel.layout import run_layout
+from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.flops import peak_tflops
@@ -56,16 +55,15 @@ class Live:
 
 def run(options: Options) -> None:
     """Measures all workloads and reports them on rank 0. Collective."""
-    config, spec = options.config, options.spec()
-    layout = run_layout(spec, config.parallel)
+    config, spec, layout = options.config, options.spec(), options.layout()
     platform = get_platform(config.platform)
     init_distributed(platform)
-    dp = validate(config, dist.get_world_size())
+    options.check(dist.get_world_size())
     grid = make_grid(layout)
     live = build(options, spec, platform, grid, layout)
     name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)
-    workloads = {name: measure(live, name, config.global_batch_size // dp, peak) for name in options.workloads}
+    workloads = {name: measure(live, name, config.global_batch_size // grid.dp, peak) for name in options.workloads}
     figures = {
         "system": "megatron-vl",
         "machine": report.machine(options, platform.device, peak),
@@ -77,7 +75,7 @@ def run(options: Options) -> None:
     report.finish(options, figures)
 
 
-def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, layout: Any) -> Live:
+def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, layout: Layout) -> Live:
     """Model, DDP and optimizer, with the memory that each takes."""
     config, memory = options.config, {}
     before = allocated(platform)

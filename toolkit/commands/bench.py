@@ -56,9 +56,10 @@ def _run(args: argparse.Namespace) -> int:
         options += ["--data.path", args.data]
     if args.processes:
         options += ["--platform", "cpu"]
-    parse(options, "megatron-vl bench")  # refused here, before any process starts
-    if args.peer:
-        parse([*options, "--peer", "true"], "megatron-vl bench --peer")
+    for peer in (False, True) if args.peer else (False,):  # refused here, before any process starts
+        parse([*options, "--peer", str(peer).lower()], "megatron-vl bench").check(args.gpus or args.processes)
+    if args.gpus:
+        _check_gpus(args.gpus)
     systems = []
     for peer in (False, True) if args.peer else (False,):
         figures = _launch(args.gpus or args.processes, [*options, "--peer", str(peer).lower()], quiet=args.json)
@@ -67,6 +68,13 @@ def _run(args: argparse.Namespace) -> int:
         systems.append(figures)
     _report(args, systems)
     return 0
+
+
+def _check_gpus(wanted: int) -> None:
+    import torch
+
+    if (found := torch.cuda.device_count()) < wanted:
+        raise ValueError(f"--gpus {wanted}: torch sees {found} GPUs here; for small models on CPU use --processes {wanted}")
 
 
 def _launch(processes: int, options: list[str], quiet: bool) -> dict[str, Any] | int:

@@ -1,0 +1,152 @@
+"""The benchmark counts what it ran, its parts add up, and the peer trains the same model on the same rows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.models.families import read_spec
+from megatron_vl.training.flops import Flops, recompute_flops, row_flops
+from tests.training.small_run import prepare
+from toolkit.bench import parts
+from toolkit.bench.workload import rows
+from toolkit.cli import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SEQ_LEN, WARM_UP, TIMED, PER_RANK = 500, 1, 1, 2
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+@pytest.fixture(scope="module")
+def figures(tiny_checkpoint, tmp_path_factory) -> dict:
+    """A pipeline of two stages on two data-parallel ranks: seeded rows and a data set, started as a user does."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    data = prepare(tmp_path_factory.mktemp("bench"), hf)["data"]
+    options = ["--rows", "images,text,data", "--warm_up", WARM_UP, "--timed", TIMED, "--part_steps", 1, "--dtype", "float32"]
+    shape = ["--data.seq_len", SEQ_LEN, "--global_batch_size", 2 * PER_RANK, "--data.num_workers", 1]
+    layout = ["--parallel.pp", 2, "--recompute.vision", "full", "--log.peak_tflops", 0.5]
+    command = ["-m", "toolkit", "bench", "--processes", 4, "--hf", hf, "--data", data, "--json", *options, *shape, *layout]
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
+    """Tokens, images and FLOPs of the rows after the warm-up of both data-parallel ranks, drawn here once more."""
+    spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
+    for workload in ("images", "text"):
+        timed = [
+            row
+            for rank in range(2)
+            for row in itertools.islice(
+                rows(spec, SEQ_LEN, images=workload == "images", seed=17 + rank),
+                WARM_UP * PER_RANK,
+                (WARM_UP + TIMED) * PER_RANK,
+            )
+        ]
+        tokens, model, again = 0, Flops(0, 0), Flops(0, 0)
+        for row in timed:
+            lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
+            vision = [t.diff().tolist() if row.num_images else [] for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
+            tokens += sum(lengths)
+            model = model + row_flops(spec, ModelConfig(), lengths, *vision)
+            again = again + recompute_flops(spec, ModelConfig(), RecomputeConfig(vision="full"), lengths, *vision)
+        w = figures["workloads"][workload]
+        seconds = w["step_s"] * TIMED
+        assert w["work"]["images"] == sum(row.num_images for row in timed)
+        assert w["work"]["rows"] == len(timed)
+        assert w["tokens_per_s_per_gpu"] * seconds * 4 == pytest.approx(tokens)
+        assert w["images_per_s"] * seconds == pytest.approx(w["work"]["images"])
+        assert w["mfu_vision"] * seconds * 4 * 0.5e12 == pytest.approx(model.vision)
+        assert w["mfu"] == pytest.approx(w["mfu_vision"] + w["mfu_language"])
+        assert w["hfu"] / w["mfu"] == pytest.approx((model + again).total / model.total)
+    images, text = figures["workloads"]["images"], figures["workloads"]["text"]
+    assert figures["image_over_text"] == pytest.approx(images["mfu"] / text["mfu"])
+    assert images["hfu"] > images["mfu"] and text["hfu"] == text["mfu"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_parts_are_where_the_layout_puts_them(figures) -> None:
+    for name in ("images", "data"):
+        first, last = figures["workloads"][name]["parts_by_stage"]
+        assert all(first[f"vision {way}"] > 0 == last[f"vision {way}"] for way in ("forward", "backward"))
+        assert all(stage[f"language {way}"] > 0 for stage in (first, last) for way in ("forward", "backward"))
+        assert all(stage["optimizer"] > 0 and stage["gradient finalisation"] > 0 for stage in (first, last))
+        assert sum(first.values()) == pytest.approx(sum(last.values()), rel=0.2)  # stages share the step
+        # The whole tower is on the first stage: the last one waits for it.
+        assert last["idle"] > first["vision forward"]
+    assert figures["workloads"]["images"]["straggling"]["max_over_mean"] > 1
+    assert figures["workloads"]["images"]["communication"]["communication_s"]["max_s"] > 0
+    assert figures["workloads"]["data"]["work"]["images"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
+    """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient."""
+    folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "tests.toolkit.peer_gradients", str(tmp_path / "out.json"), *folders]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for result in json.loads((tmp_path / "out.json").read_text()).values():
+        assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5
+
+
+def test_parts_add_up_to_the_step() -> None:
+    spans = {"step": 10.0, "feed": 2.0, "vision forward": 1.0, "chunk forward": 3.0, "chunk backward": 4.0, "optimizer": 0.25}
+    split = parts.split(spans, data_wait=1.5)
+    assert sum(split.values()) == spans["step"] and list(split) == list(parts.PARTS)
+    assert (split["data wait"], split["feed"], split["language forward"], split["idle"]) == (1.5, 0.5, 2.0, 0.75)
+
+
+def test_covered_time_counts_overlaps_once() -> None:
+    random_numbers = random.Random(5)
+    spans = [(start, start + random_numbers.randint(0, 9)) for start in (random_numbers.randint(0, 80) for _ in range(20))]
+    assert parts.length(spans) == len({n for start, end in spans for n in range(start, end)})
+
+
+def test_straggling_compares_ranks_of_one_stage() -> None:
+    """Each step waits for its slowest rank, another one each time; stages differ by design."""
+
+    def rank(*compute: float) -> list[dict[str, float]]:
+        return [dict.fromkeys(parts.PARTS, 0.0) | {"language forward": c} for c in compute]
+
+    figures = parts.summarise([rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)], [(0, 0), (0, 1), (1, 0), (1, 1)])
+    assert figures["straggling"]["max_over_mean"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--paralel.tp", "2"], "did you mean parallel.tp"),
+        (["--rows", "images,movies"], "movies"),
+        (["--rows", "data"], "--data.path"),
+        (["--parallel.tp", "2"], "do not divide the world size"),
+        (["--timed", "0"], "--timed 0"),
+        (["--peer", "--rows", "data", "--data", "x"], "--peer"),
+    ],
+)
+def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named) -> None:
+    assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), "--processes", "1", *options]) != 0
+    assert named in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:
+    assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), "--gpus", "1000", "--global_batch_size", "1000"]) == 1
+    assert "--processes 1000" in capsys.readouterr().err
