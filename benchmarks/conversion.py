@@ -1,8 +1,9 @@
 """Speed and memory of convert, split, merge and export against a copy of the same bytes: ``python benchmarks/conversion.py``.
 
-A Hugging Face folder with the structure of Qwen2.5-VL-7B and as many decoder layers as fill the size is written with random
-bf16 data. Each command runs as users run it, in a process of its own, its start included, after everything was written back
-to the disk and dropped from the page cache. RssAnon is memory that no file backs, sampled every 10 ms.
+A Hugging Face folder with the structure of Qwen2.5-VL-7B (or of another ``config.json``) and as many decoder layers as fill
+the size is written with random bf16 data. Each command runs as users run it, in a process of its own, its start included,
+after everything was written back to the disk and dropped from the page cache. RssAnon is memory that no file backs, sampled
+every 10 ms.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from converters import rules_for
 from converters.hf import INDEX
 from megatron_vl.models.families import read_spec
+from megatron_vl.models.tensors import Cut
 from megatron_vl.tensor_files import TensorWriter, make_header, row_windows
 from megatron_vl.weights import WeightReader
 
@@ -56,22 +58,29 @@ CONFIG: dict[str, Any] = {
 }
 """The fields of the released Qwen2.5-VL-7B-Instruct that decide its tensors."""
 FILE_BYTES = 4_000_000_000
-LAYOUT = ["--tp", "4", "--pp", "2"]
+DENSE, EXPERTS = ["--tp", "4", "--pp", "2"], ["--tp", "2", "--pp", "2", "--ep", "4"]
 
 
-def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
-    spec = read_spec(CONFIG | {"num_hidden_layers": layers})
-    return {name: shape for rule in rules_for(spec) for name, shape in rule.hf.items()}
+def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config with another number of decoder layers, wherever it keeps it."""
+    if "text_config" in config:
+        return config | {"text_config": config["text_config"] | {"num_hidden_layers": layers}}
+    return config | {"num_hidden_layers": layers}
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for rule in rules_for(read_spec(config)) for name, shape in rule.hf.items()}
 
 
 def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
 
 
-def write_hf(folder: Path, gigabytes: float) -> int:
+def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
     """A HF folder of about this size. Returns its decoder layers."""
-    layers = min(range(2, 200), key=lambda n: abs(size_of(shapes_of(n)) - gigabytes * 1e9))
-    shapes = shapes_of(layers)
+    layers = min(range(3, 100), key=lambda n: abs(size_of(shapes_of(with_layers(config, n))) - gigabytes * 1e9))
+    config = with_layers(config, layers)
+    shapes = shapes_of(config)
     groups: list[list[str]] = [[]]
     for name in shapes:
         if size_of({n: shapes[n] for n in [*groups[-1], name]}) > FILE_BYTES:
@@ -86,7 +95,7 @@ def write_hf(folder: Path, gigabytes: float) -> int:
             yield random[start : start + count]
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps(config))
     where = {}
     for i, names in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
@@ -134,28 +143,30 @@ def timed(words: list[str], root: Path) -> dict[str, float]:
 
 
 def load_rank(checkpoint: Path, verify: bool) -> Callable[[], int]:
-    """Rank 0 of tensor parallel size 2 as the trainer reads it, from whatever layout is there."""
+    """Rank 0 of tensor parallel size 2 (and expert parallel size 2) as the trainer reads it, from whatever layout is there."""
 
     def load() -> int:
         reader = WeightReader(checkpoint, verify=verify)
-        return sum(reader.get(name, 0, 2).nbytes for name in reader.names())
+        ep = 2 if reader.spec.language.moe else 1
+        return sum(reader.get(name, 0, Cut(tp=2, ep=ep)).nbytes for name in reader.names())
 
     return load
 
 
-def benchmark(root: Path, gigabytes: float, workers: int) -> dict[str, Any]:
+def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int) -> dict[str, Any]:
     print(f"writing {gigabytes:g} GB to {root}", file=sys.stderr, flush=True)
-    layers = write_hf(root / "hf", gigabytes)
+    layers = write_hf(root / "hf", config, gigabytes)
+    layout = EXPERTS if read_spec(config).language.moe else DENSE
     size = sum(path.stat().st_size for path in (root / "hf").iterdir())
     tool = [sys.executable, "-m", "toolkit"]
     common = ["--workers", str(workers)]
     paths = {name: str(root / name) for name in ("hf", "copy", "shards", "split", "full", "back")}
     copy = ["cp", "-r", paths["hf"], paths["copy"]]
     steps: dict[str, tuple[list[str], list[str]]] = {
-        "convert --tp 4 --pp 2": ([*tool, "convert", "--hf", paths["hf"], *LAYOUT, "--out", paths["shards"], *common], []),
+        f"convert {' '.join(layout)}": ([*tool, "convert", "--hf", paths["hf"], *layout, "--out", paths["shards"], *common], []),
         "merge": ([*tool, "merge", "--checkpoint", paths["shards"], "--out", paths["full"], *common], []),
-        "split --tp 4 --pp 2": (
-            [*tool, "split", "--checkpoint", paths["full"], *LAYOUT, "--out", paths["split"], *common],
+        f"split {' '.join(layout)}": (
+            [*tool, "split", "--checkpoint", paths["full"], *layout, "--out", paths["split"], *common],
             ["full", "split"],
         ),
         "export": (
@@ -180,7 +191,7 @@ def benchmark(root: Path, gigabytes: float, workers: int) -> dict[str, Any]:
         settle(root)
         begin = time.monotonic()
         load_rank(root / "shards", verify)()
-        results[f"load a TP 2 rank from TP 4 shards, {'verified' if verify else 'not verified'}"] = {
+        results[f"load a rank of TP 2 from shards, {'verified' if verify else 'not verified'}"] = {
             "seconds": time.monotonic() - begin
         }
     return {
@@ -218,12 +229,14 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=8, help="size of the folder in GB (1e9 bytes); at least about 5 (default 8)")
+    parser.add_argument("--config", type=Path, help="a config.json for structure and widths (default: Qwen2.5-VL-7B's)")
     parser.add_argument("--dir", type=Path, help="where to write; 4 times the size is needed (default: the temporary folder)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one a core)")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        report = benchmark(Path(folder), args.gb, args.workers)
+        config = json.loads(args.config.read_text()) if args.config else CONFIG
+        report = benchmark(Path(folder), config, args.gb, args.workers)
     print(table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))

@@ -46,9 +46,7 @@ def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     qkv = torch.randn(bounds[-1], heads * 3 * head_dim, requires_grad=True)
     angles = torch.rand(bounds[-1], head_dim // 2) * 10
-    ours = window_attention(
-        qkv, angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32), max(lengths), head_dim
-    )
+    ours = window_attention(qkv, angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32), max(lengths), head_dim)
     return worst(ours, windows(qkv, angles, bounds, heads), [qkv])
 
 

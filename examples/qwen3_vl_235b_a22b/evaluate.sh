@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Qwen3-VL-235B-A22B-Instruct: is the checkpoint that comes back from the layout of pretrain.yaml the original, down to a benchmark's scores? And what does
+# the trained one score, once there is one? Needs the eval extra. Options behind it go to `megatron-vl evaluate`.
+set -euo pipefail
+HF=${HF:-checkpoints/Qwen3-VL-235B-A22B-Instruct}
+SHARDS=${SHARDS:-checkpoints/qwen3_vl_235b_a22b-tp4-pp8-ep8}
+RUN=${RUN:-runs/qwen3_vl_235b_a22b}
+DATA=${DATA:-MMBench_DEV_EN_V11}
+OUT=${OUT:-evaluation/qwen3_vl_235b_a22b}
+
+megatron-vl export --checkpoint "$SHARDS" --hf "$HF" --out "$OUT/converted" --force
+if [ -f "$RUN/latest.json" ]; then
+  megatron-vl export --checkpoint "$RUN" --hf "$HF" --out "$OUT/trained" --force
+  set -- --trained "$OUT/trained" "$@"
+fi
+megatron-vl evaluate --original "$HF" --converted "$OUT/converted" --data "$DATA" --out "$OUT/report" --gpus-per-process 8 "$@"
