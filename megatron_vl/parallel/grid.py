@@ -46,8 +46,10 @@ class Grid:
     replica_gloo: dist.ProcessGroup
     """The same ranks over gloo, for small host-side messages."""
     tp_group: dist.ProcessGroup
-
     dp_group: dist.ProcessGroup
+    owners_group: dist.ProcessGroup | None
+    """The loaders' owners of all replicas, in data-parallel order; None on other ranks and where there is one replica."""
+    owners_gloo: dist.ProcessGroup | None
 
     def part(self, info: TensorInfo) -> int:
         """Which part of a tensor this rank holds (see :meth:`Cut.part`)."""
@@ -108,6 +110,7 @@ def make_grid(layout: Layout) -> Grid:
             group = dist.new_group(members, backend="gloo")
             if rank in members:
                 gloo = group
+    owners, owners_gloo = _owner_groups(layout.tp, dp, rank)
     return Grid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
@@ -127,4 +130,16 @@ def make_grid(layout: Layout) -> Grid:
         replica_gloo=gloo,
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
+        owners_group=owners,
+        owners_gloo=owners_gloo,
     )
+
+
+def _owner_groups(tp: int, dp: int, rank: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """A group of its own for rows that change owners, so that they never queue behind gradients. Collective over all ranks."""
+    if dp == 1 or dist.get_backend() == "fake":
+        return None, None
+    members = [d * tp for d in range(dp)]
+    group = dist.new_group(members)
+    gloo = group if dist.get_backend() == "gloo" else dist.new_group(members, backend="gloo")
+    return (group, gloo) if rank in members else (None, None)

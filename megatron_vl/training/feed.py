@@ -20,6 +20,7 @@ from megatron_vl.data.row import Row, pin
 from megatron_vl.models.attention import Segments
 from megatron_vl.models.vision import VisionInput
 from megatron_vl.models.vlm import DeviceRow
+from megatron_vl.parallel.balance import balance
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
 
@@ -45,35 +46,58 @@ class StepData:
     """Seconds the loader's owner waited for its rows."""
 
 
+@dataclass
+class _Uploaded:
+    """One row on its owner: what the others must know of it, and its tensors on the device as three flat buffers."""
+
+    described: dict[str, Any]
+    text: Tensor
+    ints: Tensor
+    planes: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.text, self.ints, self.planes
+
+
 class Feed:
     """Gives each rank of a replica its part of the next ``micro_batches`` rows.
 
     Args:
         loader: an iterator of rows on the rank that owns the loader, None elsewhere.
+        balanced: rows change owners where that evens out the patches of the data-parallel ranks.
     """
 
-    def __init__(self, grid: Grid, platform: Platform, loader: Iterator[Row] | None, micro_batches: int) -> None:
+    def __init__(
+        self, grid: Grid, platform: Platform, loader: Iterator[Row] | None, micro_batches: int, balanced: bool = True
+    ) -> None:
         if grid.owns_loader and loader is None:
             raise ValueError("the rank at pipeline stage 0, tensor rank 0 needs a loader")
         self.grid, self.platform, self.loader, self.micro_batches = grid, platform, loader, micro_batches
+        self.balanced = balanced and grid.dp > 1
 
     def next_step(self) -> StepData:
-        """Collective over the replica. Raises RuntimeError on every rank when the loader of the replica failed."""
+        """Collective over the replica, with ``balanced`` over all replicas.
+
+        Raises:
+            RuntimeError: the loader failed; on every rank of the replica, with ``balanced`` on every rank.
+        """
         start = time.perf_counter()
         rows, error = self._read()
         wait = time.perf_counter() - start
-        header: list[Any] = [error or [_describe(row) for row in rows]]
+        uploaded = [_upload(row, self.platform.device) for row in rows]
+        if self.balanced and self.grid.owns_loader:
+            uploaded, error = self._exchange(uploaded, error)
+        header: list[Any] = [error or [row.described for row in uploaded]]
         if self.grid.tp * self.grid.pp > 1:
             dist.broadcast_object_list(header, src=self.grid.replica_source, group=self.grid.replica_gloo)
         if isinstance(header[0], str):
-            raise RuntimeError(f"data-parallel rank {self.grid.dp_rank}: the loader failed: {header[0]}")
+            raise RuntimeError(header[0])
         described: list[dict[str, Any]] = header[0]
-        text = self._share(_text_buffer(rows), sum(_text_size(d) for d in described), torch.int32, whole_replica=True)
-        device_rows = [
-            _device_row(d, part) for d, part in zip(described, text.split([_text_size(d) for d in described]), strict=True)
-        ]
+        text = self._share([row.text for row in uploaded], [_text_size(d) for d in described], torch.int32, whole_replica=True)
+        device_rows = [_device_row(d, part) for d, part in zip(described, text, strict=True)]
         if self.grid.has_vision:
-            self._add_vision(device_rows, described, rows)
+            self._add_vision(device_rows, described, uploaded)
         counts: dict[str, int] = {}
         for d in described:
             for name, value in d["counts"].items():
@@ -92,37 +116,58 @@ class Feed:
         if not self.grid.owns_loader:
             return [], ""
         assert self.loader is not None
+        where = f"data-parallel rank {self.grid.dp_rank}: the loader failed"
         try:
             return [pin(next(self.loader)) for _ in range(self.micro_batches)], ""
         except StopIteration:
-            return [], "the data set ended; training needs a repeating loader"
+            return [], f"{where}: the data set ended; training needs a repeating loader"
         except Exception as error:  # every rank of the replica has to learn of it, or it hangs in the broadcast
-            return [], f"{type(error).__name__}: {error}"
+            return [], f"{where}: {type(error).__name__}: {error}"
 
-    def _share(self, local: Tensor | None, size: int, dtype: torch.dtype, *, whole_replica: bool) -> Tensor:
-        """One broadcast of a flat buffer from the loader's owner; the owner hands in its host buffer."""
-        device = self.platform.device
-        owner = self.grid.owns_loader
-        buffer = (
-            local.to(device, non_blocking=True) if owner and local is not None else torch.empty(size, dtype=dtype, device=device)
-        )
-        if whole_replica and self.grid.tp * self.grid.pp > 1:
-            dist.broadcast(buffer, src=self.grid.replica_source, group=self.grid.replica_group)
-        elif not whole_replica and self.grid.tp > 1:
-            dist.broadcast(buffer, src=self.grid.replica_source, group=self.grid.tp_group)
-        return buffer
+    def _exchange(self, own: list[_Uploaded], error: str) -> tuple[list[_Uploaded], str]:
+        """Rows after balancing over the owners of all replicas, or what went wrong on any of them."""
+        grid, device = self.grid, self.platform.device
+        patches: list[Any] = [None] * grid.dp
+        dist.all_gather_object(patches, error or [row.described["counts"]["patches"] for row in own], group=grid.owners_gloo)
+        errors = [offer for offer in patches if isinstance(offer, str)]
+        if errors:
+            return [], errors[0]
+        places = balance(patches)
+        moves = [(place, rank) for rank, row in enumerate(places) for place in row if place.rank != rank]
+        if not moves:
+            return own, ""
+        leaving = {place.row for place, _ in moves if place.rank == grid.dp_rank}
+        descriptions: list[Any] = [None] * grid.dp
+        dist.all_gather_object(descriptions, {i: own[i].described for i in leaving}, group=grid.owners_gloo)
+        owners = dist.get_process_group_ranks(grid.owners_group)
+        kept, transfers = [], []
+        for rank, row in enumerate(places):
+            for place in row:
+                if rank == grid.dp_rank and place.rank == rank:
+                    kept.append(own[place.row])
+                elif rank == grid.dp_rank:
+                    kept.append(_empty(descriptions[place.rank][place.row], device))
+                    transfers += [dist.P2POp(dist.irecv, t, owners[place.rank], grid.owners_group) for t in kept[-1].tensors]
+                elif place.rank == grid.dp_rank:
+                    transfers += [dist.P2POp(dist.isend, t, owners[rank], grid.owners_group) for t in own[place.row].tensors]
+        for work in dist.batch_isend_irecv(transfers) if transfers else []:
+            work.wait()
+        return kept, ""
 
-    def _add_vision(self, device_rows: list[DeviceRow], described: list[dict[str, Any]], rows: list[Row]) -> None:
-        int_sizes = [sum(_numel(d["vision"][n]) for n in _VISION_INTS) for d in described]
-        plane_sizes = [_numel(d["vision"]["planes"]) for d in described]
-        ints = self._share(_vision_buffer(rows), sum(int_sizes), torch.int32, whole_replica=False)
-        planes = self._share(
-            torch.cat([r.vision.planes.flatten() for r in rows]) if rows else None,
-            sum(plane_sizes),
-            torch.uint8,
-            whole_replica=False,
-        )
-        for row, d, part, pixels in zip(device_rows, described, ints.split(int_sizes), planes.split(plane_sizes), strict=True):
+    def _share(self, own: list[Tensor], sizes: list[int], dtype: torch.dtype, *, whole_replica: bool) -> list[Tensor]:
+        """A flat buffer for each row; from the loader's owner in one broadcast when others need them too."""
+        grid = self.grid
+        if (grid.tp * grid.pp if whole_replica else grid.tp) == 1:
+            return own
+        buffer = torch.cat(own) if own else torch.empty(sum(sizes), dtype=dtype, device=self.platform.device)
+        group = grid.replica_group if whole_replica else grid.tp_group
+        dist.broadcast(buffer, src=grid.replica_source, group=group)
+        return list(buffer.split(sizes))
+
+    def _add_vision(self, device_rows: list[DeviceRow], described: list[dict[str, Any]], own: list[_Uploaded]) -> None:
+        ints = self._share([row.ints for row in own], [_ints_size(d) for d in described], torch.int32, whole_replica=False)
+        planes = self._share([row.planes for row in own], [_planes_size(d) for d in described], torch.uint8, whole_replica=False)
+        for row, d, part, pixels in zip(device_rows, described, ints, planes, strict=True):
             shapes = d["vision"]
             fields = {
                 n: t.view(shapes[n])
@@ -160,20 +205,38 @@ def _describe(row: Row) -> dict[str, Any]:
     }
 
 
+def _upload(row: Row, device: torch.device) -> _Uploaded:
+    """The row's tensors on the device; pixels go straight from pinned memory, the small rest as two buffers."""
+    text = [row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens]
+    ints = [getattr(row.vision, n) for n in _VISION_INTS]
+    return _Uploaded(
+        _describe(row), _flat(text, device), _flat(ints, device), row.vision.planes.flatten().to(device, non_blocking=True)
+    )
+
+
+def _flat(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """One int32 buffer on the device."""
+    host = torch.cat([t.to(torch.int32).flatten() for t in tensors])
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def _empty(described: dict[str, Any], device: torch.device) -> _Uploaded:
+    """Room for a row that comes from another owner."""
+    text, ints = (torch.empty(size(described), dtype=torch.int32, device=device) for size in (_text_size, _ints_size))
+    return _Uploaded(described, text, ints, torch.empty(_planes_size(described), dtype=torch.uint8, device=device))
+
+
 def _text_size(described: dict[str, Any]) -> int:
+    """Tokens, labels, mask, positions (3) and segment bounds."""
     return 6 * described["seq_len"] + described["segments"]
 
 
-def _text_buffer(rows: list[Row]) -> Tensor | None:
-    """Tokens, labels, mask, positions (3) and segment bounds of all rows as one int32 buffer."""
-    if not rows:
-        return None
-    parts = [
-        part.to(torch.int32).flatten()
-        for row in rows
-        for part in (row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens)
-    ]
-    return torch.cat(parts)
+def _ints_size(described: dict[str, Any]) -> int:
+    return sum(_numel(described["vision"][n]) for n in _VISION_INTS)
+
+
+def _planes_size(described: dict[str, Any]) -> int:
+    return _numel(described["vision"]["planes"])
 
 
 def _device_row(described: dict[str, Any], buffer: Tensor) -> DeviceRow:
@@ -189,12 +252,6 @@ def _device_row(described: dict[str, Any], buffer: Tensor) -> DeviceRow:
         vision=None,
         feature_index=None,
     )
-
-
-def _vision_buffer(rows: list[Row]) -> Tensor | None:
-    if not rows:
-        return None
-    return torch.cat([getattr(row.vision, n).to(torch.int32).flatten() for row in rows for n in _VISION_INTS])
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -187,7 +187,7 @@ def train(config: TrainConfig) -> None:
 def _steps(run: Run, log: MetricsLog) -> None:
     """All steps that are left, with their checkpoints."""
     config, grid, c = run.config, run.grid, run.config.checkpoint
-    feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp)
+    feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp, config.data.balance)
     last = min(config.steps, config.stop_after or config.steps)
     bad = 0
     while run.step < last:

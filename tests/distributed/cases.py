@@ -11,6 +11,7 @@ TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "sho
 """On two data-parallel ranks the last micro-batch of the second rank has no image."""
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
+UNEVEN = [["text"], ["text", "short_text"], ["two_images", "mixed"], ["image"]]
 FULL = {"language": "full", "vision": "full"}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
@@ -89,6 +90,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, language frozen", pp=2, freeze=["language"]),
         case("DP2", steps=[MIXED_ROWS]),
         case("DP2 without distributed optimizer", distributed_optimizer=False),
+        case("DP2, rows balanced", steps=[UNEVEN, UNEVEN], balanced=True, overlap=True),
         case("DP2, overlap, three steps, text-only last", steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS], overlap=True),
         case(
             "DP2, overlap, small buckets, tied",
@@ -144,6 +146,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("TP2 x PP2 x VPP2 uneven + SP, tied", tied=True, tp=2, pp=2, vpp=2, layers=[0, 2, 1, 1], sequence_parallel=True),
         case("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
         case("PP4", pp=4),
+        case("TP2 x DP2 + SP, rows balanced", tp=2, sequence_parallel=True, steps=[UNEVEN], balanced=True),
         case("PP2 x DP2, overlap, text-only last", pp=2, layers=[1, 3], overlap=True, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS]),
         case(
             "TP2 x DP2 + SP, overlap, text-only last",

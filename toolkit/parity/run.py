@@ -69,6 +69,8 @@ class Case:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
+    balanced: bool = False
+    """Rows may change data-parallel ranks."""
     distributed_optimizer: bool = True
     overlap: bool = False
     seq_len: int = 256
@@ -96,7 +98,7 @@ class Case:
         return TrainConfig(
             optimizer=ADAM,
             dtype=self.dtype,  # type: ignore[arg-type]
-            data=DataConfig(seq_len=self.seq_len),
+            data=DataConfig(seq_len=self.seq_len, balance=self.balanced),
             model=ModelConfig(
                 checkpoint=self.weights,
                 hf=self.hf,
@@ -140,7 +142,7 @@ class Live:
     def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
         """This rank's rows of one step."""
         rows = iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
-        return Feed(self.grid, platform, rows, len(samples) // self.grid.dp).next_step()
+        return Feed(self.grid, platform, rows, len(samples) // self.grid.dp, self.config.data.balance).next_step()
 
 
 def build(case: Case, platform: Platform) -> Live:
