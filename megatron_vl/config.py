@@ -87,8 +87,8 @@ class RecomputeConfig:
     language: Literal["none", "selective", "full"] = "none"
     """none; selective (recompute_modules); full (every layer)."""
     language_modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """What selective recompute covers: core_attn, mlp, activation (of the MLP, nearly free), layernorm (needs Transformer
-    Engine)."""
+    """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP, nearly free; of experts
+    on CUDA only), layernorm (needs Transformer Engine)."""
     vision: Literal["none", "activation", "full"] = "none"
     """none, activation (of the MLP; nearly free) or full (every vision layer)."""
 

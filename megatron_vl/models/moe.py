@@ -64,7 +64,8 @@ def moe_settings(platform: Platform, language: LanguageSpec, layout: Layout, *, 
         "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
         # Core divides f by top_k, transformers does not.
         "moe_aux_loss_coeff": aux_loss * moe.top_k / layers,
-        "moe_token_dispatcher_type": "alltoall",
+        # Gloo gathers no tensors of different lengths, which alltoall asks of the ranks that share an expert's matrices.
+        "moe_token_dispatcher_type": "alltoall" if cuda or layout.etp == 1 else "allgather",
         "moe_grouped_gemm": cuda,
         "moe_permute_fusion": cuda,
         "expert_model_parallel_size": layout.ep,

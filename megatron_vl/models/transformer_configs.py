@@ -81,7 +81,7 @@ def language_config(
         cross_entropy_loss_fusion=platform.name == "cuda",
         cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
         **(moe_settings(platform, m, layout, aux_loss=aux_loss) if m.moe else {}),
-        **_recompute(platform, recompute.language, recompute.language_modules),
+        **_recompute(platform, recompute.language, recompute.language_modules, experts=m.moe is not None),
         **_fp8(platform, fp8, dtype),
         **_common(platform, layout, dtype, spec.initializer_range),
     )
@@ -126,13 +126,17 @@ def _fp8(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, An
     return {"fp8": "hybrid", "fp8_recipe": fp8.recipe}
 
 
-def _recompute(platform: Platform, kind: str, modules: list[str]) -> dict[str, Any]:
+def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool = False) -> dict[str, Any]:
     if kind == "selective" and "layernorm" in modules and not platform.transformer_engine:
         # Core 0.19.2: CheckpointWithoutOutput takes an argument only with Transformer Engine and fails in the backward pass.
         raise ValueError("recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp")
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     core_modules = [module for module in modules if module != "activation"]  # ours: fused_layers.FusedMLP
+    if experts and "mlp" in modules:
+        core_modules.append("moe")
+    elif experts and "activation" in modules and platform.transformer_engine:  # for grouped experts alone
+        core_modules.append("moe_act")
     if kind == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}
     return {}

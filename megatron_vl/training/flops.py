@@ -41,6 +41,7 @@ class LanguageForward:
     attention: float
     """QK^T and PV, the causal half of each."""
     mlp: float
+    """Of layers with experts: the router, and the experts a token goes to."""
     head: float
     """The output layer over the vocabulary."""
 
@@ -80,9 +81,16 @@ def language_parts(m: LanguageSpec, lengths: list[int]) -> LanguageForward:
     return LanguageForward(
         projections=2.0 * m.num_layers * projections * tokens,
         attention=2.0 * m.num_layers * heads * sum(n * n for n in lengths),
-        mlp=2.0 * m.num_layers * 3 * m.hidden_size * m.ffn_hidden_size * tokens,
+        mlp=2.0 * sum(_mlp_weights(m, layer) for layer in range(m.num_layers)) * tokens,
         head=2.0 * m.hidden_size * m.vocab_size * tokens,
     )
+
+
+def _mlp_weights(m: LanguageSpec, layer: int) -> int:
+    """Weights of a layer's MLP that multiply one token."""
+    if m.moe is None or not m.has_experts(layer):
+        return 3 * m.hidden_size * m.ffn_hidden_size
+    return m.hidden_size * m.moe.num_experts + m.moe.top_k * 3 * m.hidden_size * m.moe.ffn_hidden_size
 
 
 def vision_parts(v: VisionSpec, full: list[int], window: list[int]) -> VisionForward:

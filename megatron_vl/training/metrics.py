@@ -101,6 +101,7 @@ class MetricsLog:
             "mfu": (language + vision) / seconds / world / 1e12 / self.peak if self.peak else None,
             "memory_gib": max(e[3] for e in everyone),
             "data_wait_s": max(e[2] for e in everyone) / self.steps,
+            **self._expert_load(step, result),
             **counts,
         }
         self._emit(numbers)
@@ -112,6 +113,19 @@ class MetricsLog:
         self.flops, self.wait_s, self.counts = Flops(0.0, 0.0), 0.0, {}
         self.keys, self.dropped = [], []
         return numbers
+
+    def _expert_load(self, step: int, result: StepResult) -> dict[str, float]:
+        """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer; each layer on TensorBoard."""
+        if result.expert_load is None:
+            return {}
+        load = result.expert_load.double().cpu()
+        layers = load.sum(1).nonzero()[:, 0].tolist()
+        shares = {layer: load[layer] / load[layer].mean() for layer in layers}
+        if self.board:
+            for layer, share in shares.items():
+                self.board.add_scalar(f"expert_load/layer_{layer:02d}", float(share.max()), step)
+            self.board.add_histogram("expert_load/all", torch.cat(list(shares.values())), step)
+        return {"expert_load": max(float(share.max()) for share in shares.values())}
 
     def _quarantine(self, step: int, dropped: list[dict[str, str]]) -> None:
         """Lists the samples that could not be used in ``quarantine.jsonl`` beside the checkpoints, each once a run."""
@@ -154,6 +168,7 @@ class MetricsLog:
             f"| {n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU | {speed} | {n['memory_gib']:.1f} GiB | "
             f"data wait {n['data_wait_s'] * 1e3:.0f} ms"
         )
+        line += f" | busiest expert {n['expert_load']:.2f}x" if "expert_load" in n else ""
         line += f" | dropped {dropped}" if dropped else ""
         line += "" if n["updated"] else " | SKIPPED: loss or gradient is not finite"
         print(line, flush=True)

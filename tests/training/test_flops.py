@@ -22,7 +22,7 @@ from tests.training.test_optimizer import STEP
 from toolkit.parity.batches import make_sample
 from toolkit.parity.reference import hf_inputs
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 FREEZE = {
     "nothing": {},
     "tower": {"freeze_vision": True},
@@ -37,7 +37,8 @@ FREEZE = {
 def load(hf) -> torch.nn.Module:
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager")
+    experts = {"experts_implementation": "eager"} if read_spec(hf).language.moe else {}
+    return AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager", **experts)
 
 
 def lengths(sample: Sample, spec: ModelSpec) -> tuple[list[int], list[int], list[int]]:

@@ -80,6 +80,8 @@ class Case:
     recompute: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     """float32 or bfloat16."""
+    aux_loss: float = 0.0
+    """Coefficient of the experts' load-balancing loss, which ``transformers`` leaves out unless asked for it."""
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with a training of ``transformers``."""
     samples: str = ""
@@ -105,7 +107,7 @@ class Case:
                 freeze_vision="vision" in self.freeze,
                 freeze_merger="merger" in self.freeze,
                 freeze_language="language" in self.freeze,
-                moe_aux_loss=0.0,  # transformers leaves it out unless asked; tests/models/test_moe.py compares it
+                moe_aux_loss=self.aux_loss,
                 vision_attention=self.attention,  # type: ignore[arg-type]
                 language_attention=self.attention,  # type: ignore[arg-type]
             ),
