@@ -26,7 +26,7 @@ TRAINED: dict[str, Any] = {
     "bucket_size": 10_000,
 }
 
-Q2, Q25, Q3 = "qwen2_vl", "qwen2_5_vl", "qwen3_vl"
+Q2, Q25, Q3, MOE = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 
 
 def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:
@@ -71,6 +71,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *(case(f"activation recompute, {family}", family, recompute=ACTIVATION) for family in (Q2, Q25, Q3)),
         case("full recompute, qwen3_vl", Q3, recompute={"language": "full", "vision": "full"}),
         case("training, qwen3_vl", Q3, steps=TRAINING, train=True),
+        case("one rank, experts", MOE),
+        *(case(f"one rank, experts, {kind}", MOE, steps=kinds(kind)) for kind in ("text", "image", "video", "video_between")),
+        case("four samples as one row, experts", MOE, steps=[[FOUR]]),
+        case("four samples as four rows, experts", MOE, steps=[[[kind] for kind in FOUR]]),
+        case("vision frozen, experts", MOE, freeze=["vision"]),
+        case("language frozen, experts", MOE, freeze=["language"]),
+        case("full recompute, experts", MOE, recompute=FULL),
+        case("selective recompute, experts", MOE, recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]}),
+        case("training, experts", MOE, steps=TRAINING, train=True),
         case("overlap, three steps, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
     ],
     2: [
@@ -127,6 +136,22 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "DP2, qwen3_vl, merger alone, overlap", Q3, steps=[TEXT_LAST, MIXED_ROWS], overlap=True, freeze=["vision", "language"]
         ),
         case("training, PP2, qwen3_vl", Q3, tied=True, pp=2, layers=[1, 3], steps=TRAINING, train=True, bucket_size=10_000),
+        case("EP2, experts", MOE, ep=2),
+        case("EP2, experts, overlap, text-only last", MOE, ep=2, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS], overlap=True),
+        case("EP2, experts, without distributed optimizer", MOE, ep=2, distributed_optimizer=False),
+        case("EP2, experts, vision frozen, overlap", MOE, ep=2, freeze=["vision"], steps=[TEXT_LAST, MIXED_ROWS], overlap=True),
+        case("DP2, experts", MOE, steps=[BETWEEN]),
+        case("TP2 + SP, experts", MOE, tp=2, sequence_parallel=True),
+        case("TP2 + SP, EP2, experts", MOE, tp=2, sequence_parallel=True, ep=2, steps=[BETWEEN]),
+        case("TP2 + SP, ETP2, experts", MOE, tp=2, sequence_parallel=True, etp=2),
+        case("PP2, experts", MOE, pp=2),
+        case("PP2 uneven, experts, tied, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL),
+        case("PP2 x VPP2, experts, empty chunk", MOE, pp=2, vpp=2, layers=[0, 1, 1, 2]),
+        case("training, EP2, experts, overlap", MOE, ep=2, steps=TRAINING, train=True, overlap=True, bucket_size=10_000),
+        case(
+            "training, EP2, experts, no distributed optimizer", MOE, ep=2, steps=TRAINING, train=True, distributed_optimizer=False
+        ),
+        case("training, TP2 + SP, experts", MOE, tp=2, sequence_parallel=True, steps=TRAINING, train=True),
     ],
     4: [
         *(
@@ -147,6 +172,28 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
         case("PP4", pp=4),
         case("TP2 x DP2 + SP, rows balanced", tp=2, sequence_parallel=True, steps=[UNEVEN], balanced=True),
+        case("EP2 x PP2, experts, overlap", MOE, pp=2, ep=2, overlap=True, steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST]),
+        case("EP2 x PP2 x VPP2, experts, tied", MOE, tied=True, pp=2, vpp=2, ep=2),
+        case("EP2 x TP2 + SP, experts", MOE, tp=2, sequence_parallel=True, ep=2),
+        case("EP2 x TP2 + SP, ETP2, experts", MOE, tp=2, sequence_parallel=True, ep=2, etp=2),
+        case("EP4 x TP2 + SP, experts", MOE, tp=2, sequence_parallel=True, ep=4),
+        case(
+            "TP2 x PP2 x VPP2 + SP, experts", MOE, tp=2, pp=2, vpp=2, sequence_parallel=True, overlap=True, steps=[MIXED_ROWS] * 3
+        ),
+        case(
+            "training, EP2 x PP2, experts",
+            MOE,
+            pp=2,
+            ep=2,
+            layers=[1, 3],
+            overlap=True,
+            steps=TRAINING,
+            train=True,
+            bucket_size=10_000,
+        ),
+        case(
+            "training, EP2 x TP2 + SP, ETP2, experts", MOE, tp=2, ep=2, etp=2, sequence_parallel=True, steps=TRAINING, train=True
+        ),
         case("PP2 x DP2, overlap, text-only last", pp=2, layers=[1, 3], overlap=True, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS]),
         case(
             "TP2 x DP2 + SP, overlap, text-only last",
