@@ -8,8 +8,10 @@ import shlex
 from pathlib import Path
 
 from megatron_vl.config import TrainConfig, parse_config
+from toolkit.bench.options import parse as parse_bench
 from toolkit.cli import build_parser
 
+ROOT = Path(__file__).resolve().parent.parent
 VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
 
 
@@ -24,7 +26,10 @@ def megatron_vl_arguments(line: str) -> argparse.Namespace:
     words = shlex.split(VARIABLE.sub(lambda match: match[2] or match[1], line), comments=True)
     assert words[0] == "megatron-vl"
     try:
-        return build_parser().parse_args(words[1:])
+        arguments = build_parser().parse_args(words[1:])
+        if arguments.command == "bench":  # its parser leaves the fields of a run to the benchmark's
+            parse_bench(["--hf", arguments.hf, *(str(ROOT / w) if (ROOT / w).is_file() else w for w in arguments.options)])
+        return arguments
     except SystemExit as error:
         if error.code == 0:  # --help, --version
             return argparse.Namespace()

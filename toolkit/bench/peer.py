@@ -126,21 +126,30 @@ def hf_config(options: Options) -> Any:
 
 
 def use_liger(family: str) -> list[str]:
-    """Puts Liger's kernels into transformers' classes, as its documentation says, and tells what was done."""
+    """Puts Liger's kernels into transformers' module of the family, as its documentation says; tells what that changed.
+
+    Liger sets names of the module by assignment. Those that this version of transformers does not have change nothing
+    (Liger 0.8.5 with transformers 5.17: the rotary embedding of Qwen2-VL and Qwen2.5-VL).
+    """
     if importlib.util.find_spec("liger_kernel") is None:
         return ["liger-kernel is not installed: plain transformers modules"]
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     name = f"apply_liger_kernel_to_{family}"
     apply = getattr(importlib.import_module("liger_kernel.transformers"), name, None)
+    try:
+        number = version("liger-kernel")
+    except PackageNotFoundError:  # a bare folder on the path
+        number = "of unknown version"
     if apply is None:
-        return [f"liger-kernel {version('liger-kernel')} has no {name}: plain transformers modules"]
-    apply()
-    notes = [f"liger-kernel {version('liger-kernel')}: {name}()"]
+        return [f"liger-kernel {number} has no {name}: plain transformers modules"]
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    if family != "qwen3_vl" and "Qwen2RMSNorm" not in vars(modeling):
-        notes.append("liger-kernel names no module that this transformers has")
-    return notes
+    before = dict(vars(modeling))
+    apply()
+    after = vars(modeling)
+    replaced = sorted(key for key, value in before.items() if after[key] is not value)
+    unused = sorted(after.keys() - before.keys())
+    return [f"liger-kernel {number}: {name}() replaced {', '.join(replaced)} and the loss; without effect: {', '.join(unused)}"]
 
 
 def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
