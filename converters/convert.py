@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import shutil
 import sys
 from collections import Counter
@@ -256,6 +257,8 @@ def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: 
         for path in companions:
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin.path / path, out / path)
+        for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
+            sync(path)
     cast = Counter(
         (dtype_name(source.dtype(rule.name)), dtype_name(origin.hf_dtype(hf)))
         for rule in origin.rules.values()
@@ -265,6 +268,15 @@ def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: 
     names, kept = [str(path) for path in skipped], (output.kept_files(), len(output.kept))
     size = sum(Job.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order())
     return Report(out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept)
+
+
+def sync(path: Path) -> None:
+    """Has the content of a file, or the names in a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> Job:

@@ -134,9 +134,9 @@ class Output:
         return sum(all((file, name) in self.kept for name in writer.names()) for file, writer in self.writers.items())
 
     def commit(self) -> None:
-        """Gives all files their names."""
+        """Gives all files their names, once their bytes are on the disk."""
         for writer in self.writers.values():
-            writer.commit()
+            writer.commit(sync=True)
 
 
 @contextmanager

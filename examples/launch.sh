@@ -6,6 +6,8 @@
 #   MASTER_ADDR  host name of one of the nodes, the same on all; needed for more than one
 #   MASTER_PORT  a free port there (default 29500)
 #   JOB_ID       any word that tells this training from others on the same nodes (default megatron-vl)
+#
+# SIGTERM or SIGUSR1 to this process: the ranks save behind the step under way and end, with exit code 0.
 set -euo pipefail
 config=${1:?usage: launch.sh RUN.yaml [--section.field value ...]}
 shift
@@ -27,4 +29,4 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-exec torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS" "${rendezvous[@]}" -m megatron_vl.train --config "$config" "$@"
+exec python -m megatron_vl.launch --nnodes "$NNODES" --nproc-per-node "$GPUS" "${rendezvous[@]}" -m megatron_vl.train --config "$config" "$@"

@@ -372,6 +372,9 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps"),
     (0, math.inf, "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer"),
     (0, math.inf, "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay"),
+    (0, math.inf, "model.moe_aux_loss optimizer.eps checkpoint.keep_every checkpoint.step"),
+    (0, 2**32 - 1, "seed data.seed"),
+    (0, 1, "data.max_bad_share"),
     (0, math.inf, "optimizer.clip_grad checkpoint.interval checkpoint.keep log.peak_tflops"),
     (0, 1, "optimizer.min_lr_ratio optimizer.beta1 optimizer.beta2 optimizer.cpu_offload_fraction"),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 
 from megatron_vl import config
@@ -85,6 +87,8 @@ IMPOSSIBLE = [
     (["--optimizer.lr", "-1"], 1, "optimizer.lr -1.0 must be at least 0"),
     (["--optimizer.min_lr_ratio", "2"], 1, "between 0 and 1"),
     (["--optimizer.warmup_steps", "100"], 1, "must be below steps 100"),
+    (["--data.max_bad_share", "1.5"], 1, "data.max_bad_share 1.5 must be between 0 and 1"),
+    (["--checkpoint.step", "-3"], 1, "checkpoint.step -3 must be at least 0"),
     (["--data.video_fps", "0"], 1, "data.video_fps 0.0 must be above 0"),
     (["--data.min_pixels", "9", "--data.max_pixels", "8"], 1, "data.min_pixels 9"),
     (["--recompute.language_modules", '["attn"]'], 1, "valid: core_attn, mlp, layernorm"),
@@ -96,6 +100,19 @@ IMPOSSIBLE = [
 def test_impossible(arguments, world_size, message):
     with pytest.raises(RunConfigError, match=message):
         validate(parse_config(arguments), world_size)
+
+
+def test_every_number_has_a_range():
+    """A number that nothing bounds would be found out by whatever breaks first."""
+    checked = {name for _, _, names in config._RANGES for name in names.split()} | {"data.video_fps", "parallel.layers"}
+    numbers = set()
+    for name in config.fields():
+        section, _, leaf = name.rpartition(".")
+        holder = type(getattr(TrainConfig(), section)) if section else TrainConfig
+        if {int, float} & {*typing.get_args(hint := typing.get_type_hints(holder)[leaf]), hint}:
+            numbers.add(name)
+    assert numbers <= checked, f"without a range: {sorted(numbers - checked)}"
+    assert {"steps", "optimizer.eps", "checkpoint.step"} <= numbers
 
 
 def test_data_parallel_size():

@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
+        _check_inputs(args)
         return args.run(args) or 0
     except (CommandError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
         print(f"megatron-vl {args.command}: {error}", file=sys.stderr)
@@ -47,6 +48,20 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _check_inputs(args: argparse.Namespace) -> None:
+    """The paths that a subcommand reads (``inputs``, the names of its arguments), before it imports anything heavy."""
+    for name in getattr(args, "inputs", ()):
+        value = getattr(args, name)
+        for path in value if isinstance(value, list) else [value]:
+            try:
+                if path is not None:
+                    path.stat()
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{path} does not exist") from None
+            except OSError:
+                pass  # the subcommand tells what is wrong with it
 
 
 if __name__ == "__main__":

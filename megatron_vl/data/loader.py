@@ -40,10 +40,12 @@ from megatron.energon import (
 from megatron.energon.errors import FatalSampleError, reraise_exception
 from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from ..config import DataConfig
 from ..models.families import ModelSpec
 from ..models.rope import Grid
+from ..signals import shield_loader_worker
 from . import assemble
 from .bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
 from .chat import ChatEncoder
@@ -142,6 +144,7 @@ class RowEncoder(DefaultTaskEncoder):
         self.logged: Counter[str] = Counter()
         self.refused_in_a_row = 0
         self.most_refused = MOST_REFUSED_IN_A_ROW
+        self.shielded = False
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
@@ -154,6 +157,10 @@ class RowEncoder(DefaultTaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> EncodedSample:
+        if not self.shielded:
+            self.shielded = True
+            if get_worker_info() is not None:
+                shield_loader_worker()
         try:
             encoded = self._encode(sample)
         except UnusableError as error:

@@ -92,7 +92,7 @@ def take_snapshot(
         weights = {tensor.name: host_copy(tensor.parameter) for tensor in dense}
     if spec.language.moe and grid.edp_rank == 0:
         experts = stack_experts([tensor for tensor in parameters if tensor.expert is not None])
-    facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), "dp": grid.dp, **run}
+    facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), **run}
     return Snapshot(step, weights, experts, snapshot(optimizer, parameters), loader_state, facts)
 
 
@@ -299,7 +299,7 @@ def load(
     """Restores weights, optimizer and random numbers of ``step`` in this run's layout, whatever layout wrote it.
 
     Args:
-        run: facts that decide which samples are read (see ``loop._run_facts``); they must be equal.
+        run: facts that decide which samples are read (see :func:`megatron_vl.training.check.run_facts`); they must be equal.
         restart_data: the data set starts anew instead; the facts may then differ.
 
     Returns:
@@ -309,9 +309,7 @@ def load(
         CheckpointError: files are missing or damaged, or the order of samples could not be kept.
     """
     source = step_folder(folder, step)
-    saved = read_run(source)
-    if not restart_data:
-        _check_data_facts(source, saved, {"dp": grid.dp, **run})
+    saved = check_resumable(source, run, restart_data)
     parameters = run_parameters(chunks, layout, grid)
     reader = WeightReader(source / "weights")
     if reader.manifest["digest"] != saved["weights"]:
@@ -337,14 +335,21 @@ def load(
     return json.loads((source / name).read_text())
 
 
-def _check_data_facts(source: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    for name, value in now.items():
+def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> dict[str, Any]:
+    """``run.json`` of a step folder, once a run with the facts ``now`` can go on from it.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or the order of samples could not be kept.
+    """
+    saved = read_run(source)
+    for name, value in () if restart_data else now.items():
         if saved.get(name) != value:
             raise CheckpointError(
                 f"{source} was saved with {name} {saved.get(name)}, this run has {value}: the order of samples would change. "
                 f"Resume with the same {name}, or give --checkpoint.restart_data true to keep weights and optimizer and read "
                 "the data set from its start"
             )
+    return saved
 
 
 @torch.no_grad()

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.config import TrainConfig
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
-from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
-from megatron_vl.parallel.layout import Layout, run_layout
+from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.weights import WeightReader
+from megatron_vl.signals import asked_to_stop
 
 from . import checkpoint
+from .check import check, check_start_weights, remarks, run_facts, step_to_resume
 from .feed import Feed
 from .metrics import MetricsLog, say
 from .optimizer import build_optimizer, set_learning_rates
@@ -52,9 +53,9 @@ def set_up(config: TrainConfig) -> Run:
 
     Everything that can be refused is refused before a process group starts.
     """
-    spec, layout, platform = check(config)
+    spec, layout = check(config)
+    platform = get_platform(config.platform)
     init_distributed(platform)
-    validate(config, dist.get_world_size())
     grid = make_grid(layout)
     chunks = build_model(config, spec, layout, platform, grid)
     wrapped = wrap(config, chunks)
@@ -68,30 +69,6 @@ def set_up(config: TrainConfig) -> Run:
     return run
 
 
-def check(config: TrainConfig) -> tuple[ModelSpec, Layout, Platform]:
-    """Reads the model's config and checks layout and paths, before any process group starts."""
-    if not config.model.hf:
-        raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
-    if not (Path(config.model.hf) / "config.json").is_file():
-        raise RunConfigError(
-            f"model.hf {config.model.hf} holds no config.json; give the Hugging Face folder that the model comes from"
-        )
-    spec = read_spec(config.model.hf)
-    layout = run_layout(spec, config.parallel)
-    if config.model.moe_aux_loss is not None and spec.language.moe is None:
-        raise RunConfigError(f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty")
-    if config.optimizer.cpu_offload and config.checkpoint.dir:
-        raise RunConfigError(
-            "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a checkpoint reads. "
-            "Leave checkpoint.dir empty, or cpu_offload off"
-        )
-    if not config.data.path:
-        raise RunConfigError("data.path is empty; give a folder written by `megatron-vl data convert`")
-    if not Path(config.data.path).exists():
-        raise RunConfigError(f"data.path {config.data.path} does not exist")
-    return spec, layout, get_platform(config.platform)
-
-
 def build_model(config: TrainConfig, spec: ModelSpec, layout: Layout, platform: Platform, grid: Grid) -> list[Any]:
     """This rank's chunks with the weights of ``model.checkpoint``, or random ones."""
     from megatron_vl.data.pixels import read_pixel_norm
@@ -101,12 +78,7 @@ def build_model(config: TrainConfig, spec: ModelSpec, layout: Layout, platform: 
     tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
     check_tensors(spec, layout, tensors)
     if config.model.checkpoint:
-        reader = WeightReader(config.model.checkpoint)
-        if reader.spec.family != spec.family or reader.spec.vision != spec.vision or reader.spec.language != spec.language:
-            raise RunConfigError(
-                f"model.checkpoint {config.model.checkpoint} holds another model than model.hf {config.model.hf}"
-            )
-        checkpoint.load_weights(reader, tensors, grid)
+        checkpoint.load_weights(check_start_weights(config, spec), tensors, grid)
     return chunks
 
 
@@ -116,17 +88,9 @@ def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: Grid) -> Any:
     return build_loader(config.data, spec, config.model.hf, dp_rank=grid.dp_rank, dp_size=grid.dp, split="train")
 
 
-def _run_facts(config: TrainConfig) -> dict[str, Any]:
-    """What must be equal for a resumed run to read the same samples."""
-    return {"num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
-
-
 def resume(run: Run) -> None:
     """Goes on from the latest checkpoint of ``checkpoint.dir``, when there is one and it is wanted."""
-    c = run.config.checkpoint
-    if not (c.dir and c.resume):
-        return
-    step = c.step if c.step is not None else checkpoint.latest_step(Path(c.dir))
+    c, step = run.config.checkpoint, step_to_resume(run.config)
     if step is None:
         return
     state = checkpoint.load(
@@ -137,7 +101,7 @@ def resume(run: Run) -> None:
         spec=run.spec,
         layout=run.layout,
         grid=run.grid,
-        run=_run_facts(run.config),
+        run=run_facts(run.config, run.grid.dp),
         restart_data=c.restart_data,
     )
     if run.loader is not None and state is not None:
@@ -159,7 +123,7 @@ def save(run: Run) -> None:
             layout=run.layout,
             grid=run.grid,
             loader_state=run.loader.state_dict() if run.loader is not None else None,
-            run=_run_facts(run.config),
+            run=run_facts(run.config, run.grid.dp),
         )
 
     run.saver.start(take, run.step)
@@ -171,21 +135,26 @@ def train(config: TrainConfig) -> None:
     """Runs a training from set-up to its last step. Raises TrainingStopped or CheckpointError when it cannot go on."""
     run = set_up(config)
     say(run.grid, _banner(run))
+    for remark in remarks(config, run.platform.name):
+        say(run.grid, f"NOTE: {remark}")
     log = MetricsLog(config, run.spec, run.grid, run.platform)
     try:
-        _steps(run, log)
+        signalled = _steps(run, log)
         if run.saver is not None:
             run.saver.wait()
             dist.barrier()  # rank 0 names the checkpoint; nobody leaves before
             say(run.grid, f"checkpoints in {config.checkpoint.dir}: {checkpoint.saved_steps(Path(config.checkpoint.dir))}")
+        if signalled:
+            then = "start it again to go on" if run.saver is not None else "nothing is saved, as checkpoint.dir is empty"
+            say(run.grid, f"stopped behind step {run.step} of {config.steps}, as a signal asked; {then}")
     finally:
         log.close()
         if run.loader is not None:
             run.loader.close()
 
 
-def _steps(run: Run, log: MetricsLog) -> None:
-    """All steps that are left, with their checkpoints."""
+def _steps(run: Run, log: MetricsLog) -> bool:
+    """All steps that are left, with their checkpoints. Returns whether a signal ended them before."""
     config, grid, c = run.config, run.grid, run.config.checkpoint
     feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp, config.data.balance)
     last = min(config.steps, config.stop_after or config.steps)
@@ -194,10 +163,11 @@ def _steps(run: Run, log: MetricsLog) -> None:
         data = feed.next_step()
         lr = set_learning_rates(run.optimizer, config, run.step)
         failed = run.saver.error() is not None if run.saver is not None else False
-        result = train_step(run.chunks, run.optimizer, data.rows, grid, config.data.seq_len, failed)
+        result = train_step(run.chunks, run.optimizer, data.rows, grid, config.data.seq_len, failed, bool(asked_to_stop()))
         run.step += 1
         log.add(data)
-        if run.step % config.log.interval == 0 or run.step == last or not result.updated:
+        ends = run.step == last or result.stop
+        if run.step % config.log.interval == 0 or ends or not result.updated:
             log.write(run.step, result, lr)
         if problem := log.too_many_bad():
             raise TrainingStopped(f"{problem}; they are listed in quarantine.jsonl")
@@ -206,8 +176,11 @@ def _steps(run: Run, log: MetricsLog) -> None:
             raise TrainingStopped(f"loss or gradient was not finite in {bad} steps in a row, the last one step {run.step}")
         if result.failed:
             raise TrainingStopped(_save_failure(run))
-        if c.dir and (run.step == last or c.interval and run.step % c.interval == 0):
+        if c.dir and (ends or c.interval and run.step % c.interval == 0):
             save(run)
+        if result.stop and run.step < last:
+            return True
+    return False
 
 
 def _save_failure(run: Run) -> str:

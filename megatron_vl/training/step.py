@@ -42,6 +42,8 @@ class StepResult:
     """Tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
     failed: bool = False
     """Whether any rank reported a failure that lies outside the step (a checkpoint that could not be written)."""
+    stop: bool = False
+    """Whether any rank was asked to stop."""
 
 
 def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[DistributedDataParallel]:
@@ -116,32 +118,37 @@ def train_step(
     grid: Grid,
     seq_len: int,
     failed: bool = False,
+    stop: bool = False,
 ) -> StepResult:
     """One step over this rank's micro-batches; collective over all ranks.
 
     Args:
         failed: this rank has failed at something outside the step; all ranks learn of it with the loss.
+        stop: this rank was asked to stop; likewise.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(chunks, rows, seq_len=seq_len)
-    loss_sum, tokens, failures = reduce_losses(reports, grid, rows[0].tokens.device, failed)
+    loss_sum, tokens, raised = reduce_losses(reports, grid, rows[0].tokens.device, (failed, stop))
     loss = loss_sum / max(tokens, 1)
     updated, norm = update(optimizer, math.isfinite(loss))
     core = chunks[0].config
     load = expert_load(chunks, core.num_layers, core.num_moe_experts) if core.num_moe_experts else None
-    return StepResult(loss, tokens, norm, updated, load, failures > 0)
+    return StepResult(loss, tokens, norm, updated, load, *raised)
 
 
 def reduce_losses(
-    reports: list[dict[str, Tensor]], grid: Grid, device: torch.device, failed: bool = False
-) -> tuple[float, int, int]:
-    """(loss sum, loss tokens, failed ranks) of the global batch, on every rank. The one host sync of a step."""
-    mine = torch.tensor([0.0, 0.0, float(failed)], dtype=torch.float64, device=device)
+    reports: list[dict[str, Tensor]], grid: Grid, device: torch.device, flags: tuple[bool, ...] = ()
+) -> tuple[float, int, list[bool]]:
+    """(loss sum, loss tokens, whether each flag is up on any rank) of the global batch, on every rank.
+
+    The one host sync of a step.
+    """
+    mine = torch.tensor([0.0, 0.0, *map(float, flags)], dtype=torch.float64, device=device)
     if grid.is_last_stage and grid.tp_rank == 0:
         for report in reports:
             mine[:2] += report["loss"].double()
     dist.all_reduce(mine)
-    total, tokens, failures = mine.tolist()
-    return total, int(tokens), int(failures)
+    total, tokens, *raised = mine.tolist()
+    return total, int(tokens), [count > 0 for count in raised]

@@ -107,13 +107,18 @@ def test_verify_names_the_first_tensors_and_fails(tmp_path: Path, origin: Path) 
     assert result.stderr == ""  # no progress and no escape codes off a terminal
 
 
+FOLDER = Path(__file__).parent
+"""Holds neither weights nor a checkpoint."""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("convert", "--hf", "nowhere"), "config.json is missing"),
-        (("split", "--checkpoint", "nowhere", "--tp", 2), "nowhere holds no weights"),
-        (("merge", "--checkpoint", "nowhere"), "nowhere holds no weights"),
-        (("export", "--checkpoint", "nowhere", "--hf", "nowhere"), "nowhere holds no weights"),
+        (("convert", "--hf", "nowhere"), "nowhere does not exist"),
+        (("convert", "--hf", FOLDER), "config.json is missing"),
+        (("split", "--checkpoint", FOLDER, "--tp", 2), "converters holds no weights"),
+        (("merge", "--checkpoint", FOLDER), "converters holds no weights"),
+        (("export", "--checkpoint", FOLDER, "--hf", FOLDER), "converters holds no weights"),
     ],
 )
 def test_failures_are_messages(tmp_path: Path, words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:

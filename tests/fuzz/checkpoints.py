@@ -394,7 +394,7 @@ class Bench:
     def resume(self, checkpoint: Path) -> str:
         """The trainer's own function, into a model and optimizer full of other numbers."""
         from megatron_vl.training import checkpoint as saved
-        from megatron_vl.training.loop import _run_facts
+        from megatron_vl.training.check import run_facts
         from megatron_vl.training.optimizer_state import optimizer_slices
 
         run, parameters = self.run, saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
@@ -412,7 +412,7 @@ class Bench:
             if step is None:
                 raise Refused("None: the run would start anew")
             facts = {"chunks": run.chunks, "optimizer": run.optimizer, "spec": run.spec, "layout": run.layout, "grid": run.grid}
-            loader = saved.load(checkpoint, step, **facts, run=_run_facts(run.config))
+            loader = saved.load(checkpoint, step, **facts, run=run_facts(run.config, run.grid.dp))
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
         digest = hashlib.sha256(json.dumps([step, loader], sort_keys=True).encode())

@@ -9,12 +9,9 @@ many kills hit a save. Losses, gradient norms and the samples of every step must
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, small_checkpoint, train
+from toolkit.processes import kill_tree
 
 OPTIONS = [*LAYOUT, "--checkpoint.interval", "2", "--log.samples", "true"]
 KEYS = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
@@ -47,24 +45,6 @@ def kill_once(prepared: dict[str, Path], run: Path, options: list[str], steps: i
     lines = metrics(run)
     saving = " while saving" if list(run.glob("step_*.partial")) else ""
     return not ended, f"step {lines[-1]['step'] if lines else 0}{saving}"
-
-
-def kill_tree(root: int) -> None:
-    """SIGKILL to a process and all below it. The launcher gives ranks sessions of their own, so its group is not enough."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # gone meanwhile
-            parents[int(entry.name)] = int(fields[1])
-    tree = {root}
-    while below := {pid for pid, parent in parents.items() if parent in tree} - tree:
-        tree |= below
-    for pid in tree:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def joined(lines: list[dict[str, Any]]) -> dict[int, Any]:

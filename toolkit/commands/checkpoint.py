@@ -19,7 +19,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         action.add_argument("path", type=Path, help="folder of a run (its latest checkpoint) or a step_ folder")
         action.add_argument("--json", action="store_true", help="print JSON")
-        action.set_defaults(run=run)
+        action.set_defaults(run=run, inputs=("path",))
 
 
 def find_step(path: Path) -> Path:

@@ -49,7 +49,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     convert.add_argument("--force", action="store_true", help="remove what an earlier conversion left in OUT and start anew")
     convert.add_argument("--json", action="store_true", help="print the report as JSON")
-    convert.set_defaults(run=run_convert)
+    convert.set_defaults(run=run_convert, inputs=("input", "media_root"))
     verify = actions.add_parser(
         "verify",
         help="are all shards of a data set what was written",
@@ -58,7 +58,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     verify.add_argument("dataset", type=Path, metavar="DIR", help="folder written by `megatron-vl data convert`")
     verify.add_argument("--json", action="store_true", help="print the result as JSON")
-    verify.set_defaults(run=run_verify)
+    verify.set_defaults(run=run_verify, inputs=("dataset",))
 
 
 def run_convert(args: argparse.Namespace) -> int:

@@ -74,7 +74,14 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def _add(subparsers: argparse._SubParsersAction, name: str, text: str, run) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.set_defaults(run=run)
+    inputs = {
+        "convert": ("hf",),
+        "split": ("checkpoint",),
+        "merge": ("checkpoint",),
+        "export": ("checkpoint", "hf"),
+        "verify": ("a", "b"),
+    }
+    parser.set_defaults(run=run, inputs=inputs[name])
     return parser
 
 

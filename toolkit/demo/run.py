@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from rich.table import Table
 from toolkit.cli import CommandError
 from toolkit.demo import data
 from toolkit.demo.reference import Reference
+from toolkit.processes import kill_tree
 from toolkit.tiny import TinySizes, write_tiny_checkpoint
 
 SIZES = TinySizes(
@@ -252,16 +252,17 @@ def round_trip(demo: Demo) -> None:
 
 
 def train_until_killed(demo: Demo) -> None:
-    """Starts the training and ends it without warning a few steps behind its first checkpoint."""
+    """Starts the training and ends all its processes with SIGKILL a few steps behind its first checkpoint."""
     log = demo.folder / "killed.log"
     with log.open("wb") as stderr:
         process = demo.start(*demo.torchrun(), stderr=stderr)
         goal = min(demo.save_at + 3, demo.steps - 1)
-        while process.poll() is None and not any(line["step"] >= goal for line in read_metrics(demo.run_dir)):
+        saved = demo.run_dir / f"step_{demo.save_at:08d}"  # written in the background
+        while process.poll() is None and not (saved.is_dir() and any(m["step"] >= goal for m in read_metrics(demo.run_dir))):
             time.sleep(0.2)
         if process.poll() is not None:
             raise CommandError(f"the training ended by itself with exit code {process.returncode}; {log} says why")
-        process.send_signal(signal.SIGTERM)
+        kill_tree(process.pid)
         process.wait()
     last = read_metrics(demo.run_dir)[-1]["step"]
     demo.console.print(f"(killed behind step {last}, see {log}; the last checkpoint is of step {demo.save_at})")

@@ -237,7 +237,7 @@ class _Sizes:
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
         model, tp = self.config.model, self.layout.tp
         if not v.is_full_attention(layer) and model.window_attention != "backend":
-            attention = 4 * v.hidden_size  # one kernel from the fused QKV output to the attention's output
+            attention = 4.0 * v.hidden_size  # one kernel from the fused QKV output to the attention's output
         else:
             fused = v.hidden_size if model.vision_attention == "te" else 3 * v.hidden_size
             attention = 3 * v.hidden_size + fused + v.num_heads * 4 / self.element

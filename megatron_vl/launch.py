@@ -1,0 +1,63 @@
+"""Starts the ranks of a training on this node, as torchrun does: same options, fewer surprises.
+
+    python -m megatron_vl.launch --standalone --nproc-per-node 8 -m megatron_vl.train --config RUN.yaml
+
+* When a rank stops with a message, that message is all that is shown; torchrun would print a traceback of its own behind it.
+* SIGTERM and SIGUSR1 ask the ranks to save and end, and the exit code is 0 then; torchrun would kill them after 30 seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+RANK_PROGRAM = b"megatron_vl.train"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 when all ranks ended well, else the exit code of the first that failed (128 + N when signal N ended it)."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    # What is left of the signals that torchrun kills the ranks for.
+    args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _ask_ranks)
+    # The agent logs each failure and each signal that it sends; the ranks have said what was wrong.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(args)
+        return 0
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            why = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+            print(f"megatron_vl.launch: rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)
+            return 128 - failure.exitcode
+        return failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval.value
+
+
+def _ask_ranks(number: int, frame: FrameType | None) -> None:
+    """Passes the wish to stop on to the ranks, and waits for them as before."""
+    print(f"megatron_vl.launch: {signal.Signals(number).name}: the ranks save and end", file=sys.stderr, flush=True)
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid() and RANK_PROGRAM in (process / "cmdline").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGUSR1)
+            except OSError:
+                continue  # it ended meanwhile
+
+
+if __name__ == "__main__":
+    sys.exit(main())

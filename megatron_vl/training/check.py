@@ -1,0 +1,109 @@
+"""What can be refused before anything is started: no torch is imported until the fields and paths are right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.parallel.layout import Layout, run_layout
+
+
+def launched_world_size() -> int:
+    """Ranks of this training, as torchrun says; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec, Layout]:
+    """Fields, the model's config, layout, paths, and whether the run's checkpoint can be resumed.
+
+    Args:
+        world_size: None: as launched.
+
+    Raises:
+        RunConfigError, LayoutError, ConfigError, CheckpointError: the message names the field, path or number.
+    """
+    dp = validate(config, launched_world_size() if world_size is None else world_size)
+    if not config.model.hf:
+        raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
+    if not (Path(config.model.hf) / "config.json").is_file():
+        raise RunConfigError(
+            f"model.hf {config.model.hf} holds no config.json; give the Hugging Face folder that the model comes from"
+        )
+    spec = read_spec(config.model.hf)
+    layout = run_layout(spec, config.parallel)
+    if config.model.moe_aux_loss is not None and spec.language.moe is None:
+        raise RunConfigError(f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty")
+    if config.optimizer.cpu_offload and config.checkpoint.dir:
+        raise RunConfigError(
+            "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a checkpoint reads. "
+            "Leave checkpoint.dir empty, or cpu_offload off"
+        )
+    if not config.data.path:
+        raise RunConfigError("data.path is empty; give a folder written by `megatron-vl data convert`")
+    if not Path(config.data.path).exists():
+        raise RunConfigError(f"data.path {config.data.path} does not exist")
+    if config.model.checkpoint and not Path(config.model.checkpoint).exists():
+        raise RunConfigError(f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it")
+    step = step_to_resume(config)
+    if step is not None:
+        from . import checkpoint
+
+        source = checkpoint.step_folder(Path(config.checkpoint.dir), step)
+        checkpoint.check_resumable(source, run_facts(config, dp), config.checkpoint.restart_data)
+    return spec, layout
+
+
+def step_to_resume(config: TrainConfig) -> int | None:
+    """The step whose checkpoint this run goes on from; None when it starts anew."""
+    c = config.checkpoint
+    if not (c.dir and c.resume):
+        return None
+    if c.step is not None:
+        return c.step
+    folder = Path(c.dir)
+    if not (folder / "latest.json").is_file() and not any(folder.glob("step_*")):
+        return None
+    from .checkpoint import latest_step
+
+    return latest_step(folder)
+
+
+def run_facts(config: TrainConfig, dp: int) -> dict[str, Any]:
+    """What must be equal for a resumed run to read the same samples."""
+    return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
+
+
+def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
+    """The reader of ``model.checkpoint``.
+
+    Raises:
+        RunConfigError: it holds another model than ``model.hf``.
+        WeightsError, FileNotFoundError: it cannot be read.
+    """
+    from megatron_vl.weights import WeightReader
+
+    reader = WeightReader(config.model.checkpoint)
+    if reader.spec.family != spec.family or reader.spec.vision != spec.vision or reader.spec.language != spec.language:
+        raise RunConfigError(f"model.checkpoint {config.model.checkpoint} holds another model than model.hf {config.model.hf}")
+    return reader
+
+
+def remarks(config: TrainConfig, platform: str) -> list[str]:
+    """What is allowed and rarely meant."""
+    found = []
+    c = config.checkpoint
+    if not c.dir:
+        found.append("checkpoint.dir is empty: nothing of this run is saved")
+    elif not c.interval:
+        found.append(
+            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}); a run that dies before "
+            "loses everything. Set an interval, for instance --checkpoint.interval 500"
+        )
+    if not config.model.checkpoint:
+        found.append("model.checkpoint is empty: weights are random")
+    if platform == "cpu" and config.dtype == "bfloat16":
+        found.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
+    return found

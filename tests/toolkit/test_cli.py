@@ -1,0 +1,39 @@
+"""Small errors are told before anything heavy is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WRONG = [
+    "data convert --input nowhere.json --media-root . --out out",
+    "data convert --input pyproject.toml --media-root nowhere --out out",
+    "data verify nowhere",
+    "convert --hf nowhere --out out",
+    "split --checkpoint nowhere --tp 2 --out out",
+    "merge --checkpoint nowhere --out out",
+    "export --checkpoint . --hf nowhere --out out",
+    "verify . nowhere",
+    "checkpoint show nowhere",
+    "checkpoint verify nowhere",
+]
+CODE = """
+import sys
+from toolkit.cli import main
+for words in sys.argv[1:]:
+    assert main(words.split()) == 1, words
+assert "torch" not in sys.modules
+from megatron_vl.train import main as train
+for words in ("--parallel.tp 3", "--model.hf nowhere", "--data.path nowhere --model.hf " + "tests"):
+    assert train(words.split()) == 1, words
+assert "torch" not in sys.modules
+"""
+
+
+def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
+    done = subprocess.run([sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("does not exist") == len(WRONG)
+    assert done.stderr.count("megatron_vl.train: rank 0: ") == 3

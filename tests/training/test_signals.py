@@ -1,0 +1,95 @@
+"""A signal makes all ranks save and end together; a dead rank does not keep the others waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.small_run import command, environment, metrics, prepare
+from toolkit.commands.checkpoint import verify_checkpoint
+
+LAUNCHER = [sys.executable, "-m", "megatron_vl.launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    return prepare(tmp_path_factory.mktemp("signals") / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+
+
+def start(launcher: list[str], prepared: dict[str, Path], run: Path) -> subprocess.Popen[str]:
+    """Two data-parallel ranks with loader workers, far from their last step."""
+    words = command(prepared, run, "--global_batch_size", "2", ranks=2, steps=4000)
+    assert words[:3] == TORCHRUN
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*launcher, *words[3:]], env=environment(), cwd=prepared["folder"], **pipes)
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.05)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"megatron_vl.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_path):
+    run = tmp_path / "run"
+    first = start(LAUNCHER, prepared, run)
+    wait_for(lambda: len(metrics(run)) >= 3, first)
+    first.send_signal(signal.SIGTERM)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 0, err
+    last = metrics(run)[-1]["step"]
+    assert f"stopped behind step {last} of 4000, as a signal asked; start it again to go on" in out
+    assert err.count("SIGTERM: the ranks save and end") == 1 and "Traceback" not in err
+    assert verify_checkpoint(run / f"step_{last:08d}") == []
+
+    second = start(LAUNCHER, prepared, run)
+    wait_for(lambda: metrics(run)[-1]["step"] >= last + 2, second)
+    assert metrics(run)[last]["step"] == last + 1
+    os.kill(ranks_of(second)[1], signal.SIGKILL)
+    began = time.monotonic()
+    out, err = second.communicate(timeout=60)
+    # torchrun would wait 30 seconds for a rank that takes SIGTERM for a wish to save.
+    assert time.monotonic() - began < 15
+    assert second.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was ended by SIGKILL" in err and "ChildFailedError" not in err
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_torchrun_saves_at_sigterm_too(prepared, tmp_path):
+    """It signals the loaders' worker processes with the ranks, and ends with a report of its own."""
+    run = tmp_path / "run"
+    process = start(TORCHRUN, prepared, run)
+    wait_for(lambda: len(metrics(run)) >= 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    last = metrics(run)[-1]["step"]
+    assert f"stopped behind step {last} of 4000" in out, err
+    assert verify_checkpoint(run / f"step_{last:08d}") == []
+
+
+@pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN], ids=["launcher", "torchrun"])
+def test_one_message_for_all_ranks(launcher, tmp_path):
+    options = ["--standalone", "--nproc-per-node", "3", "-m", "megatron_vl.train", "--model.hf", str(tmp_path / "nowhere")]
+    options += ["--global_batch_size", "6"]
+    done = subprocess.run([*launcher, *options], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("holds no config.json") == 1
+    assert ("Traceback" in done.stderr) == (launcher is TORCHRUN)
