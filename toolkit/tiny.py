@@ -322,7 +322,7 @@ def _save_pretrained(
 
     with tempfile.TemporaryDirectory() as released:
         _write_processor(Path(released), family, sizes, vocabulary, merges)
-        AutoProcessor.from_pretrained(released).save_pretrained(folder)
+        AutoProcessor.from_pretrained(released, trust_remote_code=False, local_files_only=True).save_pretrained(folder)
     model.save_pretrained(folder)
 
 

@@ -49,6 +49,7 @@ from ..signals import shield_loader_worker
 from . import assemble
 from .bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
 from .chat import ChatEncoder
+from .description import META, check_description
 from .packing import RowPacking, fill_row, pack_greedily
 from .pixels import PixelSettings, VideoInfo, image_grid, image_planes, read_pixel_settings, video_grid, video_planes
 from .reading import BROKEN, crc_differs, make_tolerant
@@ -394,6 +395,7 @@ def build_loader(
 
     Raises:
         LoaderError: the folder is no data set, the split is empty, or has fewer samples than ranks x workers.
+        DescriptionError: the data set's description could run code, or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
     samples, largest, digest = _split_size(Path(data.path), split)
@@ -466,10 +468,12 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
 def _split_size(path: Path, split: str) -> tuple[int | None, int, str]:
     """Samples of a split (None for a metadataset, whose parts are elsewhere), of its largest shard, and what identifies it."""
     if path.is_file():
+        check_description(path)
         return None, 0, path.name
-    meta = path / ".nv-meta"
+    meta = path / META
     if not (meta / "split.yaml").is_file():
         raise LoaderError(f"data.path {path} is no data set; give a folder written by `megatron-vl data convert`")
+    check_description(path)
     shards = (yaml.safe_load((meta / "split.yaml").read_text()).get("split_parts") or {}).get(split) or []
     uuid = meta / "index.uuid"
     digest = uuid.read_text().strip() if uuid.is_file() else path.name

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -279,6 +280,10 @@ def read_run(source: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} was changed after it was written (its digest differs); resume from another step")
         if not all(isinstance(saved[key], dict) for key in ("layout", "files")) or not isinstance(saved["step"], int):
             raise CheckpointError(f"{path} is damaged: layout, files or step has another type")
+        for name in saved["files"]:
+            # A checkpoint may come from anybody: its names stay inside its folder.
+            if not re.fullmatch(r"(optimizer/[\w.-]+\.safetensors)|(loader/[\w.-]+\.json)", name):
+                raise CheckpointError(f"{path}: {name!r} is not a file name of optimizer or loader state")
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return saved

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.hf import load_model, load_processor
+
 PLACEHOLDER = re.compile(r"(<image>|<video>)")
 
 
@@ -20,12 +22,11 @@ class Reference:
     """A Hugging Face folder loaded with ``transformers`` in float32 on CPU."""
 
     def __init__(self, folder: Path, *, video_fps: float, video_max_frames: int) -> None:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.processor = AutoProcessor.from_pretrained(folder)
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self.processor = load_processor(folder)
+        self.model = load_model(folder, torch.float32)
         self.sampling = {"fps": video_fps, "max_frames": video_max_frames}
 
     @torch.no_grad()

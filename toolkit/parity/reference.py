@@ -21,14 +21,12 @@ from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.data.pixels import PixelNorm, read_pixel_norm
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.weights import WeightReader
+from toolkit.hf import load_model
 
 
 def load_hf(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.Module:
     """The Hugging Face model with SDPA attention, in training mode (Qwen-VL has no dropout by default)."""
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(hf_dir, dtype=dtype, attn_implementation="sdpa")
-    return model.to(device).train()
+    return load_model(hf_dir, dtype).to(device).train()
 
 
 def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "cpu") -> dict[str, Any]:

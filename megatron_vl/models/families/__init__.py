@@ -16,6 +16,7 @@ FAMILIES = {
     "qwen3_vl_moe": qwen3_vl_moe,
 }
 """HF ``model_type`` -> the module that reads its config."""
+MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
 
 
 def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
@@ -34,7 +35,16 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ConfigError(f"config.json: model_type {kind!r} is not supported; valid: {', '.join(FAMILIES)}")
+    _check_counts(config)
     return FAMILIES[kind].read(config)
+
+
+def _check_counts(config: dict[str, Any]) -> None:
+    """Raises ConfigError where a config from anybody would make lists of layers or experts that fill the memory."""
+    for part in (config, config.get("text_config"), config.get("vision_config")):
+        for name, most in MOST.items():
+            if isinstance(part, dict) and isinstance(part.get(name), (int, float)) and part[name] > most:
+                raise ConfigError(f"config.json: {name} {part[name]} is absurd; at most {most} are read")
 
 
 __all__ = ["FAMILIES", "ConfigError", "LanguageSpec", "ModelSpec", "MoeSpec", "VisionSpec", "read_spec"]

@@ -1,0 +1,65 @@
+"""Hostile content whose success shows: it creates a file."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Mark:
+    """A file that is there once a payload ran."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pickle(self) -> bytes:
+        """Creates the file when it is unpickled."""
+        return pickle.dumps(_Touch(str(self.path)))
+
+    def torch(self, path: Path) -> None:
+        """A file of ``torch.save`` that creates the file when it is loaded with ``weights_only=False``."""
+        torch.save({"state_dict": _Touch(str(self.path))}, path)
+
+    @property
+    def python(self) -> str:
+        """A module that creates the file when it is imported."""
+        names = ("Config", "Model", "Tokenizer", "Processor", "sample_loader", "part_filter", "generate", "Evil")
+        lines = [f"open({str(self.path)!r}, 'w').close()"]
+        return "\n".join(lines + [f"class {name}:\n    def __init__(self, *a, **k): {lines[0]}" for name in names])
+
+    @property
+    def expression(self) -> str:
+        """A Python expression that creates the file when it is evaluated."""
+        return f"__import__('pathlib').Path({str(self.path)!r}).touch()"
+
+    @property
+    def template(self) -> str:
+        """A Jinja template that creates the file where nothing stops it."""
+        return "{{ cycler.__init__.__globals__.os.system('touch " + str(self.path) + "') }}"
+
+    def check(self) -> None:
+        assert not self.path.exists(), "a payload was executed"
+
+
+class _Touch:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def edit(path: Path, **fields: Any) -> None:
+    """Sets fields of a JSON object."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def calls_of(source: str, name: str) -> list[ast.Call]:
+    """Calls of a method in Python source."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call for call in found if isinstance(call.func, ast.Attribute) and call.func.attr == name]

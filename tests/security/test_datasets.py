@@ -1,0 +1,274 @@
+"""A data set from anybody: descriptions that name code, names that lead away, pickles, sizes that fill the memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import shutil
+import tarfile
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_tools.shards import IndexWriter, Shard
+from megatron_vl.config import DataConfig
+from megatron_vl.data.description import DescriptionError
+from megatron_vl.data.loader import build_loader
+from megatron_vl.data.reading import CRC_FIELD, with_crc
+from megatron_vl.models.families import read_spec
+from tests.data.datasets import converted, mixed_records
+from tests.data_tools.test_convert import bomb
+from tests.tiny import tiny_checkpoint
+
+COUNT = 10
+PLAIN = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+Member = tuple[tarfile.TarInfo, bytes]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pristine")
+    return converted(folder, mixed_records(folder / "media", COUNT), workers=1)[0]
+
+
+@pytest.fixture
+def dataset(pristine, tmp_path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "data")
+
+
+def read(path: Path) -> tuple[set[str], dict[str, str]]:
+    """Keys of the samples of one pass (or a little more), and reasons by key of those that were dropped."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 0, "max_pixels": 28 * 28 * 24}
+    rows = build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)
+    used, dropped = set(), {}
+    for row in islice(rows, COUNT + 6):
+        used |= set(row.keys)
+        dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
+    rows.close()
+    return used, dropped
+
+
+def describe(dataset: Path, **description: object) -> None:
+    (dataset / ".nv-meta" / "dataset.yaml").write_text(yaml.safe_dump(description))
+
+
+def touching(mark) -> dict[str, object]:
+    """What Energon 7.4.1 calls wherever it expects any value."""
+    return {"__module__": "os", "__function__": "system", "command": f"touch {mark.path}"}
+
+
+def test_energon_itself_would_run_it(dataset, tmp_path):
+    """The description that the next test hands to this project's loader; when this fails, Energon has changed."""
+    from megatron.energon import WorkerConfig, get_train_dataset
+
+    from .payload import Mark
+
+    mark = Mark(tmp_path / "by_energon")
+    describe(dataset, **PLAIN, subflavors={"x": touching(mark)})
+    worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    options = {"shuffle_buffer_size": None, "max_samples_per_sequence": None, "packing_buffer_size": 1}
+    with pytest.raises(Exception):  # noqa: B017  (what it raises afterwards does not matter)
+        get_train_dataset(dataset, worker_config=worker, batch_size=None, **options)
+        raise RuntimeError("read to the end")
+    assert mark.path.exists()
+
+
+@pytest.mark.parametrize("kind", ["flavor", "module", "class", "loader file", "config folder", "function", "tag", "alias"])
+def test_a_description_that_could_run_code_is_refused(dataset, mark, monkeypatch, kind):
+    meta = dataset / ".nv-meta"
+    for name in ("evil.py", "sample_loader.py"):
+        (meta / name).write_text(mark.python)
+    monkeypatch.syspath_prepend(meta)
+    descriptions: dict[str, dict[str, object]] = {
+        "flavor": {**PLAIN, "subflavors": {"x": touching(mark)}},
+        "module": {"__module__": "evil", "__class__": "Evil"},
+        "class": {"__module__": "subprocess", "__class__": "Popen", "args": ["touch", str(mark.path)]},
+        "loader file": {
+            "__module__": "megatron.energon",
+            "__class__": "VQAWebdataset",
+            "sample_loader": "sample_loader.py:sample_loader",
+            "part_filter": "sample_loader.py:part_filter",
+        },
+        "config folder": {**PLAIN, "split_config": "../../elsewhere.yaml"},
+        "function": touching(mark),
+    }
+    if kind in descriptions:
+        describe(dataset, **descriptions[kind])
+    elif kind == "tag":
+        (meta / "dataset.yaml").write_text(f"!!python/object/apply:os.system ['touch {mark.path}']\n")
+    else:
+        (meta / "dataset.yaml").write_text("__module__: &a megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {x: *a}\n")
+    with pytest.raises(DescriptionError, match="dataset.yaml"):
+        read(dataset)
+
+
+def test_python_files_in_the_folder_are_left_alone(dataset, mark):
+    for name in ("sample_loader.py", ".nv-meta/sample_loader.py", ".nv-meta/part_filter.py", "conftest.py", "sitecustomize.py"):
+        (dataset / name).write_text(mark.python)
+    (dataset / ".nv-meta" / "state.pkl").write_bytes(mark.pickle())
+    assert len(read(dataset)[0]) == COUNT
+
+
+@pytest.mark.parametrize(
+    "name", ["../other.tar", "/etc/passwd", "link.tar", "file:///etc/passwd", "{0..99999999}.tar", "a\0.tar"]
+)
+def test_shards_stay_in_the_folder(dataset, tmp_path, name):
+    (tmp_path / "other.tar").write_bytes((dataset / "train-000000.tar").read_bytes())
+    (dataset / "link.tar").symlink_to(tmp_path / "other.tar")
+    meta = dataset / ".nv-meta"
+    info = json.loads((meta / ".info.json").read_text())
+    (meta / ".info.json").write_text(json.dumps(info | {"shard_counts": info["shard_counts"] | {name: COUNT}}))
+    (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": [name], "val": []}, "exclude": []}))
+    with pytest.raises(DescriptionError, match="is not inside|more than 1000000 shards|cannot be read"):
+        read(dataset)
+
+
+@pytest.mark.parametrize("kind", ["tag", "function", "joiner", "nested", "description", "root", "itself", "remote", "pickle"])
+def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
+    path, file = str(dataset), tmp_path / "meta.yaml"
+    plain = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    join = {"join": {"a": {"path": path}}, "joiner": touching(mark)}
+    content: dict[str, object] = {
+        "function": plain | {"splits": {"train": {"path": path, "subflavors": {"x": touching(mark)}}}},
+        "joiner": plain | {"splits": {"train": join}},
+        "description": plain | {"splits": {"train": {"path": path, "dataset_config": "../../evil.yaml"}}},
+        "root": plain | {"path": "/elsewhere/meta.yaml", "splits": {"train": {"path": "data"}}},
+        "itself": plain | {"splits": {"train": {"path": "meta.yaml"}}},
+        "remote": plain | {"splits": {"train": {"path": "msc://bucket/data"}}},
+        "pickle": plain | {"splits": {"train": {"path": "data.jsonl"}}},
+        "nested": plain | {"splits": {"train": {"blend": [{"weight": 1, "path": "data"}]}}},
+    }.get(kind, {})
+    file.write_text(yaml.safe_dump(content) if content else f"!!python/object/apply:os.system ['touch {mark.path}']\n")
+    (tmp_path / "data.jsonl").write_bytes(mark.pickle())
+    if kind == "nested":
+        describe(dataset, **PLAIN, subflavors={"x": touching(mark)})
+    with pytest.raises(DescriptionError):
+        read(file)
+
+
+def test_a_plain_metadataset_is_read(dataset, tmp_path):
+    shutil.copytree(dataset, tmp_path / "more")
+    blend = [{"weight": 3, "path": "data"}, {"weight": 1, "path": "more", "subflavors": {"kind": "more"}}]
+    splits = {"train": {"blend": blend}, "val": {"path": "data", "split_part": "train"}}
+    file = tmp_path / "meta.yaml"
+    file.write_text(yaml.safe_dump({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}))
+    used, dropped = read(file)
+    assert len(used) > COUNT // 2 and not dropped
+
+
+# ------------------------------------------------------------------------------------------------------ inside a shard
+
+
+def rebuilt(dataset: Path, change: Callable[[list[Member]], list[Member]]) -> Path:
+    """The data set with other members in its shard, indexed by Energon itself."""
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
+
+    path = dataset / "train-000000.tar"
+    with tarfile.open(path) as tar:
+        members = [(member, tar.extractfile(member).read()) for member in tar]
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+        for member, data in change(members):
+            tar.addfile(member, io.BytesIO(data))
+    rows = list(WebdatasetPreparator._preprocess_tar(path.name, {path.name: 0}, EPath(dataset), max_parts=0))
+    count = next(row.shard_info.count for row in rows if isinstance(row, IndexShardInfo))
+    shutil.rmtree(dataset / ".nv-meta")
+    writer = IndexWriter(dataset / ".nv-meta")
+    kept = [row for row in rows if not isinstance(row, IndexShardInfo)]
+    writer.add(Shard(path.name, count, path.stat().st_size, "0" * 64, kept))
+    writer.finish()
+    return dataset
+
+
+def named(name: str, data: bytes) -> Member:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    return member, data
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_pickles_and_libraries_in_a_shard_are_bytes(dataset, mark):
+    """Energon's own decoder would load these by their suffix."""
+    suffixes = ("pkl", "pickle", "pyd", "pth", "pt", "npy", "npz", "cls", "ten", "mp", "cbor", "so", "py")
+
+    def add(members: list[Member]) -> list[Member]:
+        out = []
+        for member, data in members:
+            out.append((member, data))
+            if member.name.endswith(".json"):
+                out += [named(member.name.replace(".json", f".x.{suffix}"), mark.pickle()) for suffix in suffixes]
+        return out
+
+    used, dropped = read(rebuilt(dataset, add))
+    assert len(used) == COUNT and not dropped
+
+
+@pytest.mark.parametrize("prefix", ["../../escape/", "/escape/", "./.././"])
+def test_member_names_that_lead_away_write_nothing(dataset, tmp_path, prefix):
+    rebuilt(dataset, lambda members: [named(prefix + member.name, data) for member, data in members])
+    before = tree(tmp_path)
+    used, dropped = read(dataset)
+    assert len(used) + len(dropped) == COUNT
+    assert tree(tmp_path) == before and not Path("/escape").exists()
+
+
+def test_members_that_are_links_give_nothing_of_the_system(dataset, tmp_path):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"secret")
+
+    def link(members: list[Member]) -> list[Member]:
+        for member, _ in members:
+            if not member.name.endswith(".json"):
+                member.type, member.linkname, member.size = tarfile.SYMTYPE, str(secret), 0
+        return [(member, b"" if member.issym() else data) for member, data in members]
+
+    used, dropped = read(rebuilt(dataset, link))
+    assert used and set(dropped.values()) <= {"shard damaged", "medium missing", "image changed since conversion"} and dropped
+
+
+def test_a_picture_larger_than_said_is_not_decoded(dataset):
+    """3.6 gigapixels in a few bytes, under the size and the checksum that the sample states."""
+    big = bomb(60_000, 60_000)
+
+    def swap(members: list[Member]) -> list[Member]:
+        out = []
+        for member, data in members:
+            if member.name.endswith(".json"):
+                record = json.loads(data.rpartition(CRC_FIELD)[0] + b"}")
+                for item in record["media"]:
+                    item.pop("crc32")
+                data = with_crc(json.dumps(record).encode())
+            elif member.name.split(".")[-1] in ("jpg", "png"):
+                data = big
+            out.append(named(member.name, data))
+        return out
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    used, dropped = read(rebuilt(dataset, swap))
+    assert "image does not decode" in dropped.values() and used
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB; decoded it would be 10 GB
+
+
+def test_a_member_of_absurd_size_is_damage(dataset):
+    path = dataset / "train-000000.tar"
+    with tarfile.open(path) as tar:
+        member = next(member for member in tar if not member.name.endswith(".json"))
+    data = bytearray(path.read_bytes())
+    header = data[member.offset : member.offset + 512]
+    header[124:136] = b"\x80" + (1 << 60).to_bytes(11, "big")  # GNU's way of writing an exabyte
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    data[member.offset : member.offset + 512] = header
+    path.write_bytes(data)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    used, dropped = read(dataset)
+    assert "shard damaged" in dropped.values() and len(used | dropped.keys()) >= COUNT
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000

@@ -1,0 +1,178 @@
+"""A Hugging Face folder from anybody: pickles, code of its own, templates, names that lead away."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from converters.convert import convert, export
+from converters.verify import compare
+from megatron_vl.config import DataConfig
+from megatron_vl.data.chat import ChatEncoder, ChatError
+from megatron_vl.data.pixels import read_pixel_settings
+from megatron_vl.models.families import ConfigError, read_spec
+from megatron_vl.tensor_files import WeightsError
+from toolkit.demo.reference import Reference
+from toolkit.evaluate.model import Checkpoint
+from toolkit.hf import check_folder, load_model, load_processor
+from toolkit.parity.reference import load_hf
+
+from .payload import calls_of, edit
+
+MESSAGES = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A cat."}]
+ASKED = {
+    "dtype": "float32",
+    "device": "cpu",
+    "min_pixels": None,
+    "max_pixels": None,
+    "max_new_tokens": 2,
+    "largest_picture": 10**6,
+}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def use_all_of(hf: Path, out: Path) -> None:
+    """Everything that opens a Hugging Face folder, once."""
+    convert(hf, out / "full", workers=1)
+    export(out / "full", hf, out / "back", workers=1)
+    assert not compare(hf, out / "back").differences
+    ChatEncoder(hf, read_spec(hf)).encode(MESSAGES, [])
+    read_pixel_settings(hf, DataConfig(path="unused"))
+    load_hf(hf)
+    Reference(hf, video_fps=2.0, video_max_frames=4)
+    picture = out / "picture.png"
+    Image.new("RGB", (56, 56)).save(picture)
+    Checkpoint(hf, ASKED, [out]).answer([{"type": "image", "value": str(picture)}, {"type": "text", "value": "What?"}])
+
+
+def test_pickles_beside_the_weights_are_not_opened(hf, mark, tmp_path):
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "training_args.bin", "optimizer.pt", "scheduler.pt"):
+        mark.torch(hf / name)
+    for name in ("rng_state.pth", "tokenizer.pkl", "vocab.pkl", "adapter_model.bin", "spiece.model", "tf_model.h5"):
+        (hf / name).write_bytes(mark.pickle())
+    (hf / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}))
+    use_all_of(hf, tmp_path)
+
+
+def test_weights_that_are_only_pickled_are_refused(hf, mark, tmp_path):
+    for file in [*hf.glob("*.safetensors"), *hf.glob("*.index.json")]:
+        file.unlink()
+    mark.torch(hf / "pytorch_model.bin")
+    for use in (lambda: convert(hf, tmp_path / "full"), lambda: load_model(hf, torch.float32), lambda: load_hf(hf)):
+        with pytest.raises(FileNotFoundError, match="only safetensors weights are read"):
+            use()
+
+
+def test_a_pickle_named_safetensors_is_refused(hf, mark, tmp_path):
+    file = sorted(hf.glob("*.safetensors"))[0]
+    mark.torch(file)
+    for use in (lambda: convert(hf, tmp_path / "full"), lambda: load_model(hf, torch.float32)):
+        with pytest.raises(WeightsError, match=file.name):
+            use()
+
+
+@pytest.mark.parametrize("field", ["adapter", "transformers_weights"])
+def test_other_weights_than_the_folders_are_refused(hf, mark, field):
+    """Both make transformers open what the checks have not seen."""
+    (hf / "adapter_model.bin").write_bytes(mark.pickle())
+    if field == "adapter":
+        (hf / "adapter_config.json").write_text('{"base_model_name_or_path": "/somewhere", "peft_type": "LORA"}')
+    else:
+        edit(hf / "config.json", transformers_weights="adapter_model.bin")
+    with pytest.raises(ConfigError, match=field):
+        load_model(hf, torch.float32)
+
+
+def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
+    """Also when the user at the terminal would say yes: nobody asks."""
+    monkeypatch.setattr(builtins, "input", lambda *question: "y")
+    for name in ("evil.py", "modeling_evil.py", "custom_generate/generate.py", "tokenizer.py", "processing.py"):
+        (hf / name).parent.mkdir(exist_ok=True)
+        (hf / name).write_text(mark.python)
+    classes = {"AutoConfig": "Config", "AutoModelForImageTextToText": "Model", "AutoTokenizer": ["Tokenizer", "Tokenizer"]}
+    classes |= {"AutoProcessor": "Processor", "AutoImageProcessor": "Processor", "AutoVideoProcessor": "Processor"}
+    named = {auto: [f"evil.{c}" for c in name] if isinstance(name, list) else f"evil.{name}" for auto, name in classes.items()}
+    for file in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
+        edit(hf / file, auto_map=named)
+    edit(hf / "generation_config.json", custom_generate=str(hf))
+    use_all_of(hf, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        (
+            "config.json",
+            {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForImageTextToText": "evil.Model"}},
+        ),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}},
+        ),
+        ("preprocessor_config.json", {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}}),
+    ],
+    ids=["model", "tokenizer", "processor"],
+)
+def test_a_folder_that_needs_its_own_code_is_refused_or_read_without_it(hf, mark, tmp_path, monkeypatch, file, fields):
+    monkeypatch.setattr(builtins, "input", lambda *question: "y")
+    (hf / "evil.py").write_text(mark.python)
+    edit(hf / file, **fields)
+    try:
+        use_all_of(hf, tmp_path)
+    except (ValueError, AttributeError, OSError) as error:
+        assert "evil" in str(error).lower() or "custom code" in str(error)
+    else:
+        assert file != "config.json"
+
+
+def test_every_from_pretrained_forbids_remote_code():
+    """Left out, transformers asks at the terminal, and runs the code when the answer is yes."""
+    seen = 0
+    for folder in ("megatron_vl", "converters", "data_tools", "toolkit", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for call in calls_of(path.read_text(), "from_pretrained"):
+                given = {word.arg: getattr(word.value, "value", getattr(word.value, "id", None)) for word in call.keywords}
+                assert given.get("trust_remote_code") is False or given.get(None) == "SAFE", f"{path}:{call.lineno}"
+                seen += 1
+    assert seen >= 3
+
+
+@pytest.mark.parametrize("kind", ["reach for the system", "walk the classes", "read a file", "change a list"])
+def test_chat_templates_are_rendered_in_a_sandbox(hf, mark, kind):
+    template = {
+        "reach for the system": mark.template,
+        "walk the classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "read a file": "{% include '/etc/passwd' %}",
+        "change a list": "{{ messages.clear() }}",
+    }[kind]
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        edit(hf / name, chat_template=template)
+    with pytest.raises(ChatError, match="the chat template refuses"):
+        ChatEncoder(hf, read_spec(hf)).render(MESSAGES)
+    with pytest.raises(Exception, match="unsafe|no loader|not safely"):
+        load_processor(hf).apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/tmp/secret.safetensors", "sub/x.safetensors", "pytorch_model.bin", "..", ""]
+)
+def test_an_index_stays_in_its_folder(hf, tmp_path, name):
+    """The file is there and holds the tensor: only its name is wrong."""
+    index = json.loads((hf / "model.safetensors.index.json").read_text())
+    (tmp_path / "secret.safetensors").write_bytes((hf / sorted(set(index["weight_map"].values()))[0]).read_bytes())
+    tensor = next(iter(index["weight_map"]))
+    edit(hf / "model.safetensors.index.json", weight_map=index["weight_map"] | {tensor: name})
+    for use in (lambda: convert(hf, tmp_path / "full"), lambda: check_folder(hf), lambda: load_model(hf, torch.float32)):
+        with pytest.raises(WeightsError, match="not a file name of weights"):
+            use()
+
+
+def test_a_config_of_absurd_size_is_refused_at_once(hf, tmp_path):
+    edit(hf / "config.json", num_hidden_layers=10**12)
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        convert(hf, tmp_path / "full")

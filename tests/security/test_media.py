@@ -1,0 +1,167 @@
+"""Media from anybody in the data tool: paths that lead away, files that open others, sizes that fill the memory.
+
+What single references are refused for is in tests/data_tools/test_convert.py; here nothing of a secret may reach the data set.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from data_tools.convert import Options, convert
+from data_tools.media import inspect, resolve
+from data_tools.shards import ShardError
+from tests.data.media import encoded, video, write
+from tests.data_tools.test_convert import bomb
+
+ANSWER = {"from": "gpt", "value": "Yes."}
+
+
+def asked(kind: str, *references: str) -> list[dict]:
+    return [{kind: name, "conversations": [{"from": "human", "value": f"<{kind}>"}, ANSWER]} for name in references]
+
+
+def converted(tmp_path: Path, records: list[dict]) -> tuple[bytes, dict[str, int]]:
+    """All that was written, and the reasons of what was refused."""
+    (tmp_path / "in.json").write_text(json.dumps(records))
+    report = convert([tmp_path / "in.json"], Options(tmp_path / "media", tmp_path / "out", workers=1))
+    written = b"".join(path.read_bytes() for path in sorted((tmp_path / "out").rglob("*.tar")))
+    return written, report.refused.get("in.json", {})
+
+
+@pytest.fixture
+def secret(tmp_path) -> bytes:
+    """A picture beside the media root, with a link, a linked folder and a hard path to it."""
+    data = encoded(40, 40, seed=9)
+    write(tmp_path / "secret/picture.png", data)
+    write(tmp_path / "secret/clip.mp4", video(6))
+    write(tmp_path / "media/good.png", encoded(40, 40))
+    (tmp_path / "media/link.png").symlink_to(tmp_path / "secret/picture.png")
+    (tmp_path / "media/relative.png").symlink_to("../secret/picture.png")
+    (tmp_path / "media/folder").symlink_to(tmp_path / "secret")
+    (tmp_path / "media/chain.png").symlink_to("link.png")
+    return data
+
+
+def test_nothing_from_outside_the_media_root_is_written(tmp_path, secret):
+    outside = ("../secret/picture.png", "link.png", "relative.png", "chain.png", "folder/picture.png")
+    outside += tuple(f"{scheme}{tmp_path}/secret/picture.png" for scheme in ("", "file://", "FILE://", "good.png/../.."))
+    outside += ("../../../../../../../../etc/passwd", "/etc/passwd", "/proc/self/environ", "/dev/zero", "~/.ssh/id_rsa")
+    written, refused = converted(tmp_path, asked("image", "good.png", *outside))
+    assert secret not in written and encoded(40, 40) in written and b"root:" not in written
+    assert sum(refused.values()) == len(outside) and set(refused) <= {"outside the media root", "medium missing"}
+
+
+def test_a_medium_exchanged_for_a_link_while_converting_is_refused(tmp_path, secret, monkeypatch):
+    """Between the look at a medium and its writing: the checksum and the root are asked again."""
+    from data_tools import convert as tool
+
+    def then_exchanged(*arguments):
+        found = inspect(*arguments)
+        (tmp_path / "media/good.png").unlink(missing_ok=True)
+        (tmp_path / "media/good.png").symlink_to(tmp_path / "secret/picture.png")
+        return found
+
+    monkeypatch.setattr(tool, "inspect", then_exchanged)
+    with pytest.raises(ShardError, match="outside|changed after it was verified|not inside"):
+        converted(tmp_path, asked("image", "good.png"))
+    assert all(secret not in path.read_bytes() for path in (tmp_path / "out").rglob("*.tar"))
+
+
+@pytest.mark.parametrize("name", ["list.m3u8", "list.mp4", "concat.mp4", "session.mp4", "manifest.mp4", "subtitle.mkv"])
+def test_a_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
+    """Playlists, concatenations, session and streaming descriptions, under a video's name."""
+    clip = tmp_path / "secret/clip.mp4"
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{clip}\n#EXT-X-ENDLIST\n"
+    text = {
+        "list.m3u8": playlist,
+        "list.mp4": playlist,
+        "concat.mp4": f"ffconcat version 1.0\nfile {clip}\n",
+        "session.mp4": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 9 RTP/AVP 96\n",
+        "manifest.mp4": f'<?xml version="1.0"?><MPD><Period><AdaptationSet><Representation><BaseURL>{clip}</BaseURL>'
+        "</Representation></AdaptationSet></Period></MPD>",
+        "subtitle.mkv": f"subfile,,start,0,end,0,,:{clip}",
+    }[name]
+    write(tmp_path / "media" / name, text.encode())
+    _, refused = converted(tmp_path, asked("image", "good.png") + asked("video", name))
+    assert refused == {"video does not decode": 1}
+
+
+@pytest.mark.parametrize(
+    "name", ["program.eps", "program.ps", "vector.svg", "script.mvg", "metafile.wmf", "page.pdf", "data.fits"]
+)
+def test_formats_that_start_other_programs_are_not_opened(tmp_path, secret, name):
+    """Pillow would hand EPS to Ghostscript; ImageMagick's scripts name files."""
+    text = {
+        "program.eps": "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 30 30\n%%EndComments\n(x) run\nshowpage\n",
+        "program.ps": "%!PS-Adobe-3.0\n%%BoundingBox: 0 0 30 30\n(/etc/passwd) (r) file\n",
+        "vector.svg": '<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
+        "script.mvg": "push graphic-context\nimage over 0,0 0,0 '/etc/passwd'\npop graphic-context\n",
+        "metafile.wmf": "\xd7\xcd\xc6\x9a" + "\0" * 64,
+        "page.pdf": "%PDF-1.4\n1 0 obj<<>>endobj\n",
+        "data.fits": "SIMPLE  =                    T" + " " * 50,
+    }[name]
+    write(tmp_path / "media" / name, text.encode("latin-1"))
+    _, refused = converted(tmp_path, asked("image", "good.png", name))
+    assert refused == {"image does not decode": 1}
+
+
+def flat(width: int, height: int, kind: str) -> bytes:
+    """A real picture of one colour: many pixels in few bytes."""
+    out = io.BytesIO()
+    Image.new("1", (width, height)).save(out, kind)
+    return out.getvalue()
+
+
+def text_bomb() -> bytes:
+    """A small PNG with a text chunk that unpacks to 256 MB."""
+    data = encoded(30, 30)
+    packed = zlib.compress(b"\0" * (256 << 20), 9)
+    body = b"zTXt" + b"Comment\0\0" + packed
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    return data[:33] + chunk + data[33:]
+
+
+def test_bombs_are_refused_by_their_headers(tmp_path, secret):
+    """Hundreds of millions of pixels, as said by a header and as really there, and text that unpacks without end."""
+    bombs = {
+        "header.png": bomb(60_000, 60_000),
+        "limit.png": bomb(65_500, 65_500),
+        "real.png": flat(20_000, 20_000, "PNG"),
+        "real.tif": flat(20_000, 20_000, "TIFF"),
+        "real.gif": flat(20_000, 20_000, "GIF"),
+        "text.png": text_bomb(),
+    }
+    for name, data in bombs.items():
+        write(tmp_path / "media" / name, data)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    _, refused = converted(tmp_path, asked("image", "good.png", *bombs))
+    assert refused == {"image too large": 5, "image does not decode": 1}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB; one of them is 1.2 GB in RGB
+    assert time.process_time() - start < 10
+
+
+def test_devices_and_pipes_are_not_read(tmp_path, secret):
+    os.mkfifo(tmp_path / "media/pipe.png")
+    (tmp_path / "media/zero.png").symlink_to("/dev/zero")
+    (tmp_path / "media/stdin.png").symlink_to("/proc/self/fd/0")
+    _, refused = converted(tmp_path, asked("image", "good.png", "pipe.png", "zero.png", "stdin.png"))
+    assert refused.pop("not a file") == 1 and sum(refused.values()) == 2
+
+
+def test_a_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path, secret):
+    """Its own media are inside, its target's neighbours are not."""
+    (tmp_path / "alias").symlink_to(tmp_path / "media")
+    root = (tmp_path / "alias").resolve()
+    assert resolve("good.png", root) == tmp_path / "media/good.png"
+    with pytest.raises(ValueError, match="not inside"):
+        resolve("../secret/picture.png", root)

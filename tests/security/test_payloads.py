@@ -1,0 +1,31 @@
+"""The other tests of this folder could fail: each payload leaves its mark when somebody falls for it."""
+
+from __future__ import annotations
+
+import pickle
+import runpy
+
+import jinja2
+import pytest
+import torch
+
+from .payload import Mark
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "python", "expression", "template"])
+def test_a_payload_leaves_its_mark(kind, tmp_path):
+    mark = Mark(tmp_path / "executed")
+    if kind == "pickle":
+        pickle.loads(mark.pickle())
+    elif kind == "torch":
+        mark.torch(tmp_path / "weights.pt")
+        torch.load(tmp_path / "weights.pt", weights_only=False)
+    elif kind == "python":
+        (tmp_path / "evil.py").write_text(mark.python)
+        runpy.run_path(str(tmp_path / "evil.py"))
+    elif kind == "expression":
+        eval(mark.expression)
+    else:
+        jinja2.Template(mark.template).render()
+    with pytest.raises(AssertionError, match="executed"):
+        mark.check()

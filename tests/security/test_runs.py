@@ -1,0 +1,70 @@
+"""A run's checkpoint from anybody: no pickle in it is opened, no name in it leaves its folder, no state in it names a class."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.data.state import StateError, from_json, to_json
+
+WEIGHTS = ("merge", "export", "load", "resume")
+EXPECTED = {
+    "pickles beside": ((), ""),
+    "optimizer is a pickle": (("resume",), "rank_00000.safetensors"),
+    "loader is a pickle": (("resume",), ""),
+    "optimizer above": (("resume",), "not a file name"),
+    "optimizer absolute": (("resume",), "not a file name"),
+    "optimizer of another kind": (("resume",), "not a file name"),
+    "loader above": (("resume",), "not a file name"),
+    "weights above": (WEIGHTS, "not a file name"),
+    "weights absolute": (WEIGHTS, "not a file name"),
+    "weights of another kind": (WEIGHTS, "not a file name"),
+    "latest leads away": (WEIGHTS, "latest.json"),
+    "layers without end": (WEIGHTS, "num_hidden_layers"),
+}
+"""What is hostile -> the uses that must refuse it, and what their message says."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    command = [sys.executable, "-m", "tests.security.runs", str(tmp_path_factory.mktemp("runs"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2], env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == EXPECTED.keys()
+    return found
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_hostile_checkpoints_are_refused_or_read_without_harm(outcomes, kind):
+    refusing, said = EXPECTED[kind]
+    assert not outcomes[kind].pop("executed")
+    for action, outcome in outcomes[kind].items():
+        if action in refusing:
+            assert outcome.startswith("refused: ") and said in outcome, (action, outcome)
+        else:
+            assert outcome == "same", (action, outcome)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"object": "Popen", "fields": {"args": ["true"]}},
+        {"object": "os.system", "fields": {}},
+        {"object": "__import__", "fields": {"name": "os"}},
+        {"array": "AAAAAAAAAAA=", "dtype": "O", "shape": [1]},
+        {"pickle": "gASVIAAA"},
+    ],
+    ids=["class", "function", "import", "objects", "pickle"],
+)
+def test_a_loader_state_names_no_class_of_its_own(value):
+    """At any depth of what a loader writes."""
+    assert from_json(to_json({"a": [1, (2.5, b"x")]})) == {"a": [1, (2.5, b"x")]}
+    with pytest.raises((StateError, ValueError)):
+        from_json(to_json({"a": 1})["dict"] + [value])
