@@ -40,6 +40,14 @@ QWEN3_SIZES = {
     "vision_ffn_hidden_size": 2152,
     "position_table_side": 48,
 }
+MOE_SIZES = {**QWEN3_SIZES, "experts": 16, "expert_ffn_hidden_size": 384}
+FAMILY_SIZES = {
+    "qwen3_vl": QWEN3_SIZES,
+    # Rounding to bf16 turns near ties between experts around, in transformers as here, and then says nothing of anything else:
+    # where gradients are compared tensor by tensor, every token goes to all experts.
+    "qwen3_vl_moe": {**MOE_SIZES, "experts_per_token": 16},
+    "qwen3_vl_moe, routed": {**MOE_SIZES, "experts_per_token": 4},
+}
 ROWS = [["two_images", "mixed"], ["image", "image_between", "text"], ["two_images", "video", "short_text"], ["mixed", "image"]]
 TEXT_LAST = [*ROWS[:3], ["text", "short_text"]]
 
@@ -56,6 +64,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "recompute": {"language": "full", "vision": "full"},
             "steps": [ROWS],
         },
+        {"name": "one rank, experts", "family": "qwen3_vl_moe", "steps": [ROWS] * 2},
+        {"name": "one rank, experts, routed", "family": "qwen3_vl_moe, routed", "steps": [ROWS] * 2},
+        {
+            "name": "experts, selective recompute",
+            "family": "qwen3_vl_moe",
+            "recompute": {"language": "selective", "language_modules": ["core_attn", "layernorm", "activation"]},
+            "steps": [ROWS],
+        },
+        {"name": "experts, full recompute", "family": "qwen3_vl_moe", "recompute": {"language": "full"}, "steps": [ROWS]},
         {"name": "one rank, tied", "tied": True, "steps": [TEXT_LAST]},
         {"name": "vision frozen", "freeze": ["vision"], "steps": [ROWS]},
         {"name": "full recompute", "recompute": {"language": "full", "vision": "full"}, "steps": [ROWS]},
@@ -69,6 +86,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {"name": "TP2 + SP", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
         {"name": "PP2 x VPP2", "pp": 2, "vpp": 2, "steps": [ROWS]},
+        {
+            "name": "EP2, experts, overlap",
+            "family": "qwen3_vl_moe",
+            "ep": 2,
+            "overlap": True,
+            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
+        },
         {"name": "TP2 + SP, qwen3_vl", "family": "qwen3_vl", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
         {"name": "PP2, qwen3_vl", "family": "qwen3_vl", "pp": 2, "layers": [1, 3], "steps": [ROWS]},
         {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
@@ -77,6 +101,43 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "TP2 x PP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [ROWS, TEXT_LAST]},
         {"name": "TP2 x PP2 x VPP2 + SP, tied", **TP2_PP2, "tied": True, "vpp": 2, "steps": [TEXT_LAST, ROWS]},
         {"name": "TP2 x PP2 x VPP2 + SP, qwen3_vl", **TP2_PP2, "family": "qwen3_vl", "vpp": 2, "steps": [TEXT_LAST, ROWS]},
+        {"name": "EP4, experts", "family": "qwen3_vl_moe", "ep": 4, "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {"name": "EP4, experts, routed", "family": "qwen3_vl_moe, routed", "ep": 4, "overlap": True, "steps": [ROWS, TEXT_LAST]},
+        {
+            "name": "EP2 x PP2, experts",
+            "family": "qwen3_vl_moe",
+            "pp": 2,
+            "ep": 2,
+            "layers": [1, 3],
+            "overlap": True,
+            "steps": [TEXT_LAST, ROWS],
+        },
+        {"name": "EP2 x PP2 x VPP2, experts", "family": "qwen3_vl_moe", "pp": 2, "vpp": 2, "ep": 2, "steps": [ROWS]},
+        {
+            "name": "EP2 x TP2 + SP, experts",
+            "family": "qwen3_vl_moe",
+            "tp": 2,
+            "sequence_parallel": True,
+            "ep": 2,
+            "steps": [ROWS],
+        },
+        {
+            "name": "EP4 x TP2 + SP, experts",
+            "family": "qwen3_vl_moe",
+            "tp": 2,
+            "sequence_parallel": True,
+            "ep": 4,
+            "steps": [ROWS],
+        },
+        {
+            "name": "EP2 x TP2 + SP, ETP2, experts",
+            "family": "qwen3_vl_moe",
+            "tp": 2,
+            "sequence_parallel": True,
+            "ep": 2,
+            "etp": 2,
+            "steps": [ROWS],
+        },
         {"name": "TP4 + SP", "tp": 4, "sequence_parallel": True, "steps": [ROWS]},
         {"name": "PP2 x DP2, overlap", "pp": 2, "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
         {"name": "DP4, qwen2_vl", "family": "qwen2_vl", "overlap": True, "steps": [ROWS, TEXT_LAST, ROWS]},
@@ -85,6 +146,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "TP2 x PP2 x DP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
         {"name": "TP4 x PP2 + SP", **TP2_PP2, "tp": 4, "steps": [ROWS, TEXT_LAST]},
         {"name": "TP2 x PP2 x VPP2 x DP2 + SP, tied", **TP2_PP2, "tied": True, "vpp": 2, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {"name": "EP8, experts", "family": "qwen3_vl_moe", "ep": 8, "overlap": True, "steps": [ROWS * 2, TEXT_LAST * 2]},
+        {"name": "EP4 x TP2 x PP2 + SP, experts", **TP2_PP2, "family": "qwen3_vl_moe", "ep": 4, "steps": [TEXT_LAST, ROWS]},
         {"name": "DP8, qwen2_vl", "family": "qwen2_vl", "overlap": True, "steps": [ROWS * 2, TEXT_LAST * 2, ROWS * 2]},
         {"name": "TP2 x PP2 x VPP2 x DP2 + SP, qwen3_vl", **TP2_PP2, "family": "qwen3_vl", "vpp": 2, "steps": [TEXT_LAST, ROWS]},
         {"name": "TP2 x PP4", "tp": 2, "pp": 4, "steps": [ROWS]},
@@ -103,10 +166,10 @@ def main() -> int:
     for entry in CASES[args.ranks]:
         fields = dict(entry)
         family, tied = fields.pop("family", "qwen2_5_vl"), fields.pop("tied", False)
-        hf = work / f"{family}{'_tied' if tied else ''}"
+        hf = work / f"{family.replace(', ', '_')}{'_tied' if tied else ''}"
         if not hf.exists():
-            sizes = QWEN3_SIZES if family == "qwen3_vl" else SIZES
-            write_tiny_checkpoint(hf, family, tied=tied, dtype=torch.float32, **sizes)
+            sizes: dict[str, Any] = FAMILY_SIZES.get(family, SIZES)
+            write_tiny_checkpoint(hf, family.split(",")[0], tied=tied, dtype=torch.float32, **sizes)
             convert(hf, work / f"{hf.name}_full")
         cases.append(Case(hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields))
     write_cases(cases, work / "cases.json")
