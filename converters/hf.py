@@ -105,6 +105,9 @@ class TensorFolder:
         """Paths (relative) of what belongs to the checkpoint beside its weights, and of weights that are not read.
 
         Config, tokenizer, processor, chat templates and the index are companions; version control folders are neither.
+
+        Raises:
+            WeightsError: a companion is a link that leaves the folder: an export would carry what it leads to along.
         """
         keep: list[Path] = []
         other: list[Path] = []
@@ -114,7 +117,17 @@ class TensorFolder:
                 path = (Path(folder) / name).relative_to(self.path)
                 weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json")) and str(path) != INDEX
                 (other if weights else keep).append(path)
+        self._check_links(keep)
         return sorted(keep), sorted(path for path in other if str(path) not in self.files)
+
+    def _check_links(self, companions: Sequence[Path]) -> None:
+        root = self.path.resolve()
+        # In the cache of huggingface_hub a snapshot is links into the blobs beside it.
+        roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
+        for path in companions:
+            target = (root / path).resolve()
+            if not any(target.is_relative_to(allowed) for allowed in roots):
+                raise WeightsError(f"{self.path / path} is a link to {target}, outside the folder; put the file itself there")
 
 
 def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:

@@ -179,12 +179,13 @@ def test_stored_tied_output_comes_back(tmp_path: Path) -> None:
 
 
 def test_files_that_come_along(tmp_path: Path) -> None:
-    """Folders of templates and linked files are copied; weights in other formats are not, and are named."""
-    origin = released_folder(tmp_path / "hf", "Qwen2.5-VL-3B-Instruct")
+    """Folders of templates and files linked as in the hub's cache are copied; weights in other formats are not, and are named."""
+    origin = released_folder(tmp_path / "cache" / "snapshots" / "1a2b", "Qwen2.5-VL-3B-Instruct")
     (origin / "additional_chat_templates").mkdir()
     (origin / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
-    (tmp_path / "blob").write_text("vocabulary")
-    (origin / "merges.txt").symlink_to(tmp_path / "blob")
+    (tmp_path / "cache" / "blobs").mkdir()
+    (tmp_path / "cache" / "blobs" / "3c4d").write_text("vocabulary")
+    (origin / "merges.txt").symlink_to("../../blobs/3c4d")
     (origin / ".git").mkdir()
     (origin / ".git" / "HEAD").write_text("ref")
     (origin / "pytorch_model.bin").write_bytes(b"other weights")

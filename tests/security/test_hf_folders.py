@@ -176,3 +176,16 @@ def test_a_config_of_absurd_size_is_refused_at_once(hf, tmp_path):
     edit(hf / "config.json", num_hidden_layers=10**12)
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         convert(hf, tmp_path / "full")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "generation_config.json", "templates/tool.jinja"])
+def test_an_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name):
+    """Whoever exports may publish the folder."""
+    convert(hf, tmp_path / "full")
+    (tmp_path / "id_rsa").write_text("secret")
+    (hf / name).parent.mkdir(exist_ok=True)
+    (hf / name).unlink(missing_ok=True)
+    (hf / name).symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(WeightsError, match="outside the folder"):
+        export(tmp_path / "full", hf, tmp_path / "back")
+    assert not any(b"secret" in path.read_bytes() for path in (tmp_path / "back").rglob("*") if path.is_file())

@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vl.data.assemble import Sample
-from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.data.pixels import open_image, read_pixel_norm
 from megatron_vl.models.families import ModelSpec, read_spec
+from toolkit.hf import load_processor
 from toolkit.samples import read_samples
 
 from .activations import HfWatch, relative_error
@@ -105,14 +106,11 @@ def processed(job: Job, samples: list[Sample], spec: ModelSpec) -> tuple[list[di
         (keyword arguments of the model for each sample, {"tokens_differ": samples whose tokens differ, "pixel_error": largest
         difference of a normalised pixel}).
     """
-    from PIL import Image
-    from transformers import AutoProcessor
-
-    processor, norm = AutoProcessor.from_pretrained(job.hf), read_pixel_norm(job.hf)
+    processor, norm = load_processor(job.hf), read_pixel_norm(job.hf)
     given, differ, pixel_error = [], [], 0.0
     for number, (sample, conversation) in enumerate(zip(samples, json.loads(Path(job.conversations).read_text()), strict=True)):
         text = processor.apply_chat_template(conversation["messages"], tokenize=False)
-        images = [Image.open(path).convert("RGB") for path in conversation["images"]]
+        images = [open_image(Path(path).read_bytes()).convert("RGB") for path in conversation["images"]]
         theirs = dict(processor(text=[text], images=images or None, return_tensors="pt"))
         ours = hf_inputs(sample, spec, norm)
         if not torch.equal(theirs["input_ids"], ours["input_ids"]):
