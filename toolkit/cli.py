@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "generate",
     "demo": "demo",
     "bench": "bench",
+    "doctor": "doctor",
 }
 """Module of :mod:`toolkit.commands` -> the subcommands that it registers."""
 

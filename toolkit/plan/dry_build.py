@@ -1,11 +1,17 @@
 """Builds the model of any run, stage by stage, in one process without memory, a GPU or other ranks.
 
+    python -m toolkit.plan.dry_build --world-size 32 --config RUN.yaml [--section.field value ...]
+
 Modules are made on torch's meta device and process groups are torch's fake ones, which every rank can be asked to be. What
 is built is otherwise what the trainer builds, with the modules of the CPU platform.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_vl.config import TrainConfig, validate
-from megatron_vl.models.families import ModelSpec
+from megatron_vl.config import TrainConfig, parse_config, validate
+from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.layout import Layout, run_layout
 from megatron_vl.platform import Platform, get_platform
 
@@ -87,3 +93,22 @@ def _build_rank(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int
 
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def main(argv: list[str]) -> int:
+    """Prints the parameters of a rank of each stage as JSON; 1 and the reason on the last line when it cannot be built."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.plan.dry_build", description="Builds a run's model without memory.")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the whole run")
+    args, options = parser.parse_known_args(argv)
+    try:
+        config = parse_config(options)
+        stages = dry_build(config, read_spec(config.model.hf), args.world_size)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(str(error).replace("\n", " "), file=sys.stderr)
+        return 1
+    print(json.dumps({"parameters": [sum(math.prod(tensor.shape) for tensor in stage) for stage in stages]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

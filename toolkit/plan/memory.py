@@ -12,9 +12,9 @@ modules keep for their backward pass. Elements for each token (or patch) of a la
     ====================================  ==========  ==================================================================
 
 How many micro-batches are in flight comes from playing the schedule (1F1B or interleaved) through. The loss holds the logits
-twice, because Transformer Engine's cross entropy copies them. Experts are taken to be evenly loaded. Not counted, hence
-:data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. ``docs/log.md`` has the
-measurements that the formula was compared with.
+twice, because Transformer Engine's cross entropy copies them. Experts are taken to be evenly loaded; FP8 is not modelled.
+Not counted, hence :data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. ``docs/log.md``
+has the measurements that the formula was compared with.
 """
 
 from __future__ import annotations
@@ -207,17 +207,17 @@ class _Sizes:
         attention = heads + kv + v + heads + m.num_heads * 4 / self.element / tp
         norms = 4 * m.hidden_size / self._shared
         if m.moe is not None and m.has_experts(layer):
-            return norms + attention + self._experts(m.hidden_size, m.moe)
+            return norms + attention + ("mlp" not in modules) * self._experts(m.hidden_size, m.moe, "activation" in modules)
         mlp = (2 if "activation" in modules else 3) * m.ffn_hidden_size / tp
         if "mlp" in modules:
             mlp, norms = 0.0, norms - m.hidden_size / self._shared
         return norms + attention + mlp
 
-    def _experts(self, hidden_size: int, moe: MoeSpec) -> float:
+    def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
         """Elements of one token: router logits, probabilities and the map in float32; inputs of the experts, their linear and
         activation. A rank sends ``top_k`` copies of its tokens and, evenly loaded, receives as many for each rank that it
         shares its experts' matrices with."""
-        inside = moe.top_k * (self.layout.etp * hidden_size + 3 * moe.ffn_hidden_size)
+        inside = moe.top_k * (self.layout.etp * hidden_size + (2 if activation_again else 3) * moe.ffn_hidden_size)
         return (inside + 3 * moe.num_experts * 4 / self.element) / self._shared
 
     def vision(self) -> _Held:

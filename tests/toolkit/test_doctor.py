@@ -1,0 +1,143 @@
+"""doctor on this very machine, on whole and damaged data, checkpoints and runs, and on a broken installation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from converters.convert import convert
+from megatron_vl.config import parse_config
+from megatron_vl.models.families import read_spec
+from tests.training.small_run import prepare
+from toolkit.doctor import Finding
+from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
+from toolkit.doctor.run import check_checkpoint, check_data, check_run
+from toolkit.plan.memory import estimate, peak_gib
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run that can be started: YAML, model, weights, data."""
+    folder = tmp_path_factory.mktemp("doctor") / "prepared"
+    prepared = prepare(folder, tiny_checkpoint("qwen2_5_vl"))
+    settings = {
+        "model": {"hf": str(prepared["hf"]), "checkpoint": str(prepared["weights"])},
+        "parallel": {"tp": 2, "pp": 2, "layers": [1, 3], "sequence_parallel": True},
+        "data": {"path": str(prepared["data"]), "seq_len": 256, "num_workers": 1},
+        "checkpoint": {"dir": str(folder / "run"), "interval": 5},
+        "global_batch_size": 4,
+        "dtype": "float32",
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return prepared | {"yaml": folder / "run.yaml"}
+
+
+def states(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.state for finding in findings}
+
+
+def doctor(*words: str | Path, path: Path | None = None) -> tuple[int, dict[str, Any]]:
+    """The command as a user starts it, with ``path`` in front of Python's path."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*([path] if path else []), ROOT]))}
+    command = [sys.executable, "-m", "toolkit", "doctor", "--json", *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
+    """A package that fails at import, as Transformer Engine's parts do without each other, is found and nothing else is."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('Could not find `transformer-engine`.')\n")
+    code, report = doctor("--config", run["yaml"], "--world-size", "4", "--", "--steps", "50", path=tmp_path)
+    assert code == 1
+    found = {finding["name"]: finding for finding in report["findings"]}
+    broken = {name for name, finding in found.items() if finding["state"] == "broken"}
+    # A real import of Megatron-core fails with it, and with that the modules cannot be built.
+    assert broken == {"transformer engine", "megatron.core", "model is built", "rows"} & broken | {
+        "transformer engine",
+        "megatron.core",
+    }
+    assert "half installed" in found["transformer engine"]["found"] and "pip uninstall" in found["transformer engine"]["advice"]
+    spec, config = read_spec(run["hf"]), parse_config(["--config", str(run["yaml"])])
+    peak = max(stage["total"] for stage in report["memory_gib"])
+    assert len(report["memory_gib"]) == 2 and peak == pytest.approx(peak_gib(estimate(config, spec, 4)), abs=0.01)
+
+
+@pytest.mark.slow
+def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
+    """In this process: the same findings that the command prints."""
+    good = check_run(["--config", str(run["yaml"])], None, [])
+    assert set(states(good.findings).values()) == {"ok"}, [f for f in good.findings if f.state != "ok"]
+    assert {"model is built", "rows", "start weights", "memory", "disk"} <= states(good.findings).keys()
+    rows = next(f for f in good.findings if f.name == "rows").found
+    assert "24 samples" in rows and "loss tokens of 256" in rows
+
+    def broken(*options: str, world: int | None = None, gpus: list[Gpu] | None = None) -> dict[str, str]:
+        report = check_run(["--config", str(run["yaml"]), *options], world, gpus or [])
+        return {finding.name: finding.found for finding in report.findings if finding.state == "broken"}
+
+    assert "lrr" in broken("--optimizer.lrr", "1")["config"]
+    assert "do not divide the world size 6" in broken(world=6)["config"]
+    assert "add up to 5" in broken("--parallel.layers", "[2,3]")["model and layout"]
+    few = broken("--data.num_workers", "40")
+    assert few.keys() == {"rows"} and "24 samples in train" in few["rows"]
+    small = broken(gpus=[Gpu(i, "small", 2048, 0, "1") for i in range(4)])
+    assert small.keys() == {"memory"} and "the GPUs here have 2.0" in small["memory"]
+
+
+def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path):
+    from toolkit.doctor.run import _start_weights
+
+    convert(tiny_checkpoint("qwen2_5_vl", tied=True), tmp_path / "other")
+    config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "other")])
+    [finding] = _start_weights(config, read_spec(run["hf"]))
+    assert finding.state == "broken" and "another model" in finding.found
+    assert check_checkpoint(tmp_path / "other").state == "ok"
+    file = next((tmp_path / "other").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert check_checkpoint(tmp_path / "other").state == "broken"
+
+
+def test_a_damaged_data_set_is_found(run, tmp_path):
+    import shutil
+
+    shutil.copytree(run["data"], tmp_path / "data")
+    assert check_data(tmp_path / "data").state == "ok"
+    next((tmp_path / "data").glob("*.tar")).write_bytes(b"")
+    finding = check_data(tmp_path / "data")
+    assert finding.state == "broken" and "has 0 bytes" in finding.found
+    assert check_data(tmp_path).state == "broken"
+
+
+def test_disk_that_is_too_small_or_not_there(tmp_path):
+    assert check_disk(tmp_path / "new" / "folder", 1).state == "ok"
+    assert check_disk(tmp_path, 1 << 60).state == "broken"
+
+
+def test_gpus_as_nvidia_smi_lists_them():
+    """Its own CSV, with a GPU that has fallen off the bus."""
+    text = "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error], [N/A], [N/A], 1\n"
+    assert parse_gpus(text) == [
+        Gpu(0, "NVIDIA H200", 143771, 4, "580.95.05"),
+        Gpu(1, "NVIDIA H200", 143771, 70012, "580.95.05"),
+    ]
+
+
+@pytest.mark.slow
+def test_all_reduce_over_two_processes():
+    finding = all_reduce(0)
+    assert finding.state == "ok" and "gloo over 2 ranks: right" in finding.found

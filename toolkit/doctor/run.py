@@ -1,0 +1,231 @@
+"""Everything that can be known of a run, a data set or a checkpoint before a GPU is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
+from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.models.families.base import text_config
+from megatron_vl.models.tensors import LayoutError, tensor_table
+from megatron_vl.parallel.layout import Layout
+from megatron_vl.training.check import check, check_start_weights, remarks, step_to_resume
+from toolkit.doctor import Finding, broken, note, ok
+from toolkit.doctor.machine import Gpu, check_disk
+from toolkit.plan.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, estimate, peak_gib
+
+
+@dataclass
+class RunReport:
+    """Findings about a run, and its memory by stage where the run is possible."""
+
+    findings: list[Finding] = field(default_factory=list)
+    memory: list[StageMemory] = field(default_factory=list)
+
+
+def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> Finding:
+    """Every byte of a data set against the hashes that were written down."""
+    from data_tools.verify import verify
+
+    try:
+        shards, problems = verify(folder, progress)
+    except (ValueError, OSError) as error:
+        return broken("data set", str(error), "convert it with `megatron-vl data convert`")
+    if problems:
+        return broken("data set", "; ".join(problems[:5]), "fetch these shards again, or convert the data again")
+    return ok("data set", f"{shards} shards of {folder} are whole")
+
+
+def check_checkpoint(folder: Path) -> Finding:
+    """Every byte of weights, or of a run's latest (or the given) checkpoint."""
+    from converters.verify import check_hashes
+    from toolkit.commands.checkpoint import find_step, verify_checkpoint
+
+    try:
+        is_run = (folder / "run.json").is_file() or (folder / "latest.json").is_file() or any(folder.glob("step_*"))
+        source = find_step(folder) if is_run else folder
+        if is_run:
+            problems = verify_checkpoint(source)
+        else:
+            problems = [f"{difference.name} {difference.how}" for difference in check_hashes(source).differences]
+    except (ValueError, OSError, RuntimeError) as error:
+        return broken("checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders")
+    if problems:
+        return broken(
+            "checkpoint",
+            "; ".join(problems[:5]),
+            "fetch or write it again; a run resumes from another step with --checkpoint.step",
+        )
+    return ok("checkpoint", f"{source} is whole")
+
+
+def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> RunReport:
+    """A run's YAML and overrides.
+
+    Args:
+        options: ``--config RUN.yaml`` and ``--section.field value``, as the trainer takes them.
+        world_size: GPUs of the whole run; None: those of this machine, or without any as few as the layout needs.
+    """
+    report = RunReport()
+    say = report.findings.append
+    try:
+        config = parse_config(options)
+    except RunConfigError as error:
+        say(broken("config", str(error), "python -m megatron_vl.train --help explains every field"))
+        return report
+    p = config.parallel
+    if world_size is None:
+        world_size = len(gpus) or p.tp * p.pp
+    try:
+        dp = validate(config, world_size)
+    except RunConfigError as error:
+        say(broken("config", str(error), "change the field, or give the number of GPUs with --world-size"))
+        return report
+    say(ok("config", f"{world_size} ranks: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}"))
+    try:
+        spec, layout = check(config, world_size)
+        say(ok("model and layout", f"{spec.family}, decoder layers {list(layout.layers)} on {p.pp} stages"))
+    except (ValueError, OSError, RuntimeError) as error:
+        say(broken("model and layout", str(error), "the message names the field or path"))
+        found = _spec_alone(config)
+        if found is None:
+            return report
+        spec, layout = found
+    try:
+        report.memory = estimate(config, spec, world_size)
+    except (LayoutError, RunConfigError):
+        return report
+    report.findings += _memory(config, report.memory, gpus)
+    report.findings += [_positions(config, spec), _build(options, config, world_size), *_resume(config, spec, dp)]
+    report.findings += [_rows(config, spec, dp), *_start_weights(config, spec)]
+    report.findings += [note("run", remark, "") for remark in remarks(config, "cuda" if gpus else "cpu")]
+    return report
+
+
+def _spec_alone(config: TrainConfig) -> tuple[ModelSpec, Layout] | None:
+    """Model and layout where something else of the run is wrong."""
+    from megatron_vl.parallel.layout import run_layout
+
+    try:
+        spec = read_spec(config.model.hf)
+        return spec, run_layout(spec, config.parallel)
+    except (ConfigError, LayoutError, OSError, ValueError):
+        return None
+
+
+def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> list[Finding]:
+    peak = peak_gib(stages)
+    found = f"{peak:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} more should stay free"
+    advice = "more tp, pp or GPUs; recompute.vision or recompute.language; a smaller data.seq_len or data.max_patches"
+    findings = []
+    if gpus:
+        have = min(gpu.memory for gpu in gpus) / 1024
+        fits = peak + RESERVE_GIB <= have
+        text = f"{found}; the GPUs here have {have:.1f}"
+        findings.append(ok("memory", text) if fits else broken("memory", text, advice))
+    else:
+        kinds = [name for name, gib in GPU_GIB.items() if peak + RESERVE_GIB <= gib]
+        text = f"{found}: fits {', '.join(kinds) or 'none of ' + ', '.join(GPU_GIB)}"
+        findings.append(ok("memory", text) if kinds else note("memory", text, advice))
+    if config.fp8.recipe != "none":
+        findings.append(note("memory", "the estimate is that of bf16; fp8 keeps inputs smaller and copies of the weights", ""))
+    return findings
+
+
+def _positions(config: TrainConfig, spec: ModelSpec) -> Finding:
+    longest = text_config(spec.hf_config).get("max_position_embeddings")
+    if longest and config.data.seq_len > longest:
+        text = f"data.seq_len {config.data.seq_len} is above the {longest} positions that the model was made for"
+        return note("positions", text, f"samples that are that long will not be understood; lower data.seq_len to {longest}")
+    return ok("positions", f"rows of {config.data.seq_len} tokens, the model was made for {longest or 'any number of'} positions")
+
+
+def _build(options: list[str], config: TrainConfig, world_size: int) -> Finding:
+    """The real modules on the meta device, in a process of their own: the CPU platform changes torch for its whole process."""
+    words = [sys.executable, "-m", "toolkit.plan.dry_build", "--world-size", str(world_size), *options]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        return broken("model is built", last, "the message names what does not fit; without one, report it")
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    sizes = ", ".join(f"{n / 1e9:.2f}" for n in facts["parameters"])
+    return ok("model is built", f"{sizes} B parameters on a rank of each stage, shapes as in the checkpoints")
+
+
+def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
+    """The run's own loader of rank 0, then one row of it without worker processes."""
+    if not config.data.path:
+        return broken("rows", "data.path is empty", "give a folder written by `megatron-vl data convert`")
+    from megatron_vl.data.loader import build_loader
+
+    loader: Any = None
+    try:
+        loader = build_loader(config.data, spec, config.model.hf, dp_rank=0, dp_size=dp)
+        samples = loader.samples
+        loader.close()
+        alone = dataclasses.replace(config.data, num_workers=0)
+        loader = build_loader(alone, spec, config.model.hf, dp_rank=0, dp_size=dp)
+        start = time.perf_counter()
+        row = next(loader)
+        seconds = time.perf_counter() - start
+    except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
+        advice = (
+            "model.hf must hold config.json, tokenizer, chat template and preprocessor; `megatron-vl data verify` checks the data"
+        )
+        return broken("rows", f"{type(error).__name__}: {error}", advice)
+    finally:
+        if loader is not None:
+            loader.close()
+    found = (
+        f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): {row.num_samples} samples, "
+    )
+    found += f"{row.num_images} pictures, {row.num_patches} patches, {int(row.loss_mask.sum())} loss tokens of {row.seq_len}"
+    if row.dropped:
+        return note("rows", f"{found}; refused {dict(row.dropped)}", "quarantine.jsonl of the data set and of the run say why")
+    return ok("rows", found)
+
+
+def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
+    if not config.model.checkpoint:
+        return []
+    try:
+        reader = check_start_weights(config, spec)
+        for file in reader.manifest["files"]:
+            reader.open_file(file)
+    except (ValueError, OSError, RuntimeError) as error:
+        return [broken("start weights", str(error), "megatron-vl convert --hf HF_DIR --out DIR writes them")]
+    cut = f"layout {reader.layout.as_dict()}" if reader.layout else "unsplit"
+    return [ok("start weights", f"{reader.path}: {len(reader.table)} tensors of this model, {cut}")]
+
+
+def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
+    """What is in the run's folder, and room for what will be."""
+    c = config.checkpoint
+    if not c.dir:
+        return []
+    parameters = sum(math.prod(info.shape) for info in tensor_table(spec).values())
+    each = parameters * (2 + 12 if config.dtype == "bfloat16" else 4 + 8)
+    # The new one is whole before the oldest goes.
+    findings = [check_disk(Path(c.dir), each * (c.keep + 1 if c.keep else 2))]
+    try:
+        step = step_to_resume(config)
+    except (ValueError, OSError, RuntimeError) as error:
+        return [*findings, broken("resume", str(error), "mend or remove the file that the message names")]
+    if step is not None:
+        findings.append(ok("resume", f"{c.dir} holds step {step}; the run goes on from there"))
+    return findings
+
+
+def memory_table(stages: list[StageMemory]) -> list[list[str]]:
+    """Header and one line a stage, GiB."""
+    head = ["stage", "in flight", *PARTS, "total"]
+    return [head, *([str(value) for value in stage.as_json().values()] for stage in stages)]
