@@ -65,10 +65,7 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
     found = {finding["name"]: finding for finding in report["findings"]}
     broken = {name for name, finding in found.items() if finding["state"] == "broken"}
     # A real import of Megatron-core fails with it, and with that the modules cannot be built.
-    assert broken == {"transformer engine", "megatron.core", "model is built", "rows"} & broken | {
-        "transformer engine",
-        "megatron.core",
-    }
+    assert broken == {"transformer engine", "megatron.core", "model is built"}
     assert "half installed" in found["transformer engine"]["found"] and "pip uninstall" in found["transformer engine"]["advice"]
     spec, config = read_spec(run["hf"]), parse_config(["--config", str(run["yaml"])])
     peak = max(stage["total"] for stage in report["memory_gib"])
@@ -91,10 +88,9 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     assert "lrr" in broken("--optimizer.lrr", "1")["config"]
     assert "do not divide the world size 6" in broken(world=6)["config"]
     assert "add up to 5" in broken("--parallel.layers", "[2,3]")["model and layout"]
-    few = broken("--data.num_workers", "40")
-    assert few.keys() == {"rows"} and "24 samples in train" in few["rows"]
-    small = broken(gpus=[Gpu(i, "small", 2048, 0, "1") for i in range(4)])
-    assert small.keys() == {"memory"} and "the GPUs here have 2.0" in small["memory"]
+    small = broken("--data.num_workers", "40", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
+    assert small.keys() == {"rows", "memory"}
+    assert "24 samples in train" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
 
 
 def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path):
