@@ -105,7 +105,7 @@ def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
 
 
 def test_launch_gives_options_to_the_trainer_and_its_exit_code_back(tmp_path):
-    """A real torchrun of two processes; the trainer refuses the layout before any process group starts."""
+    """A real launch of two processes; the trainer refuses the layout before any process group starts."""
     script = ROOT / "examples" / "qwen2_5_vl_7b" / "pretrain.sh"
     options = ["--parallel.tp", "3"]
     done = subprocess.run([str(script), *options], env=environment(GPUS="2"), cwd=tmp_path, capture_output=True, text=True)
