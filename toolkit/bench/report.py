@@ -127,6 +127,7 @@ def machine(options: Options, device: torch.device, peak: float) -> dict[str, An
 
 
 def model_facts(options: Options, spec: ModelSpec) -> dict[str, Any]:
+    """The model measured; its parameters are those of our checkpoints, the padding of the vision FFN included."""
     return {
         "hf": options.hf,
         "family": spec.family,
