@@ -46,8 +46,11 @@ def load_processor(folder: str | Path) -> Any:
     return AutoProcessor.from_pretrained(folder, **SAFE)
 
 
-def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | dict[str, Any] | None = None) -> Any:
+def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
     """The folder's model in evaluation mode with SDPA attention, from its safetensors only.
+
+    Args:
+        device_map: None for this machine's memory; ``auto``: spread over its GPUs (needs accelerate).
 
     Raises:
         As :func:`check_folder`.

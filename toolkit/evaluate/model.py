@@ -36,7 +36,9 @@ class Checkpoint:
         low, high = settings["min_pixels"] or size["shortest_edge"], settings["max_pixels"] or size["longest_edge"]
         self.processor.image_processor.size = {"shortest_edge": low, "longest_edge": high}
         device = settings["device"]
-        self.model = load_model(folder, getattr(torch, settings["dtype"]), "auto" if device == "auto" else {"": device})
+        self.model = load_model(folder, getattr(torch, settings["dtype"]), "auto" if device == "auto" else None)
+        if device != "auto":
+            self.model.to(device)
         # Released folders ask for sampling and a repetition penalty: nothing of theirs but the tokens that end an answer.
         own = self.model.generation_config
         ends, pad = own.eos_token_id, own.pad_token_id
