@@ -195,6 +195,23 @@ class CheckpointConfig:
 
 
 @dataclass
+class EvalConfig:
+    """Validation while the training runs: before the first step, every so many steps, and at the end."""
+
+    interval: int = 0
+    """Steps between evaluations; 0: none."""
+    split: str = "val"
+    """Split of the data set (`megatron-vl data convert --val-fraction` makes val)."""
+    rows: int = 64
+    """Rows whose loss is taken, the first ones of the split, over all ranks; they stay in host memory (pixels included)."""
+    samples: int = 0
+    """Prompts of the split that are answered each time, the first ones; in eval.jsonl beside the checkpoints and as text in
+    TensorBoard."""
+    max_new_tokens: int = 64
+    """Most tokens of an answer."""
+
+
+@dataclass
 class LogConfig:
     """What is shown and written."""
 
@@ -220,6 +237,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 100
     """Optimizer steps of the whole run; the schedule ends here."""
     stop_after: int | None = None
@@ -368,7 +386,8 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
         math.inf,
         "parallel.tp parallel.pp parallel.vpp parallel.bucket_size data.seq_len data.packing_buffer data.video_max_frames",
     ),
-    (1, math.inf, "parallel.ep parallel.etp"),
+    (1, math.inf, "parallel.ep parallel.etp eval.rows eval.max_new_tokens"),
+    (0, math.inf, "eval.interval eval.samples"),
     (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps"),
     (0, math.inf, "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer"),
     (0, math.inf, "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay"),

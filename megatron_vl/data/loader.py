@@ -398,7 +398,7 @@ def build_loader(
         DescriptionError: the data set's description could run code, or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    samples, largest, digest = _split_size(Path(data.path), split)
+    samples, largest, digest = split_size(Path(data.path), split)
     workers = max(data.num_workers, 1)
     if samples is not None and samples < dp_size * workers:
         raise LoaderError(
@@ -465,7 +465,7 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     return get_train_dataset(data.path, split_part=split, **order, **common)
 
 
-def _split_size(path: Path, split: str) -> tuple[int | None, int, str]:
+def split_size(path: Path, split: str) -> tuple[int | None, int, str]:
     """Samples of a split (None for a metadataset, whose parts are elsewhere), of its largest shard, and what identifies it."""
     if path.is_file():
         check_description(path)

@@ -53,6 +53,10 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
 
         source = checkpoint.step_folder(Path(config.checkpoint.dir), step)
         checkpoint.check_resumable(source, run_facts(config, dp), config.checkpoint.restart_data)
+    if config.eval.interval:
+        from megatron_vl.data.loader import split_size
+
+        split_size(Path(config.data.path), config.eval.split)  # refuses an empty one
     return spec, layout
 
 

@@ -86,7 +86,7 @@ def generate(
     answers: list[list[int]] = [[] for _ in lengths]
     with inference(chunks):
         asks = []
-        for i, row in enumerate(Feed(grid, platform, rows, len(lengths)).next_step().rows):
+        for i, row in enumerate(Feed(grid, platform, rows, len(lengths), balanced=False).next_step().rows):
             row.cache = CacheUse(cache, [i], filling=True)
             asks.append(_Ask(row, [lengths[i] - 1]))
         chosen = _successors(chunks, grid, platform, asks, len(lengths))

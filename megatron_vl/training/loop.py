@@ -20,6 +20,7 @@ from megatron_vl.signals import asked_to_stop
 
 from . import checkpoint
 from .check import check, check_start_weights, remarks, run_facts, step_to_resume
+from .evaluation import Evaluator
 from .feed import Feed
 from .metrics import MetricsLog, say
 from .optimizer import build_optimizer, set_learning_rates
@@ -44,6 +45,7 @@ class Run:
     loader: Any
     """The loader on the rank that owns it, None elsewhere."""
     saver: checkpoint.CheckpointSaver | None = None
+    evaluator: Evaluator | None = None
     step: int = 0
     """Optimizer steps done."""
 
@@ -65,6 +67,8 @@ def set_up(config: TrainConfig) -> Run:
     if config.checkpoint.dir:
         c = config.checkpoint
         run.saver = checkpoint.CheckpointSaver(Path(c.dir), spec, layout, grid, c.keep, c.keep_every)
+    if config.eval.interval:
+        run.evaluator = Evaluator(config, spec, grid, platform)
     resume(run)
     return run
 
@@ -159,6 +163,8 @@ def _steps(run: Run, log: MetricsLog) -> bool:
     feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp, config.data.balance)
     last = min(config.steps, config.stop_after or config.steps)
     bad = 0
+    if run.step == 0:
+        evaluate(run, log, last)
     while run.step < last:
         data = feed.next_step()
         lr = set_learning_rates(run.optimizer, config, run.step)
@@ -180,7 +186,14 @@ def _steps(run: Run, log: MetricsLog) -> bool:
             save(run)
         if result.stop and run.step < last:
             return True
+        evaluate(run, log, last)
     return False
+
+
+def evaluate(run: Run, log: MetricsLog, last: int) -> None:
+    """Evaluates the present weights when it is time to; collective."""
+    if run.evaluator is not None and run.evaluator.due(run.step, last):
+        log.evaluated(run.step, run.evaluator.run(run.chunks))
 
 
 def _save_failure(run: Run) -> str:

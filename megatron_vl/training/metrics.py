@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
 
+from .evaluation import Evaluation
 from .feed import StepData
 from .flops import Flops, peak_tflops, row_flops
 from .step import StepResult
@@ -126,6 +128,27 @@ class MetricsLog:
                 self.board.add_scalar(f"expert_load/layer_{layer:02d}", float(share.max()), step)
             self.board.add_histogram("expert_load/all", torch.cat(list(shares.values())), step)
         return {"expert_load": max(float(share.max()) for share in shares.values())}
+
+    def evaluated(self, step: int, result: Evaluation) -> None:
+        """Shows and writes an evaluation; its time is left out of the steps' speed."""
+        self.mark += result.seconds
+        if self.grid.rank != 0:
+            return
+        print(
+            f"step {step:>6}/{self.config.steps} | validation loss {result.loss:.6f} | {result.loss_tokens} tokens | "
+            f"{result.seconds:.1f} s",
+            flush=True,
+        )
+        numbers = {"step": step, "loss": result.loss, "loss_tokens": result.loss_tokens, "seconds": result.seconds}
+        if self.config.checkpoint.dir:
+            with (Path(self.config.checkpoint.dir) / "eval.jsonl").open("a") as file:
+                file.write(json.dumps(numbers | {"answers": [asdict(a) for a in result.answers]}, ensure_ascii=False) + "\n")
+        if self.board:
+            self.board.add_scalar("validation_loss", result.loss, step)
+            for number, a in enumerate(result.answers):
+                text = "\n\n".join(f"**{name}**: {value}" for name, value in asdict(a).items())
+                self.board.add_text(f"answer_{number}", text, step)
+            self.board.flush()
 
     def _quarantine(self, step: int, dropped: list[dict[str, str]]) -> None:
         """Lists the samples that could not be used in ``quarantine.jsonl`` beside the checkpoints, each once a run."""

@@ -36,7 +36,8 @@ def prepare(folder: Path, hf: Path, samples: int = 24) -> dict[str, Path]:
             record["image"] = name
         records.append(record)
     (folder / "data.json").write_text(json.dumps(records))
-    convert_data([folder / "data.json"], Options(out=folder / "data", media_root=folder / "media", workers=1))
+    options = Options(out=folder / "data", media_root=folder / "media", workers=1, val_fraction=0.25)
+    convert_data([folder / "data.json"], options)
     convert(hf, folder / "weights", {"tp": 1, "pp": 4})
     return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}
 

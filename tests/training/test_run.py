@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from converters.verify import compare
 from megatron_vl.weights import WeightReader
 from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, metrics, prepare, train
 from toolkit.commands.checkpoint import verify_checkpoint
+from toolkit.demo.reference import Reference
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,78 @@ def test_tensorboard_has_the_same_losses(whole: Path) -> None:
     assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in metrics(whole)]
 
 
+EVALUATION = ["--eval.interval", "3", "--eval.rows", "3", "--eval.samples", "2", "--eval.max_new_tokens", "5"]
+EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
+"""What nothing but training may change."""
+
+
+@pytest.fixture(scope="module")
+def evaluated(prepared: dict[str, Path]) -> Path:
+    """The run of ``whole``, evaluated on the way."""
+    run = prepared["folder"] / "evaluated"
+    done = train(prepared, run, *LAYOUT, *EVALUATION, "--log.tensorboard", str(run / "board"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run
+
+
+def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> None:
+    assert [[line[k] for k in EXACT] for line in metrics(evaluated)] == [[line[k] for k in EXACT] for line in metrics(whole)]
+    a, b = WeightReader(evaluated), WeightReader(whole)
+    assert all(torch.equal(a.get(name), b.get(name)) for name in a.names())
+
+
+def test_validation_is_that_of_transformers_in_every_layout(prepared: dict[str, Path], evaluated: Path) -> None:
+    """Four ranks (tensor and pipeline parallel) and two (data parallel): the loss over the rows' samples, and answers."""
+    run = prepared["folder"] / "evaluated_dp2"
+    still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
+    done = train(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours = [metrics(evaluated, "eval.jsonl")[0], *metrics(run, "eval.jsonl")]
+    assert [line["step"] for line in ours] == [0, 0, 1]
+
+    reference = Reference(prepared["hf"], video_fps=2.0, video_max_frames=8)
+    records = json.loads((prepared["folder"] / "data.json").read_text())
+    held_out = validation_records(prepared["data"])
+    media = prepared["folder"] / "media"
+    losses = [reference.loss(records[number], media) for number in held_out.values()]
+    count = sum(tokens for _, tokens in losses)
+    for line in ours:
+        assert line["loss_tokens"] == count
+        assert line["loss"] == pytest.approx(sum(total for total, _ in losses) / count, rel=1e-5)
+        assert len(line["answers"]) == 2
+        for told in line["answers"]:
+            record = records[held_out[told["key"]]]
+            assert told["wanted"].strip() == record["conversations"][1]["value"]
+            assert told["answer"] == reference.answer(record, media, max_new_tokens=5)
+
+
+def validation_records(data: Path) -> dict[str, int]:
+    """Key of each held-out sample -> its place in the input."""
+    numbers = {}
+    for shard in sorted(data.glob("val*.tar")):
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                if member.name.endswith(".json"):
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    numbers[member.name.removesuffix(".json")] = json.load(file)["source"]["record"] - 1
+    assert numbers
+    return numbers
+
+
+def test_evaluations_are_in_tensorboard(evaluated: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(evaluated / "board"))
+    events.Reload()
+    lines = metrics(evaluated, "eval.jsonl")
+    assert [line["step"] for line in lines] == [0, 3, 6] and lines[-1]["loss"] < lines[0]["loss"]
+    written = [(event.step, event.value) for event in events.Scalars("validation_loss")]
+    assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in lines]
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("answer_1/text_summary")]
+    assert all(line["answers"][1]["answer"] in text for line, text in zip(lines, texts, strict=True))
+
+
 def test_resumed_run_equals_the_undisturbed_one(prepared: dict[str, Path], whole: Path) -> None:
     """Stopped after three steps and started again: same losses, norms and samples, bit for bit, and the same weights."""
     run = prepared["folder"] / "resumed"
@@ -65,8 +140,7 @@ def test_resumed_run_equals_the_undisturbed_one(prepared: dict[str, Path], whole
         done = train(prepared, run, *LAYOUT, *options)
         assert done.returncode == 0, done.stderr[-4000:]
     assert "resumed at step 3" in done.stdout
-    keys = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
-    assert [[line[k] for k in keys] for line in metrics(run)] == [[line[k] for k in keys] for line in metrics(whole)]
+    assert [[line[k] for k in EXACT] for line in metrics(run)] == [[line[k] for k in EXACT] for line in metrics(whole)]
     a, b = WeightReader(run), WeightReader(whole)
     for name in a.names():
         assert torch.equal(a.get(name), b.get(name)), name

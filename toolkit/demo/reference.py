@@ -39,13 +39,13 @@ class Reference:
         return float(self.model(**batch, labels=labels).loss) * count, count
 
     @torch.no_grad()
-    def answer(self, sample: dict[str, Any], media: Path) -> str:
+    def answer(self, sample: dict[str, Any], media: Path, max_new_tokens: int = 64) -> str:
         """The greedy answer to the first turn of a sample."""
         first, images, videos = read_sample(sample | {"conversations": sample["conversations"][:1]}, media)
         text = self.processor.apply_chat_template(first, tokenize=False, add_generation_prompt=True)
         batch = self._batch(text, images, videos)
         # The checkpoint's generation_config asks for sampling and a repetition penalty, as released.
-        tokens = self.model.generate(**batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=64)
+        tokens = self.model.generate(**batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=max_new_tokens)
         return self.processor.decode(tokens[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
     def _batch(self, text: str, images: list[Any], videos: list[tuple[Tensor, Any]]) -> Any:

@@ -71,7 +71,8 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
     attention: Any = "sdpa" if job.dtype == "float32" else "auto"  # the fused kernels of GPUs take no float32
     config = TrainConfig(
         model=ModelConfig(hf=job.hf, vision_attention=attention, language_attention=attention),
-        parallel=ParallelConfig(**job.layout),
+        # Of a model with experts each rank routes tokens of its own.
+        parallel=ParallelConfig(**job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None),
         dtype=job.dtype,  # type: ignore[arg-type]
     )
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)

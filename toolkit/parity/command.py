@@ -17,10 +17,11 @@ import torch
 
 from converters.convert import convert
 from data_tools.formats import read_conversation
+from megatron_vl.config import ParallelConfig
 from megatron_vl.data.assemble import Sample
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.models.tensors import tensor_table
-from megatron_vl.parallel.layout import make_layout
+from megatron_vl.parallel.layout import run_layout
 from megatron_vl.weights import WeightReader
 from toolkit.cli import CommandError
 from toolkit.launch import end_of, run_group
@@ -72,7 +73,7 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
         hf = request.hf or write_tiny_checkpoint(work / "hf", _family(request.family), dtype=torch.float32)
         spec = read_spec(hf)
         for layout in request.layouts:
-            make_layout(spec, **layout.model_parallel)
+            run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
         say(f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, {request.dtype}")

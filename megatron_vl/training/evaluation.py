@@ -1,0 +1,183 @@
+"""Validation while a training runs: the loss of the held-out split, and answers to a few of its prompts.
+
+The rows are read once, before the first step, and are the same each time and in every layout: each data-parallel replica
+reads all of them and keeps its share. Training does not notice: no gradient, no random number, and no row of its own is
+touched (tests/training/test_run.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_vl.config import TrainConfig
+from megatron_vl.data.row import Row
+from megatron_vl.models.families import ModelSpec
+from megatron_vl.parallel.grid import Grid
+from megatron_vl.platform import Platform
+
+from .feed import Feed
+from .generate import Prompt, generate, inference
+from .step import reduce_losses, run_schedule
+
+
+@dataclass
+class Answer:
+    """One prompt of the held-out split and what the model says to it."""
+
+    key: str
+    """Of the sample in the data set."""
+    prompt: str
+    wanted: str
+    """What the data set says."""
+    answer: str = ""
+
+
+@dataclass
+class Evaluation:
+    """What an evaluation found; the loss is equal on all ranks, answers are on rank 0."""
+
+    loss: float
+    """Mean over all loss tokens of the rows."""
+    loss_tokens: int
+    seconds: float
+    answers: list[Answer] = field(default_factory=list)
+
+
+class Evaluator:
+    """Holds the rows and prompts that are evaluated. Collective to build.
+
+    Raises:
+        LoaderError: on the ranks that own a loader, when the split cannot be read.
+    """
+
+    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform) -> None:
+        self.config, self.grid, self.platform = config, grid, platform
+        self.rows: list[Row] = []
+        self.prompts: list[Prompt] = []
+        self.answers: list[Answer] = []
+        self.tokenizer: Any = None
+        self.stop: list[int] = []
+        if grid.owns_loader:
+            with _random_state_kept():
+                self._read(spec)
+        counts: list[Any] = [(len(self.rows), len(self.prompts), self.stop)]
+        if grid.tp * grid.pp > 1:
+            dist.broadcast_object_list(counts, src=grid.replica_source, group=grid.replica_gloo)
+        self.row_count, self.prompt_count, self.stop = counts[0]
+
+    def _read(self, spec: ModelSpec) -> None:
+        from megatron_vl.data.chat import ChatEncoder, stop_tokens
+
+        e, hf = self.config.eval, self.config.model.hf
+        share = self._share(list(self._loaded(spec, e.rows, pack=self.config.data.pack)))
+        self.rows = share
+        if e.samples:
+            self.tokenizer, self.stop = ChatEncoder(hf, spec).tokenizer, stop_tokens(hf)
+            for row in self._loaded(spec, e.samples, pack=False):
+                if row.loss_mask.any():
+                    self._add_prompt(row)
+
+    def _loaded(self, spec: ModelSpec, count: int, pack: bool) -> Iterator[Row]:
+        """The first rows of the split; the same on every replica."""
+        from megatron_vl.data.loader import build_loader
+
+        data = dataclasses.replace(self.config.data, num_workers=0, pack=pack)
+        loader = build_loader(data, spec, self.config.model.hf, split=self.config.eval.split)
+        try:
+            yield from itertools.islice(loader, count)
+        finally:
+            loader.close()
+
+    def _share(self, rows: list[Row]) -> list[Row]:
+        """This replica's rows, as many as every other's, filled up with rows that have no loss."""
+        grid = self.grid
+        count = -(-len(rows) // grid.dp)
+        if grid.vpp > 1:  # the interleaved schedule takes multiples of the stages
+            count = -(-count // grid.pp) * grid.pp
+        mine = rows[grid.dp_rank :: grid.dp]
+        filler = dataclasses.replace(rows[0], loss_mask=torch.zeros_like(rows[0].loss_mask))
+        return mine + [filler] * (count - len(mine))
+
+    def _add_prompt(self, row: Row) -> None:
+        """Asks for the first assistant turn of a row that holds one sample; what the row says itself lies behind it."""
+        learnt = row.loss_mask.bool()
+        start = int(learnt.nonzero()[0])
+        end = start + int((~learnt[start:]).nonzero()[0]) if not learnt[start:].all() else len(learnt)
+        decode = self.tokenizer.decode
+        prompt, wanted = row.tokens[: start + 1], row.labels[start:end]
+        self.prompts.append(Prompt(row, len(prompt)))
+        texts = [decode(tokens, skip_special_tokens=True) for tokens in (prompt, wanted)]
+        self.answers.append(Answer(row.keys[0], *texts))
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether to evaluate after ``step`` steps: before the first, every ``eval.interval`` and at the end."""
+        return step % self.config.eval.interval == 0 or step == last
+
+    def run(self, wrapped: list[DistributedDataParallel]) -> Evaluation:
+        """Evaluates the present weights. Collective over all ranks."""
+        start = time.perf_counter()
+        chunks = [chunk.module for chunk in wrapped]
+        with _weights_in_place(wrapped):
+            with inference(chunks):
+                loss, tokens = self._loss(chunks)
+            answers = self._answer(chunks) if self.prompt_count else []
+        self.platform.synchronize()
+        return Evaluation(loss, tokens, time.perf_counter() - start, answers)
+
+    def _loss(self, chunks: list[Any]) -> tuple[float, int]:
+        total, tokens = 0.0, 0
+        rows = iter(self.rows) if self.grid.owns_loader else None
+        at_once = self.config.global_batch_size // self.grid.dp  # as in a training step, so that memory suffices
+        for start in range(0, self.row_count, at_once):
+            data = Feed(self.grid, self.platform, rows, min(at_once, self.row_count - start), balanced=False).next_step()
+            reports = run_schedule(chunks, data.rows, seq_len=self.config.data.seq_len, forward_only=True)
+            loss, count, _ = reduce_losses(reports, self.grid, self.platform.device)
+            total, tokens = total + loss, tokens + count
+        return total / max(tokens, 1), tokens
+
+    def _answer(self, chunks: list[Any]) -> list[Answer]:
+        prompts = self.prompts if self.grid.owns_loader else None
+        most = self.config.eval.max_new_tokens
+        found = generate(chunks, self.grid, self.platform, prompts, max_new_tokens=most, stop=frozenset(self.stop))
+        if self.grid.rank:
+            return []
+        texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
+        return [dataclasses.replace(a, answer=text) for a, text in zip(self.answers, texts, strict=True)]
+
+
+@contextmanager
+def _weights_in_place(wrapped: list[DistributedDataParallel]) -> Iterator[None]:
+    """With the overlapped gather the weights of the last update arrive in the next forward pass of DDP: fetched now, and the
+    hooks that would wait for them are away meanwhile."""
+    overlapped = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Reading rows in this process leaves its generators as they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
