@@ -59,7 +59,7 @@ class Evaluator:
     """Holds the rows and prompts that are evaluated. Collective to build.
 
     Raises:
-        LoaderError: on the ranks that own a loader, when the split cannot be read.
+        ValueError: on the ranks that own a loader, when the split cannot be read.
     """
 
     def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform) -> None:
@@ -81,8 +81,7 @@ class Evaluator:
         from megatron_vl.data.chat import ChatEncoder, stop_tokens
 
         e, hf = self.config.eval, self.config.model.hf
-        share = self._share(list(self._loaded(spec, e.rows, pack=self.config.data.pack)))
-        self.rows = share
+        self.rows = self._share(list(self._loaded(spec, e.rows, pack=self.config.data.pack)))
         if e.samples:
             self.tokenizer, self.stop = ChatEncoder(hf, spec).tokenizer, stop_tokens(hf)
             for row in self._loaded(spec, e.samples, pack=False):
@@ -102,7 +101,11 @@ class Evaluator:
 
     def _share(self, rows: list[Row]) -> list[Row]:
         """This replica's rows, as many as every other's, filled up with rows that have no loss."""
-        grid = self.grid
+        grid, data = self.grid, self.config.data
+        if not rows:
+            raise ValueError(
+                f"{data.path}: no sample of the split {self.config.eval.split!r} can be used; set eval.interval to 0"
+            )
         count = -(-len(rows) // grid.dp)
         if grid.vpp > 1:  # the interleaved schedule takes multiples of the stages
             count = -(-count // grid.pp) * grid.pp

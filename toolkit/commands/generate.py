@@ -104,5 +104,11 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(answers, indent=2, ensure_ascii=False))
         return 0
     for number, answer in enumerate(answers, 1):
-        print(f"[{number}] {answer['text']}" if len(answers) > 1 else answer["text"])
+        text = _shown(answer["text"])
+        print(f"[{number}] {text}" if len(answers) > 1 else text)
     return 0
+
+
+def _shown(text: str) -> str:
+    """For a terminal: without control characters, which could be commands to it."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -141,7 +141,7 @@ def show(report: dict[str, Any], console: Any) -> None:
         elif place := first_departure(result):
             console.print(f"[bold red]{name}: the first layer that departs is {place}[/]")
             for tensor in result.get("tensors", []):
-                console.print(f"  {tensor} is not what conversion of the Hugging Face folder gives")
+                console.print(f"  {tensor} is not what conversion of the Hugging Face folder gives", soft_wrap=True)
         elif not result["ok"]:
             console.print(f"[bold red]{name}: {json.dumps(result.get('state', {}), default=str)[:300]}[/]")
 

@@ -1,5 +1,6 @@
-"""Loss and gradients of a layout against ``transformers``, parameter by parameter.
+"""Any layout against ``transformers``: loss, logits, what each layer gives, gradients; or a short training.
 
-``batches`` draws samples, ``reference`` runs them one by one through the Hugging Face model, ``run`` runs them packed
-through the real multi-process program and compares.
+``command`` is ``megatron-vl parity``. ``batches`` draws samples, ``reference`` runs them one by one through the Hugging Face
+model (``stored``: in a process of its own), ``run`` runs them packed through the real multi-process program and compares,
+``training`` takes optimizer steps. ``activations`` watches layers on both sides, ``places`` names them.
 """

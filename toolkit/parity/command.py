@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from toolkit.tiny import FAMILIES, write_tiny_checkpoint
 from .places import component_of, place_of
 from .run import Case, write_cases
 from .stored import Job, write_job
-from .tolerances import GRADIENT_TOLERANCE
+from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
 
 PHOTOGRAPHS = ("astronaut", "two_images", "image_between_texts", "text_only")
 """Of the demo's conversations, those that are compared when no pictures are given."""
@@ -69,7 +67,8 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
     Raises:
         CommandError: a process of the comparison failed; ValueError, FileNotFoundError: the request is impossible.
     """
-    with work_folder() as work:
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as folder:
+        work = Path(folder)
         hf = request.hf or write_tiny_checkpoint(work / "hf", _family(request.family), dtype=torch.float32)
         spec = read_spec(hf)
         for layout in request.layouts:
@@ -99,16 +98,6 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
     ok = not inputs["tokens_differ"] and inputs["pixel_error"] <= 1e-5 and all(r["ok"] for r in results.values())
     shown = str(request.hf) if request.hf else request.family
     return {"ok": ok, "hf": shown, "dtype": request.dtype, "tokens": facts.get("tokens"), "inputs": inputs, "layouts": results}
-
-
-@contextmanager
-def work_folder() -> Any:
-    """A temporary folder, which is gone afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="megatron-vl-parity-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _family(name: str) -> str:
@@ -230,11 +219,8 @@ def first_departure(result: dict[str, Any]) -> str:
             return step["departs"]
         if step.get("unexpected"):
             return f"gradient of {step['unexpected'][0]}"
-        limit = GRADIENT_TOLERANCE
-        if step.get("transformers_bf16_gradient_error") is not None:
-            from .tolerances import BF16_GRADIENT_RATIO
-
-            limit = step["transformers_bf16_gradient_error"] * BF16_GRADIENT_RATIO
+        noise = step.get("transformers_bf16_gradient_error")
+        limit = GRADIENT_TOLERANCE if noise is None else noise * BF16_GRADIENT_RATIO
         order = list(step.get("activations", {}))
         wrong = [place for place, error in step.get("gradients", {}).items() if not error <= limit]
         if wrong:
