@@ -22,6 +22,7 @@ from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.layout import run_layout
 from megatron_vl.weights import WeightReader
 from toolkit.cli import CommandError
+from toolkit.hf import check_folder
 from toolkit.launch import end_of, run_group
 from toolkit.layouts import LayoutSpec
 from toolkit.samples import SampleEncoder, write_samples
@@ -70,6 +71,7 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as folder:
         work = Path(folder)
         hf = request.hf or write_tiny_checkpoint(work / "hf", _family(request.family), dtype=torch.float32)
+        check_folder(hf)
         spec = read_spec(hf)
         for layout in request.layouts:
             run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))

@@ -110,7 +110,7 @@ def processed(job: Job, samples: list[Sample], spec: ModelSpec) -> tuple[list[di
     given, differ, pixel_error = [], [], 0.0
     for number, (sample, conversation) in enumerate(zip(samples, json.loads(Path(job.conversations).read_text()), strict=True)):
         text = processor.apply_chat_template(conversation["messages"], tokenize=False)
-        images = [open_image(Path(path).read_bytes()).convert("RGB") for path in conversation["images"]]
+        images = [_opened(path) for path in conversation["images"]]
         theirs = dict(processor(text=[text], images=images or None, return_tensors="pt"))
         ours = hf_inputs(sample, spec, norm)
         if not torch.equal(theirs["input_ids"], ours["input_ids"]):
@@ -120,6 +120,13 @@ def processed(job: Job, samples: list[Sample], spec: ModelSpec) -> tuple[list[di
             pixel_error = max(pixel_error, float((theirs["pixel_values"].float() - ours["pixel_values"]).abs().max()))
         given.append({name: theirs[name] for name in ours})
     return given, {"tokens_differ": differ, "pixel_error": pixel_error}
+
+
+def _opened(path: str) -> Any:
+    """A picture as ``transformers.image_utils.load_image`` gives it, of the formats that this project opens."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(open_image(Path(path).read_bytes())).convert("RGB")
 
 
 def train(job: Job, samples: list[Sample]) -> dict[str, Any]:
