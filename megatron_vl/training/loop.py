@@ -206,7 +206,9 @@ def _save_failure(run: Run) -> str:
 
 def _banner(run: Run) -> str:
     g, p = run.grid, run.layout
+    experts = f" x ep {p.ep} (etp {p.etp})" if run.spec.language.moe else ""
     return (
-        f"{run.spec.family} on {run.platform.name}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {g.dp}, layers {list(p.layers)}, "
-        f"{run.config.dtype}, rows of {run.config.data.seq_len} tokens, {run.config.global_batch_size} rows a step"
+        f"{run.spec.family} on {run.platform.name}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {g.dp}{experts}, "
+        f"layers {list(p.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens, "
+        f"{run.config.global_batch_size} rows a step"
     )

@@ -229,8 +229,9 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
 
 def _layout_note(live: Live) -> str:
     g, c = live.grid, live.options.config
+    experts = f" x ep {g.cut.ep} (etp {g.cut.etp})" if live.spec.language.moe else ""
     recompute = f"recompute: language {c.recompute.language}, vision {c.recompute.vision}"
     return (
-        f"tp {g.tp} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}, {c.global_batch_size} rows of {c.data.seq_len} tokens a step, "
-        f"{c.dtype}, {recompute}"
+        f"tp {g.tp} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}{experts}, "
+        f"{c.global_batch_size} rows of {c.data.seq_len} tokens a step, {c.dtype}, {recompute}"
     )

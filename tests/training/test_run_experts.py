@@ -1,0 +1,81 @@
+"""The trainer with experts: its log, and checkpoints of expert parallelism that go on in other layouts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.convert import convert, export
+from megatron_vl.weights import WeightReader
+from tests.training.small_run import metrics, prepare, train
+from toolkit.commands.checkpoint import verify_checkpoint
+
+LAYOUT = ["--parallel.ep", "2"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    return prepare(tmp_path_factory.mktemp("run") / "prepared", tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def whole(prepared: dict[str, Path]) -> Path:
+    """Six steps on two ranks that share the experts, with the load-balancing loss; a checkpoint after each third."""
+    run = prepared["folder"] / "whole"
+    saves = ["--checkpoint.interval", "3", "--checkpoint.keep", "0", "--log.tensorboard", str(run / "board")]
+    done = train(prepared, run, *LAYOUT, *saves, "--model.moe_aux_loss", "0.01", ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "x ep 2" in done.stdout
+    return run
+
+
+def test_the_busiest_expert_is_in_the_log(whole: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = metrics(whole)
+    assert all(1.0 <= line["expert_load"] <= 4.0 for line in lines)  # 2 of 8 experts a token: 4 is one pair for all
+    events = EventAccumulator(str(whole / "board"))
+    events.Reload()
+    layers = [[event.value for event in events.Scalars(f"expert_load/layer_{layer:02d}")] for layer in range(4)]
+    assert [max(values) for values in zip(*layers, strict=True)] == pytest.approx([line["expert_load"] for line in lines])
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        (["--parallel.distributed_optimizer", "false", "--parallel.overlap_param_gather", "false"], 2),
+        (["--parallel.tp", "2", "--parallel.sequence_parallel", "true", "--parallel.ep", "2", "--parallel.etp", "2"], 4),
+    ],
+    ids=["EP1", "TP2 x EP2 x ETP2"],
+)
+def test_another_layout_goes_on_where_the_run_stopped(
+    prepared: dict[str, Path], whole: Path, tmp_path: Path, options: list[str], ranks: int
+) -> None:
+    """Saved with half of the experts on each of two ranks: the same samples, and losses within 1e-6, in other layouts."""
+    shutil.copytree(whole / "step_00000003", tmp_path / "step_00000003")
+    done = train(prepared, tmp_path, *options, "--model.moe_aux_loss", "0.01", ranks=ranks)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [4, 5, 6]
+    for ours, theirs in zip(lines, metrics(whole)[3:], strict=True):
+        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["samples"] == theirs["samples"]
+        assert ours["expert_load"] == theirs["expert_load"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    a, b = WeightReader(tmp_path), WeightReader(whole)
+    for name in b.names():
+        assert (a.get(name) - b.get(name)).norm() <= 1e-4 * b.get(name).norm(), name
+
+
+def test_exported_checkpoint_has_the_trained_experts(prepared: dict[str, Path], whole: Path, tmp_path: Path) -> None:
+    assert verify_checkpoint(whole / "step_00000006") == []
+    export(whole, prepared["hf"], tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "back")
+    ours, theirs, first = WeightReader(tmp_path / "back"), WeightReader(whole), WeightReader(prepared["weights"])
+    for name in ours.names():
+        assert torch.equal(ours.get(name), theirs.get(name)), name
+        if ".experts." in name:  # every one of them was trained
+            assert all(not torch.equal(a, b) for a, b in zip(theirs.get(name), first.get(name), strict=True)), name
