@@ -21,7 +21,7 @@ LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.layers", "[1,3
 """Four ranks, uneven."""
 
 
-def prepare(folder: Path, hf: Path, samples: int = 24) -> dict[str, Path]:
+def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0) -> dict[str, Path]:
     """A data set of pictures and text in ``folder``, and the weights of ``hf`` in another layout than any run's."""
     (folder / "media").mkdir(parents=True)
     records = []
@@ -36,7 +36,7 @@ def prepare(folder: Path, hf: Path, samples: int = 24) -> dict[str, Path]:
             record["image"] = name
         records.append(record)
     (folder / "data.json").write_text(json.dumps(records))
-    options = Options(out=folder / "data", media_root=folder / "media", workers=1, val_fraction=0.25)
+    options = Options(out=folder / "data", media_root=folder / "media", workers=1, val_fraction=val_fraction)
     convert_data([folder / "data.json"], options)
     convert(hf, folder / "weights", {"tp": 1, "pp": 4})
     return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}

@@ -26,7 +26,7 @@ from toolkit.demo.reference import Reference
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
     """A tied model, its weights in another layout than the run's, and a small data set of pictures and text."""
     folder = tmp_path_factory.mktemp("run") / "prepared"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), val_fraction=0.25)
 
 
 @pytest.fixture(scope="module")
