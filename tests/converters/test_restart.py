@@ -186,3 +186,19 @@ def test_full_disk_keeps_what_is_there(tmp_path: Path, origin: Path, monkeypatch
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
         convert(origin, out, LAYOUT)
     assert convert(origin, out, LAYOUT).kept_tensors > 0
+
+
+def test_an_exported_folder_is_on_the_disk_when_export_returns(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
+    """Each file's bytes are synced (under its name or the one it had before), and the folder that holds the names."""
+    hf, synced, fsync = tiny_checkpoint("qwen2_5_vl"), set(), os.fsync
+
+    def recorded(handle: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{handle}").removesuffix(".partial"))
+        fsync(handle)
+
+    convert(hf, tmp_path / "full")
+    monkeypatch.setattr(os, "fsync", recorded)
+    export(tmp_path / "full", hf, tmp_path / "out")
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) > 4
+    assert {str(path) for path in (tmp_path / "out", *files)} <= synced

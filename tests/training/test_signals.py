@@ -56,6 +56,7 @@ def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_p
     assert first.returncode == 0, err
     last = metrics(run)[-1]["step"]
     assert f"stopped behind step {last} of 4000, as a signal asked; start it again to go on" in out
+    assert "NOTE: checkpoint.interval is 0" in out
     assert err.count("SIGTERM: the ranks save and end") == 1 and "Traceback" not in err
     assert verify_checkpoint(run / f"step_{last:08d}") == []
 
