@@ -90,6 +90,8 @@ def _show(args: argparse.Namespace) -> int:
     layout = facts["layout"]
     print(f"{facts['checkpoint']}: step {facts['step']}, {facts['family']}, {facts['tensors']} tensors")
     shape = f"tp {layout['tp']} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
+    if layout.get("ep", 1) * layout.get("etp", 1) > 1:
+        shape += f", experts ep {layout['ep']} x etp {layout['etp']}"
     print(f"  layout   {shape}, layers {layout['layers']}")
     print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
     for part, size in sorted(facts["bytes"].items()):
