@@ -19,7 +19,7 @@ from typing import Any
 from toolkit.cli import CommandError
 from toolkit.evaluate import gates
 from toolkit.evaluate.gates import Gate
-from toolkit.evaluate.worker import UNUSABLE, read_answers
+from toolkit.evaluate.worker import QUESTIONS, UNUSABLE, read_answers
 from toolkit.hf import check_folder
 
 MARK = ".megatron-vl-evaluate"
@@ -126,7 +126,7 @@ def _answer_and_score(
     if settings["processes"] > 1:
         _run_workers(options, work, ["score"], show, names)
     result.answers = {role: read_answers(work / name) for role, name in names.items()}
-    result.questions = len(result.answers["original"])
+    result.questions = int((work / QUESTIONS).read_text())
     for role, name in names.items():
         facts = result.checkpoints[role]
         facts["metrics"], facts["problem"] = read_scores(work / name, options.data)
@@ -284,7 +284,8 @@ class _Progress:
 
     def __init__(self, work: Path, names: dict[str, str], show: Callable[[str], None]) -> None:
         self.work, self.names, self.show = work, names, show
-        self.first: float | None = None
+        self.first: tuple[float, int] | None = None
+        self.judging = False
         self.shown = time.monotonic()
         self.every = 2.0 if sys.stderr.isatty() else 15.0
 
@@ -296,14 +297,21 @@ class _Progress:
         files = {role: (self.work / name).glob("answers_*.jsonl") for role, name in self.names.items()}
         counts = {role: sum(map(_lines, some)) for role, some in files.items()}
         done = sum(counts.values())
-        if not done:
+        questions = (self.work / QUESTIONS).read_text() if (self.work / QUESTIONS).is_file() else ""
+        if not done or not questions:
             return
-        self.first = self.first or now
-        rate = done / (now - self.first) if now > self.first else 0.0
+        total = len(self.names) * int(questions)
+        if done == total:
+            if not self.judging:
+                self.show(f"all {total} questions are answered; VLMEvalKit judges")
+            self.judging = True
+            return
         listed = ", ".join(f"{role} {count}" for role, count in counts.items())
-        total = len(self.names) * max(counts.values())
-        left = f", {(total - done) / rate:.0f} s left for those" if rate and total > done else ""
-        self.show(f"answers: {listed}; {rate:.1f}/s{left}")
+        if self.first is None:  # loading the model is not part of the rate
+            self.first = (now, done)
+        rate = (done - self.first[1]) / (now - self.first[0]) if now > self.first[0] else 0.0
+        left = f"; {rate:.1f}/s, {(total - done) / rate:.0f} s left" if rate else ""
+        self.show(f"answers of {total}: {listed}{left}")
 
 
 def _lines(path: Path) -> int:

@@ -25,6 +25,8 @@ from typing import Any
 
 from toolkit.evaluate.table import TableError, check_rows
 
+QUESTIONS = "questions.txt"
+"""File of the work folder with the number of questions."""
 UNUSABLE = 3
 """Exit code about a table that cannot be used; the last line of the log says why."""
 DENIED: list[str] = []
@@ -78,6 +80,8 @@ def answer_share(job: dict[str, Any], rank: int) -> None:
     from toolkit.evaluate.model import Checkpoint
 
     dataset = build(job)
+    if rank == 0:
+        (Path(job["work"]) / QUESTIONS).write_text(str(len(dataset.data)))
     share = range(rank, len(dataset.data), job["processes"])
     roots = [Path(job["root"]), Path(os.environ["LMUData"])]
     for name, folder in job["checkpoints"].items():
