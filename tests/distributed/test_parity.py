@@ -21,7 +21,7 @@ from converters.convert import convert
 from tests.tiny import tiny_checkpoint
 from toolkit.parity.run import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Case, write_cases
 
-from .cases import CASES
+from .cases import CASES, SEEDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TABLE = [(ranks, entry["name"]) for ranks, entries in CASES.items() for entry in entries]
@@ -43,7 +43,8 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[
         cases = []
         for entry in CASES[ranks]:
             fields = dict(entry)
-            hf = tiny_checkpoint(fields.pop("family"), tied=fields.pop("tied"), dtype=torch.float32)
+            family = fields.pop("family")
+            hf = tiny_checkpoint(family, tied=fields.pop("tied"), dtype=torch.float32, seed=SEEDS.get(family, 0))
             cases.append(Case(hf=str(hf), weights=str(weights(hf)), **fields))
         given, out = folder / f"cases_{ranks}.json", folder / f"results_{ranks}.json"
         write_cases(cases, given)
