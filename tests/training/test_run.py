@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from converters.convert import convert, export
 from converters.verify import compare
+from megatron_vl.models.tensors import Cut
 from megatron_vl.weights import WeightReader
 from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, metrics, prepare, train
 from toolkit.commands.checkpoint import verify_checkpoint
@@ -162,7 +163,7 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
     held = {name for _, name in ranges}
     assert held == set(reader.names())
     for (_, name), spans in ranges.items():
-        assert spans == [(0, reader.get(name, 0, 2).numel())]  # no data parallelism here, so each rank owns all of its shard
+        assert spans == [(0, reader.get(name, 0, Cut(2)).numel())]  # no data parallelism here, so each rank owns all of its shard
 
 
 def test_another_layout_goes_on_where_the_run_stopped(prepared: dict[str, Path], whole: Path) -> None:

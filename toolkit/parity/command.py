@@ -93,13 +93,13 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
             raise CommandError(f"transformers failed on {hf}:\n{end_of(done)}")
         results = run_layouts(request, hf, weights, samples, work, say)
         facts = json.loads((work / "reference.json").read_text())
-        inputs = facts.get("inputs", {"tokens_differ": [], "pixel_error": 0.0})
+        inputs = facts["inputs"]
         if request.checkpoint:
             for result in results.values():
                 result["tensors"] = differing_tensors(request, hf, result, work)
     ok = not inputs["tokens_differ"] and inputs["pixel_error"] <= 1e-5 and all(r["ok"] for r in results.values())
     shown = str(request.hf) if request.hf else request.family
-    return {"ok": ok, "hf": shown, "dtype": request.dtype, "tokens": facts.get("tokens"), "inputs": inputs, "layouts": results}
+    return {"ok": ok, "hf": shown, "dtype": request.dtype, "tokens": facts["tokens"], "inputs": inputs, "layouts": results}
 
 
 def _family(name: str) -> str:

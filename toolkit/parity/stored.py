@@ -134,7 +134,8 @@ def train(job: Job, samples: list[Sample]) -> dict[str, Any]:
     losses, norms, state = reference_training(job.hf, [samples] * job.steps, job.device)
     tensors = {f"{kind}/{name}": tensor for kind, part in state.items() if kind != "main" for name, tensor in part.items()}
     save_file(tensors, Path(job.out) / "training.safetensors")
-    return {"losses": losses, "norms": norms}
+    inputs = processed(job, samples, read_spec(job.hf))[1]
+    return {"losses": losses, "norms": norms, "inputs": inputs, "tokens": sum(map(len, samples))}
 
 
 def write_job(job: Job, path: Path) -> None:
