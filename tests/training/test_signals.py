@@ -25,9 +25,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     return prepare(tmp_path_factory.mktemp("signals") / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
 
 
-def start(launcher: list[str], prepared: dict[str, Path], run: Path) -> subprocess.Popen[str]:
-    """Two data-parallel ranks with loader workers, far from their last step."""
-    words = command(prepared, run, "--global_batch_size", "2", ranks=2, steps=4000)
+def start(launcher: list[str], prepared: dict[str, Path], run: Path, ranks: int = 2) -> subprocess.Popen[str]:
+    """Data-parallel ranks with two loader workers each, far from their last step."""
+    words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=4000)
     assert words[:3] == TORCHRUN
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*launcher, *words[3:]], env=environment(), cwd=prepared["folder"], **pipes)
@@ -67,7 +67,7 @@ def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_p
     began = time.monotonic()
     out, err = second.communicate(timeout=60)
     # torchrun would wait 30 seconds for a rank that takes SIGTERM for a wish to save.
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 25
     assert second.returncode == 128 + signal.SIGKILL
     assert "rank 1 was ended by SIGKILL" in err and "ChildFailedError" not in err
 
@@ -77,7 +77,7 @@ def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_p
 def test_torchrun_saves_at_sigterm_too(prepared, tmp_path):
     """It signals the loaders' worker processes with the ranks, and ends with a report of its own."""
     run = tmp_path / "run"
-    process = start(TORCHRUN, prepared, run)
+    process = start(TORCHRUN, prepared, run, ranks=1)
     wait_for(lambda: len(metrics(run)) >= 3, process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
