@@ -145,7 +145,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("EP2, experts, overlap, text-only last", MOE, ep=2, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS], overlap=True),
         case("EP2, experts, without distributed optimizer", MOE, ep=2, distributed_optimizer=False),
         case("EP2, experts, vision frozen, overlap", MOE, ep=2, freeze=["vision"], steps=[TEXT_LAST, MIXED_ROWS], overlap=True),
-        case("DP2, experts", MOE, steps=[BETWEEN]),
         case("TP2 + SP, experts", MOE, tp=2, sequence_parallel=True),
         case("TP2 + SP, EP2, experts", MOE, tp=2, sequence_parallel=True, ep=2, steps=[BETWEEN]),
         case("TP2 + SP, ETP2, experts", MOE, tp=2, sequence_parallel=True, etp=2),
@@ -156,7 +155,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case(
             "training, EP2, experts, no distributed optimizer", MOE, ep=2, steps=TRAINING, train=True, distributed_optimizer=False
         ),
-        case("training, TP2 + SP, experts", MOE, tp=2, sequence_parallel=True, steps=TRAINING, train=True),
     ],
     4: [
         *(
