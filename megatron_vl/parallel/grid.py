@@ -142,4 +142,9 @@ def _owner_groups(tp: int, dp: int, rank: int) -> tuple[dist.ProcessGroup | None
     members = [d * tp for d in range(dp)]
     group = dist.new_group(members)
     gloo = group if dist.get_backend() == "gloo" else dist.new_group(members, backend="gloo")
-    return (group, gloo) if rank in members else (None, None)
+    if rank not in members:
+        return None, None
+    # NCCL makes a group's communicator at its first use, which all members must take part in; later not every member
+    # sends or receives rows.
+    dist.barrier(group=group)
+    return group, gloo

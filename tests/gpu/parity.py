@@ -160,10 +160,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, choices=sorted(CASES), default=1)
     parser.add_argument("--out", type=Path, default=None, help="folder for results; a temporary one when not given")
     parser.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="gpu-parity-"))
     cases = []
-    for entry in CASES[args.ranks]:
+    for entry in [entry for entry in CASES[args.ranks] if args.only in entry["name"]]:
         fields = dict(entry)
         family, tied = fields.pop("family", "qwen2_5_vl"), fields.pop("tied", False)
         hf = work / f"{family.replace(', ', '_')}{'_tied' if tied else ''}"
