@@ -132,8 +132,9 @@ class DataConfig:
     """Loader processes of each data-parallel rank; 0: in the training process."""
     shuffle_buffer: int = 1000
     """Samples in the shuffle buffer; 0: the order of the data set."""
-    balance: bool = True
-    """Swap rows between data-parallel ranks so that all have about as many patches in a step."""
+    balance: bool = False
+    """Swap rows between data-parallel ranks so that all have about as many patches in a step: for data in which rows differ
+    much in their pictures."""
     max_bad_share: float = 0.01
     """Stop when more than this share of the samples could not be used (0 to 1)."""
     seed: int = 1234

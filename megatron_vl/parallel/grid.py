@@ -47,9 +47,8 @@ class Grid:
     """The same ranks over gloo, for small host-side messages."""
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
-    owners_group: dist.ProcessGroup | None
-    """The loaders' owners of all replicas, in data-parallel order; None on other ranks and where there is one replica."""
     owners_gloo: dist.ProcessGroup | None
+    """The loaders' owners of all replicas, in data-parallel order; None on other ranks and where there is one replica."""
 
     def part(self, info: TensorInfo) -> int:
         """Which part of a tensor this rank holds (see :meth:`Cut.part`)."""
@@ -110,7 +109,6 @@ def make_grid(layout: Layout) -> Grid:
             group = dist.new_group(members, backend="gloo")
             if rank in members:
                 gloo = group
-    owners, owners_gloo = _owner_groups(layout.tp, dp, rank)
     return Grid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
@@ -130,21 +128,14 @@ def make_grid(layout: Layout) -> Grid:
         replica_gloo=gloo,
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
-        owners_group=owners,
-        owners_gloo=owners_gloo,
+        owners_gloo=_owners(layout.tp, dp, rank),
     )
 
 
-def _owner_groups(tp: int, dp: int, rank: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """A group of its own for rows that change owners, so that they never queue behind gradients. Collective over all ranks."""
+def _owners(tp: int, dp: int, rank: int) -> dist.ProcessGroup | None:
+    """The group of the loaders' owners, on its members. Collective over all ranks."""
     if dp == 1 or dist.get_backend() == "fake":
-        return None, None
+        return None
     members = [d * tp for d in range(dp)]
-    group = dist.new_group(members)
-    gloo = group if dist.get_backend() == "gloo" else dist.new_group(members, backend="gloo")
-    if rank not in members:
-        return None, None
-    # NCCL makes a group's communicator at its first use, which all members must take part in; later not every member
-    # sends or receives rows.
-    dist.barrier(group=group)
-    return group, gloo
+    group = dist.new_group(members, backend="gloo")
+    return group if rank in members else None

@@ -47,8 +47,8 @@ class StepData:
 
 
 @dataclass
-class _Uploaded:
-    """One row on its owner: what the others must know of it, and its tensors on the device as three flat buffers."""
+class _Buffers:
+    """One row on its owner: what the others must know of it, and its tensors as three flat buffers."""
 
     described: dict[str, Any]
     text: Tensor
@@ -58,6 +58,10 @@ class _Uploaded:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.text, self.ints, self.planes
+
+    def to(self, device: torch.device) -> _Buffers:
+        """On the device; does not wait when this is pinned memory."""
+        return _Buffers(self.described, *(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
 
 class Feed:
@@ -85,9 +89,10 @@ class Feed:
         start = time.perf_counter()
         rows, error = self._read()
         wait = time.perf_counter() - start
-        uploaded = [_upload(row, self.platform.device) for row in rows]
+        own = [_flatten(row) for row in rows]
         if self.balanced and self.grid.owns_loader:
-            uploaded, error = self._exchange(uploaded, error)
+            own, error = self._exchange(own, error)
+        uploaded = [row.to(self.platform.device) for row in own]
         header: list[Any] = [error or [row.described for row in uploaded]]
         if self.grid.tp * self.grid.pp > 1:
             dist.broadcast_object_list(header, src=self.grid.replica_source, group=self.grid.replica_gloo)
@@ -124,9 +129,12 @@ class Feed:
         except Exception as error:  # every rank of the replica has to learn of it, or it hangs in the broadcast
             return [], f"{where}: {type(error).__name__}: {error}"
 
-    def _exchange(self, own: list[_Uploaded], error: str) -> tuple[list[_Uploaded], str]:
-        """Rows after balancing over the owners of all replicas, or what went wrong on any of them."""
-        grid, device = self.grid, self.platform.device
+    def _exchange(self, own: list[_Buffers], error: str) -> tuple[list[_Buffers], str]:
+        """Rows after balancing over the owners of all replicas, or what went wrong on any of them.
+
+        They travel between hosts' memories, over a group of their own: gradients and weights have the network of the GPUs.
+        """
+        grid = self.grid
         patches: list[Any] = [None] * grid.dp
         dist.all_gather_object(patches, error or [row.described["counts"]["patches"] for row in own], group=grid.owners_gloo)
         errors = [offer for offer in patches if isinstance(offer, str)]
@@ -139,17 +147,17 @@ class Feed:
         leaving = {place.row for place, _ in moves if place.rank == grid.dp_rank}
         descriptions: list[Any] = [None] * grid.dp
         dist.all_gather_object(descriptions, {i: own[i].described for i in leaving}, group=grid.owners_gloo)
-        owners = dist.get_process_group_ranks(grid.owners_group)
+        owners = dist.get_process_group_ranks(grid.owners_gloo)
         kept, transfers = [], []
         for rank, row in enumerate(places):
             for place in row:
                 if rank == grid.dp_rank and place.rank == rank:
                     kept.append(own[place.row])
                 elif rank == grid.dp_rank:
-                    kept.append(_empty(descriptions[place.rank][place.row], device))
-                    transfers += [dist.P2POp(dist.irecv, t, owners[place.rank], grid.owners_group) for t in kept[-1].tensors]
+                    kept.append(_empty(descriptions[place.rank][place.row]))
+                    transfers += [dist.P2POp(dist.irecv, t, owners[place.rank], grid.owners_gloo) for t in kept[-1].tensors]
                 elif place.rank == grid.dp_rank:
-                    transfers += [dist.P2POp(dist.isend, t, owners[rank], grid.owners_group) for t in own[place.row].tensors]
+                    transfers += [dist.P2POp(dist.isend, t, owners[rank], grid.owners_gloo) for t in own[place.row].tensors]
         for work in dist.batch_isend_irecv(transfers) if transfers else []:
             work.wait()
         return kept, ""
@@ -164,7 +172,7 @@ class Feed:
         dist.broadcast(buffer, src=grid.replica_source, group=group)
         return list(buffer.split(sizes))
 
-    def _add_vision(self, device_rows: list[DeviceRow], described: list[dict[str, Any]], own: list[_Uploaded]) -> None:
+    def _add_vision(self, device_rows: list[DeviceRow], described: list[dict[str, Any]], own: list[_Buffers]) -> None:
         ints = self._share([row.ints for row in own], [_ints_size(d) for d in described], torch.int32, whole_replica=False)
         planes = self._share([row.planes for row in own], [_planes_size(d) for d in described], torch.uint8, whole_replica=False)
         for row, d, part, pixels in zip(device_rows, described, ints, planes, strict=True):
@@ -205,25 +213,27 @@ def _describe(row: Row) -> dict[str, Any]:
     }
 
 
-def _upload(row: Row, device: torch.device) -> _Uploaded:
-    """The row's tensors on the device; pixels go straight from pinned memory, the small rest as two buffers."""
+def _flatten(row: Row) -> _Buffers:
+    """The row in host memory (pinned when there is a GPU): pixels as they are, the small rest as two buffers."""
     text = [row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens]
     ints = [getattr(row.vision, n) for n in _VISION_INTS]
-    return _Uploaded(
-        _describe(row), _flat(text, device), _flat(ints, device), row.vision.planes.flatten().to(device, non_blocking=True)
-    )
+    return _Buffers(_describe(row), _joined(text), _joined(ints), row.vision.planes.flatten())
 
 
-def _flat(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """One int32 buffer on the device."""
-    host = torch.cat([t.to(torch.int32).flatten() for t in tensors])
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+def _joined(tensors: list[Tensor]) -> Tensor:
+    joined = torch.cat([t.to(torch.int32).flatten() for t in tensors])
+    return joined.pin_memory() if torch.cuda.is_available() else joined
 
 
-def _empty(described: dict[str, Any], device: torch.device) -> _Uploaded:
+def _empty(described: dict[str, Any]) -> _Buffers:
     """Room for a row that comes from another owner."""
-    text, ints = (torch.empty(size(described), dtype=torch.int32, device=device) for size in (_text_size, _ints_size))
-    return _Uploaded(described, text, ints, torch.empty(_planes_size(described), dtype=torch.uint8, device=device))
+    sizes = _text_size(described), _ints_size(described), _planes_size(described)
+    pinned = torch.cuda.is_available()
+    buffers = [
+        torch.empty(size, dtype=dtype, pin_memory=pinned)
+        for size, dtype in zip(sizes, (torch.int32, torch.int32, torch.uint8), strict=True)
+    ]
+    return _Buffers(described, *buffers)
 
 
 def _text_size(described: dict[str, Any]) -> int:
