@@ -97,16 +97,16 @@ def environment(**variables: str | Path) -> dict[str, str]:
 
 
 def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
-    hf = tiny_checkpoint("qwen2_5_vl", layers=28)
+    hf = tiny_checkpoint("qwen2_vl", layers=28)
     variables = {"HF": hf, "FULL": tmp_path / "full", "SHARDS": tmp_path / "shards"}
-    script = ROOT / "examples" / "qwen2_5_vl_7b" / "convert_then_split.sh"
+    script = ROOT / "examples" / "qwen2_vl_7b" / "convert_then_split.sh"
     subprocess.run([str(script)], check=True, env=environment(**variables), cwd=tmp_path)
     assert WeightReader(tmp_path / "shards").layout.layers == (10, 18)
 
 
 def test_launch_gives_options_to_the_trainer_and_its_exit_code_back(tmp_path):
     """A real launch of two processes; the trainer refuses the layout before any process group starts."""
-    script = ROOT / "examples" / "qwen2_5_vl_7b" / "pretrain.sh"
+    script = ROOT / "examples" / "qwen2_vl_7b" / "pretrain.sh"
     options = ["--parallel.tp", "3"]
     done = subprocess.run([str(script), *options], env=environment(GPUS="2"), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0

@@ -3,8 +3,8 @@
 set -euo pipefail
 HF=${HF:-checkpoints/Qwen2.5-VL-7B-Instruct}
 FULL=${FULL:-checkpoints/qwen2_5_vl_7b-full}
-SHARDS=${SHARDS:-checkpoints/qwen2_5_vl_7b-tp2-pp2}
+SHARDS=${SHARDS:-checkpoints/qwen2_5_vl_7b-tp1-pp1}
 
 megatron-vl convert --hf "$HF" --out "$FULL"
-megatron-vl split --checkpoint "$FULL" --tp 2 --pp 2 --layers 10,18 --out "$SHARDS"
-# Both in one stream, without the unsplit copy: megatron-vl convert --hf "$HF" --tp 2 --pp 2 --layers 10,18 --out "$SHARDS"
+megatron-vl split --checkpoint "$FULL" --tp 1 --pp 1 --out "$SHARDS"
+# Both in one stream, without the unsplit copy: megatron-vl convert --hf "$HF" --tp 1 --pp 1 --out "$SHARDS"

@@ -3,7 +3,7 @@
 # the trained one score, once there is one? Needs the eval extra. Options behind it go to `megatron-vl evaluate`.
 set -euo pipefail
 HF=${HF:-checkpoints/Qwen2.5-VL-7B-Instruct}
-SHARDS=${SHARDS:-checkpoints/qwen2_5_vl_7b-tp2-pp2}
+SHARDS=${SHARDS:-checkpoints/qwen2_5_vl_7b-tp1-pp1}
 RUN=${RUN:-runs/qwen2_5_vl_7b}
 DATA=${DATA:-MMBench_DEV_EN_V11}
 OUT=${OUT:-evaluation/qwen2_5_vl_7b}

@@ -52,12 +52,16 @@ def encoded(picture: Image.Image) -> str:
     return base64.b64encode(data.getvalue()).decode()
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory) -> Path:
+def photograph_table(path: Path) -> Path:
     """Eight questions about four photographs; right answers A, B, C, D in turn."""
     pictures, options = photographs(), ("a person", "a cat", "a cup", "a rocket")
     rows = [[i + 1, encoded(pictures[i // 2]), f"What is in picture {i}?", *options, "ABCD"[i // 2]] for i in range(8)]
-    return write_table(tmp_path_factory.mktemp("LMUData") / "photographs.tsv", rows)
+    return write_table(path, rows)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Path:
+    return photograph_table(tmp_path_factory.mktemp("LMUData") / "photographs.tsv")
 
 
 def answers_letters(folder: Path, seed: int) -> Path:

@@ -50,6 +50,26 @@ def test_estimate_equals_measurements(measured, world, options, layers, patches)
     assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
 
 
+LEAN = "--recompute.vision activation --recompute.language selective --recompute.language_modules [activation]"
+FUSED = [
+    ("7B, DP4, images", 127.1, "Qwen2.5-VL-7B", 4, f"--global_batch_size 16 {LEAN}", {}, 23844),
+    ("7B, DP4, text", 100.8, "Qwen2.5-VL-7B", 4, f"--global_batch_size 16 {LEAN}", {}, 0),
+    ("a quarter of 7B, images", 70.8, "Qwen2.5-VL-7B", 1, "--global_batch_size 4", {"language": 7, "vision": 8}, 23844),
+    ("a quarter of Qwen3-VL-8B, images", 73.6, "Qwen3-VL-8B", 1, "--global_batch_size 4", {"language": 9, "vision": 7}, 20000),
+    ("4 layers of 30B-A3B, images", 65.0, "Qwen3-VL-30B-A3B", 1, "--global_batch_size 2", {"language": 4, "vision": 3}, 20000),
+]
+"""With the window kernel and our SwiGLU; docs/log.md, speed of packed image rows on H200."""
+
+
+@pytest.mark.parametrize(
+    ("measured", "size", "world", "options", "layers", "patches"), [m[1:] for m in FUSED], ids=[m[0] for m in FUSED]
+)
+def test_estimate_equals_measurements_with_fused_kernels(measured, size, world, options, layers, patches):
+    spec = read_spec(HF_CONFIGS / f"{size}-Instruct.json").replace_layers(**layers)
+    config = parse_config(["--data.seq_len", "8192", *options.split()])
+    assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
+
+
 SCHEDULES = [(2, 1, 6), (4, 1, 3), (4, 1, 9), (2, 2, 4), (4, 2, 8), (4, 3, 12), (2, 4, 2)]
 
 
