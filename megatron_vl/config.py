@@ -46,7 +46,7 @@ class ModelConfig:
     vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
     """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa)."""
     window_attention: Literal["auto", "fused", "backend"] = "auto"
-    """Window layers of the vision tower: fused (one kernel, RoPE included, CUDA only) or backend (as vision_attention);
+    """Window layers of the vision tower: fused (one kernel, RoPE included; CUDA, bfloat16) or backend (as vision_attention);
     auto: fused on CUDA."""
     language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
     """Packed attention of the language model; auto: the fastest measured on the platform (CPU: sdpa)."""

@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import ModelConfig, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
@@ -46,81 +47,98 @@ def build_chunks(
     """
     from megatron.core import parallel_state as mpu
 
-    model, recompute, dtype = config.model, config.recompute, getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
+    dtype = getattr(torch, config.dtype)
     core = language_config(
         platform,
         spec,
         layout,
         dtype=dtype,
         sequence_parallel=config.parallel.sequence_parallel,
-        recompute=recompute,
+        recompute=config.recompute,
         fp8=config.fp8,
-        aux_loss=aux_loss_coefficient(spec, model),
+        aux_loss=aux_loss_coefficient(spec, config.model),
     )
-    tower_config = vision_config(platform, spec, layout, dtype=dtype, recompute=recompute, fp8=config.fp8)
-    pg = ProcessGroupCollection.use_mpu_process_groups()
-    vision_backend = choose_backend(model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False)
-    language_backend = choose_backend(
-        model.language_attention, platform=platform.name, head_dim=spec.language.head_dim, causal=True
-    )
-    if model.window_attention == "fused" and platform.name != "cuda":
-        raise ValueError("model.window_attention: fused is a CUDA kernel; on cpu use auto or backend")
     deepstack = len(spec.vision.deepstack_layers)
     # Levels only become fewer, so the first boundary between chunks decides.
     message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
     rank, chunks = mpu.get_pipeline_model_parallel_rank(), []
     for stage in range(layout.vpp):
-        first = rank == 0 and stage == 0
-        last = rank == layout.pp - 1 and stage == layout.vpp - 1
-        tower = None
-        if first:
-            tower = VisionTower(
-                platform,
-                spec.vision,
-                tower_config,
-                _tower_groups(pg),
-                pixel_mean=pixel_mean,
-                pixel_std=pixel_std,
-                attention_backend=vision_backend,
-                frozen=model.freeze_vision,
-                fused_windows=platform.name == "cuda" and model.window_attention != "backend",
-                recompute_activation=recompute.vision == "activation",
-            )
+        tower = _tower(platform, spec, layout, config, pixel_mean, pixel_std) if rank == 0 and stage == 0 else None
+        language = _language(platform, spec, layout, config, core, rank, stage)
         layers = layout.chunk_layers(rank, stage)
-        language = GPTModel(
-            core,
-            block_spec(
-                platform,
-                core,
-                len(layers),
-                attention_backend=language_backend,
-                causal=True,
-                deepstack=deepstack,
-                recompute_activation=recompute.language == "selective" and "activation" in recompute.language_modules,
-                experts=[spec.language.has_experts(layer) for layer in layers],
-            ),
-            vocab_size=spec.language.vocab_size,
-            max_sequence_length=config.data.seq_len,
-            pre_process=first,
-            post_process=last,
-            share_embeddings_and_output_weights=spec.language.tied_embeddings,
-            position_embedding_type="mrope",
-            rotary_base=int(spec.language.rope_theta),
-            scatter_embedding_sequence_parallel=False,
-            pg_collection=pg,
-            vp_stage=stage if layout.vpp > 1 else None,
-        )
-        language.rotary_pos_emb = MRope(spec.language)
         chunk = VisionLanguageModel(core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels)
         chunks.append(chunk.to(device=platform.device, dtype=dtype))
     _zero_padding(chunks, spec, layout, mpu.get_tensor_model_parallel_rank())
-    _freeze(chunks, model)
+    _freeze(chunks, config.model)
     if platform.transformer_engine:
         for chunk in chunks:
             fuse_weight_gradients(chunk)
     return chunks
+
+
+def _tower(
+    platform: Platform,
+    spec: ModelSpec,
+    layout: Layout,
+    config: TrainConfig,
+    pixel_mean: tuple[float, ...],
+    pixel_std: tuple[float, ...],
+) -> VisionTower:
+    model, dtype = config.model, getattr(torch, config.dtype)
+    # The kernel's products would be TF32 in float32.
+    fusable = platform.name == "cuda" and dtype == torch.bfloat16
+    if model.window_attention == "fused" and not fusable:
+        raise ValueError("model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend")
+    return VisionTower(
+        platform,
+        spec.vision,
+        vision_config(platform, spec, layout, dtype=dtype, recompute=config.recompute, fp8=config.fp8),
+        _tower_groups(ProcessGroupCollection.use_mpu_process_groups()),
+        pixel_mean=pixel_mean,
+        pixel_std=pixel_std,
+        attention_backend=choose_backend(
+            model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False
+        ),
+        frozen=model.freeze_vision,
+        fused_windows=fusable and model.window_attention != "backend",
+        recompute_activation=config.recompute.vision == "activation",
+    )
+
+
+def _language(
+    platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig, core: TransformerConfig, rank: int, stage: int
+) -> GPTModel:
+    """The language model's part of virtual stage ``stage`` of pipeline rank ``rank``."""
+    m, recompute, layers = spec.language, config.recompute, layout.chunk_layers(rank, stage)
+    language = GPTModel(
+        core,
+        block_spec(
+            platform,
+            core,
+            len(layers),
+            attention_backend=choose_backend(
+                config.model.language_attention, platform=platform.name, head_dim=m.head_dim, causal=True
+            ),
+            causal=True,
+            deepstack=len(spec.vision.deepstack_layers),
+            recompute_activation=recompute.language == "selective" and "activation" in recompute.language_modules,
+            experts=[m.has_experts(layer) for layer in layers],
+        ),
+        vocab_size=m.vocab_size,
+        max_sequence_length=config.data.seq_len,
+        pre_process=rank == 0 and stage == 0,
+        post_process=rank == layout.pp - 1 and stage == layout.vpp - 1,
+        share_embeddings_and_output_weights=m.tied_embeddings,
+        position_embedding_type="mrope",
+        rotary_base=int(m.rope_theta),
+        scatter_embedding_sequence_parallel=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        vp_stage=stage if layout.vpp > 1 else None,
+    )
+    language.rotary_pos_emb = MRope(m)
+    return language
 
 
 def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:

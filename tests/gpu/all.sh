@@ -9,7 +9,7 @@ mkdir -p "$out"
 
 demo() { # NAME RANKS TP PP
   local start=$SECONDS
-  timeout 240 python3 -m toolkit demo --dir "/tmp/demo_$1" --platform cuda --ranks "$2" --tp "$3" --pp "$4" ${raw:+--raw "$raw"} > "$out/demo_$1.log" 2>&1
+  timeout 340 python3 -m toolkit demo --dir "/tmp/demo_$1" --platform cuda --ranks "$2" --tp "$3" --pp "$4" ${raw:+--raw "$raw"} > "$out/demo_$1.log" 2>&1
   echo "== demo $1: exit $? after $((SECONDS - start)) s"
   grep -E "ok |FAILED" "$out/demo_$1.log" || tail -5 "$out/demo_$1.log"
 }
