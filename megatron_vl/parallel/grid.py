@@ -89,7 +89,7 @@ def make_grid(layout: Layout) -> Grid:
     from megatron.core import parallel_state as mpu
 
     if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
+        _forget_groups()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -130,6 +130,21 @@ def make_grid(layout: Layout) -> Grid:
         dp_group=mpu.get_data_parallel_group(),
         owners_gloo=_owners(layout.tp, dp, rank),
     )
+
+
+def _forget_groups() -> None:
+    """Ends all groups but the default one. Collective over all ranks; nothing built on the old groups may be used afterwards.
+
+    Core only forgets its groups. Each gloo group has two threads for every other member: after some layouts in one process,
+    as in the parity table, there were a thousand, and more time went into waking them than into the model.
+    """
+    from megatron.core import parallel_state as mpu
+
+    mpu.destroy_model_parallel()
+    default = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not default:
+            dist.destroy_process_group(group)
 
 
 def _owners(tp: int, dp: int, rank: int) -> dist.ProcessGroup | None:
