@@ -267,6 +267,7 @@ def build_parser() -> ArgumentParser:
         usage=f"{PROGRAM} --config RUN.yaml [--section.field value ...]",
         description="Train a Qwen-VL model. Start it with torchrun, one process a GPU.",
         exit_on_error=False,
+        allow_abbrev=False,  # a field added later must not change what a shortened name means
     )
     parser.add_argument("--config", action="config", help="YAML of the run; later options override it.")
     parser.add_class_arguments(TrainConfig)

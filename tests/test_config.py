@@ -36,6 +36,7 @@ def test_help_explains_every_field(capsys):
     ("arguments", "message"),
     [
         (["--optimizer.lrx", "3"], r"'optimizer.lrx' is unknown; did you mean optimizer.lr"),
+        (["--step", "3"], r"'step' is unknown; did you mean steps"),  # no abbreviations
         (["--stepz", "3"], r"'stepz' is unknown; did you mean steps"),
         (["--optimizer.schedule", "linear"], r"optimizer.schedule.*\n.*'cosine', 'constant'.*linear"),
         (["--data.seq_len", "many"], r"data.seq_len.*\n.*whole number.*many"),

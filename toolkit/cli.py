@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
 COMMANDS = {
     "weights": "convert, split, merge, export, verify",
@@ -18,6 +19,10 @@ COMMANDS = {
     "doctor": "doctor",
 }
 """Module of :mod:`toolkit.commands` -> the subcommands that it registers."""
+
+
+DOWNLOAD = "; give the folder of a downloaded checkpoint (hf download REPOSITORY --local-dir FOLDER)"
+"""Said of a missing Hugging Face folder: a repository's name on the hub is not one."""
 
 
 class CommandError(Exception):
@@ -43,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check_inputs(args)
         return args.run(args) or 0
-    except (CommandError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+    except (CommandError, ValueError, OSError) as error:
         print(f"megatron-vl {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -58,9 +63,9 @@ def _check_inputs(args: argparse.Namespace) -> None:
         for path in value if isinstance(value, list) else [value]:
             try:
                 if path is not None:
-                    path.stat()
+                    Path(path).stat()
             except FileNotFoundError:
-                raise FileNotFoundError(f"{path} does not exist") from None
+                raise FileNotFoundError(f"{path} does not exist{DOWNLOAD if name in ('hf', 'original') else ''}") from None
             except OSError:
                 pass  # the subcommand tells what is wrong with it
 

@@ -434,7 +434,13 @@ def test_command_lists_what_was_refused(tmp_path, capsys):
 
 def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
     assert run(tmp_path, [{}, {}]) == 1
-    assert "none of 2 records could be used" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "none of 2 records could be used (record 1, no conversation: " in error
+    # The first record's reason is in the message itself, so that a wrong media root is seen at once.
+    question = {"from": "human", "value": "<image>\nWhat is this?"}
+    missing = {"image": "photos/none.jpg", "conversations": [question, GPT]}
+    assert run(tmp_path, [missing], "--force") == 1
+    assert "photos/none.jpg does not exist in the media root" in capsys.readouterr().err
 
 
 def test_command_fails_when_one_sample_cannot_be_split(tmp_path, capsys):

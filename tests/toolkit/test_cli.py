@@ -18,6 +18,11 @@ WRONG = [
     "verify . nowhere",
     "checkpoint show nowhere",
     "checkpoint verify nowhere",
+    "bench --hf nowhere --gpus 8",
+    "generate --checkpoint nowhere --hf . --prompt Hello",
+    "generate --checkpoint . --hf . --prompt Hello --image nowhere.jpg",
+    "bench --hf . --processes 1 --data nowhere",
+    "parity --hf nowhere --layouts 1",
 ]
 CODE = """
 import sys
@@ -29,6 +34,7 @@ from megatron_vl.train import main as train
 for words in ("--parallel.tp 3", "--model.hf nowhere", "--data.path nowhere --model.hf " + "tests"):
     assert train(words.split()) == 1, words
 assert "torch" not in sys.modules
+assert main(["data", "verify", "pyproject.toml"]) == 1  # a file where a folder belongs
 """
 
 
@@ -36,4 +42,5 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not exist") == len(WRONG)
+    assert done.stderr.count("hf download") == sum("--hf nowhere" in words for words in WRONG)
     assert done.stderr.count("megatron_vl.train: rank 0: ") == 3

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from converters.convert import convert
 from megatron_vl.config import parse_config
 from megatron_vl.models.families import read_spec
 from tests.training.small_run import prepare
+from toolkit.commands.doctor import _show
 from toolkit.doctor import Finding
 from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
 from toolkit.doctor.run import check_checkpoint, check_data, check_run
-from toolkit.plan.memory import estimate, peak_gib
+from toolkit.plan.memory import StageMemory, estimate, peak_gib
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,3 +139,10 @@ def test_gpus_as_nvidia_smi_lists_them():
 def test_all_reduce_over_two_processes():
     finding = all_reduce(0)
     assert finding.state == "ok" and "gloo over 2 ranks: right" in finding.found
+
+
+def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    _show([], SimpleNamespace(memory=[StageMemory(stage=0)]))
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("in flight", "gradients", "optimizer", "activations", "workspace", "total"))

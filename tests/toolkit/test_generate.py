@@ -63,7 +63,7 @@ def test_a_prompt_is_what_comes_before_the_answer():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "Hi", "--image", "nowhere.png"], "nowhere.png is not a file"),
+        (["--prompt", "Hi", "--image", "nowhere.png"], "nowhere.png does not exist"),
         (["--prompt", "Hi", "--checkpoint", "nowhere"], "nowhere"),
     ],
 )

@@ -33,7 +33,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _keep_unknown(parser)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, inputs=("hf", "data"))
 
 
 def _keep_unknown(parser: argparse.ArgumentParser) -> None:

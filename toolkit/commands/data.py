@@ -81,10 +81,18 @@ def run_convert(args: argparse.Namespace) -> int:
     else:
         _print(report, args.out)
     if not report.samples:
-        raise ConvertError(f"none of {report.records} records could be used; see {args.out / 'quarantine.jsonl'}")
+        quarantine = args.out / "quarantine.jsonl"
+        raise ConvertError(f"none of {report.records} records could be used{_first_refusal(quarantine)}; see {quarantine}")
     if args.val_fraction and not report.val:
         raise ConvertError(f"{report.samples} sample is too few for a validation split; give more, or leave out --val-fraction")
     return 0
+
+
+def _first_refusal(quarantine: Path) -> str:
+    """Why the first record was refused: a wrong media root or format refuses all of them for one reason."""
+    with quarantine.open(encoding="utf-8") as lines:
+        entry = json.loads(next(lines, "null"))
+    return f" (record {entry['record']}, {entry['reason']}: {entry['detail']})" if entry else ""
 
 
 def run_verify(args: argparse.Namespace) -> int:

@@ -82,6 +82,7 @@ def _show(findings: list, report) -> None:
         table = Table(*head, title="Memory of a GPU of each pipeline stage, GiB, estimated; a row full of pictures")
         for line in lines:
             table.add_row(*line)
-        console.print(table)
+        # In 80 columns rich would cut the headings to "wei…"; a terminal wraps long lines by itself.
+        Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
     count = sum(finding.state == "broken" for finding in findings)
     console.print(f"{count} broken" if count else "nothing is broken")

@@ -62,7 +62,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--video-max-frames", type=_positive, default=32, metavar="N", help="most frames of a video (default: 32)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON: text, tokens and prompt_tokens of each answer")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, inputs=("checkpoint", "hf", "prompt_file", "image", "video"))
 
 
 def _positive(text: str) -> int:

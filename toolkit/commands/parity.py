@@ -63,7 +63,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="compare N optimizer steps instead: losses, gradient norms, weights and Adam's moments at the end (float32)",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, inputs=("hf", "checkpoint", "image"))
 
 
 def _layouts(text: str) -> Any:
