@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         from megatron_vl.training.loop import train
 
         train(config)
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("MEGATRON_VL_TRACEBACK"):
             raise
         tell_once(str(error))
