@@ -131,7 +131,7 @@ def test_straggling_compares_ranks_of_one_stage() -> None:
         (["--rows", "data"], "--data.path"),
         (["--parallel.tp", "2"], "do not divide the world size"),
         (["--timed", "0"], "--timed 0"),
-        (["--peer", "--rows", "data", "--data", "x"], "--peer"),
+        (["--peer", "--rows", "data", "--data", "."], "--peer"),
     ],
 )
 def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named) -> None:
