@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.row import Row, pin
+from megatron_vl.data.row import Row
 from megatron_vl.models.attention import Segments
 from megatron_vl.models.vision import VisionInput
 from megatron_vl.models.vlm import DeviceRow
@@ -123,7 +123,7 @@ class Feed:
         assert self.loader is not None
         where = f"data-parallel rank {self.grid.dp_rank}: the loader failed"
         try:
-            return [pin(next(self.loader)) for _ in range(self.micro_batches)], ""
+            return [next(self.loader) for _ in range(self.micro_batches)], ""
         except StopIteration:
             return [], f"{where}: the data set ended; training needs a repeating loader"
         except Exception as error:  # every rank of the replica has to learn of it, or it hangs in the broadcast
@@ -217,12 +217,15 @@ def _flatten(row: Row) -> _Buffers:
     """The row in host memory (pinned when there is a GPU): pixels as they are, the small rest as two buffers."""
     text = [row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens]
     ints = [getattr(row.vision, n) for n in _VISION_INTS]
-    return _Buffers(_describe(row), _joined(text), _joined(ints), row.vision.planes.flatten())
+    return _Buffers(_describe(row), _joined(text), _joined(ints), _pinned(row.vision.planes.flatten()))
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    joined = torch.cat([t.to(torch.int32).flatten() for t in tensors])
-    return joined.pin_memory() if torch.cuda.is_available() else joined
+    return _pinned(torch.cat([t.to(torch.int32).flatten() for t in tensors]))
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 def _empty(described: dict[str, Any]) -> _Buffers:

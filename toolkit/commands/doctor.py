@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+from toolkit.commands.arguments import positive
+
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Adds the subcommand."""
@@ -20,7 +22,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="RUN.yaml", help="check this run before it is started")
     parser.add_argument(
-        "--world-size", type=_positive, metavar="N", help="GPUs of the whole run (default: those of this machine)"
+        "--world-size", type=positive, metavar="N", help="GPUs of the whole run (default: those of this machine)"
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="read a data set and compare it with its hashes")
     parser.add_argument(
@@ -32,12 +34,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "overrides", nargs="*", metavar="-- --section.field value", help="fields of the run that override those of --config"
     )
     parser.set_defaults(run=_run, inputs=("config", "data", "checkpoint"))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs")
-    return int(text)
 
 
 def _run(args: argparse.Namespace) -> int:

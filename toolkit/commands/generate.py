@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from toolkit.commands.weights import CHECKPOINT, _numbers
+from toolkit.commands.arguments import numbers, positive
+from toolkit.commands.weights import CHECKPOINT
 
 NOTES = """
 The answer is greedy: the likeliest token each time, until a token that ends a turn (generation_config.json) or
@@ -47,28 +48,22 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--media-root", type=Path, metavar="DIR", help="where the media of --prompt-file lie (default: the file's folder)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=_positive, default=128, metavar="N", help="most tokens of an answer (default: 128)"
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="most tokens of an answer (default: 128)"
     )
-    parser.add_argument("--tp", type=_positive, default=1, metavar="T", help="tensor parallel size in ranks (default: 1)")
-    parser.add_argument("--pp", type=_positive, default=1, metavar="P", help="pipeline parallel size in stages (default: 1)")
-    parser.add_argument("--layers", type=_numbers, metavar="6,8,8,6", help="decoder layers of each stage (default: even)")
-    parser.add_argument("--batch", type=_positive, default=8, metavar="N", help="prompts answered together (default: 8)")
+    parser.add_argument("--tp", type=positive, default=1, metavar="T", help="tensor parallel size in ranks (default: 1)")
+    parser.add_argument("--pp", type=positive, default=1, metavar="P", help="pipeline parallel size in stages (default: 1)")
+    parser.add_argument("--layers", type=numbers, metavar="6,8,8,6", help="decoder layers of each stage (default: even)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="prompts answered together (default: 8)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, float32 on CPU")
     parser.add_argument("--platform", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda where there is a GPU")
     parser.add_argument(
         "--video-fps", type=float, default=2.0, metavar="F", help="frames a second taken from a video (default: 2)"
     )
     parser.add_argument(
-        "--video-max-frames", type=_positive, default=32, metavar="N", help="most frames of a video (default: 32)"
+        "--video-max-frames", type=positive, default=32, metavar="N", help="most frames of a video (default: 32)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON: text, tokens and prompt_tokens of each answer")
     parser.set_defaults(run=_run, inputs=("checkpoint", "hf", "prompt_file", "image", "video"))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _run(args: argparse.Namespace) -> int:

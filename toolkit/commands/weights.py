@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.cli import CommandError
+from toolkit.commands.arguments import numbers
 
 CHECKPOINT = "Megatron weights of any layout, or a training run's folder (its latest step), or one of its step folders"
 
@@ -91,7 +92,7 @@ def _layout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vpp", type=int, metavar="V", help="virtual chunks of each pipeline stage (default 1)")
     parser.add_argument(
         "--layers",
-        type=_numbers,
+        type=numbers,
         metavar="6,8,8,6",
         help="decoder layers of each of the pp x vpp chunks, in model order (default: even)",
     )
@@ -106,13 +107,6 @@ def _common_options(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=0, metavar="N", help="threads that read and write (default: one a core, at most 8)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 6,8,8,6") from None
 
 
 def _layout(args: argparse.Namespace) -> dict:
