@@ -1,0 +1,238 @@
+"""The products of many experts on one GPU: our kernels in several tile sizes beside Transformer Engine's and torch's.
+
+    python benchmarks/experts.py [--seconds 80] [--shapes 128x2048x768,16x2048x768,16x4096x1536] [--defaults]
+
+For each shape (experts on the GPU x hidden size x FFN size; 65,536 routed rows, unevenly spread) the two linears of an
+expert: forward, gradient of the input (dgrad), gradient of the weight added to fp32 (wgrad). TFLOP/s of the GPU's time,
+the host's milliseconds a call, the relative error against fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
+from torch import Tensor
+
+from megatron_vl.models.grouped_gemm import (
+    ROWS_CONFIG,
+    WEIGHT_CONFIG,
+    Addresses,
+    Config,
+    plan,
+    row_product,
+    weight_product,
+)
+
+ROWS = 65_536
+ROW_CONFIGS = [
+    Config(128, 256, 64, 8, 3),
+    Config(128, 128, 64, 4, 3),
+    Config(128, 256, 64, 8, 3, tma=True),
+    Config(128, 256, 64, 8, 4, tma=True),
+    Config(128, 128, 64, 4, 3, tma=True),
+    Config(128, 128, 64, 8, 3, tma=True),
+    Config(128, 128, 128, 8, 3, tma=True),
+]
+WEIGHT_CONFIGS = [
+    Config(128, 128, 64, 8, 3),
+    Config(128, 256, 64, 8, 3, tma=True, split=True),
+    Config(128, 256, 64, 8, 3, tma=True, reduce=True, split=True),
+    Config(128, 256, 64, 8, 4, tma=True, reduce=True, split=True),
+    Config(256, 128, 64, 8, 3, tma=True, reduce=True, split=True),
+    Config(128, 128, 64, 4, 2, tma=True, reduce=True, split=True),
+    Config(128, 128, 64, 4, 3, tma=True, reduce=True, split=True),
+    Config(128, 128, 64, 8, 3, tma=True, reduce=True, split=True),
+]
+
+
+def timed(function: Callable[[], object], runs: int = 10) -> tuple[float, float]:
+    """Milliseconds of the GPU and of the host, a call."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    before = time.perf_counter()
+    for _ in range(runs):
+        function()
+    host = time.perf_counter() - before
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / runs, host / runs * 1e3
+
+
+@dataclass
+class Case:
+    """One linear of all experts."""
+
+    counts: Tensor
+    x: Tensor
+    dy: Tensor
+    weights: Tensor
+    """bf16 [experts, out, in]."""
+    exact: tuple[Tensor, Tensor, Tensor]
+    """fp32: output, input gradient, weight gradients of the first and the last four experts."""
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.x.shape[0] * self.x.shape[1] * self.dy.shape[1]
+
+
+def uneven(experts: int) -> Tensor:
+    """Rows of each expert: like a trained router's, and one expert without any."""
+    share = torch.softmax(0.5 * torch.randn(experts), 0)
+    share[experts // 2] = 0
+    return torch.bincount(torch.multinomial(share, ROWS, replacement=True), minlength=experts).cuda()
+
+
+def products(counts: Tensor, x: Tensor, dy: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three products in fp32, expert by expert."""
+    parts = counts.tolist()
+    each = list(zip(x.split(parts), dy.split(parts), weights, strict=True))
+    chosen = [*each[:4], *each[-4:]]
+    wgrad = torch.stack([b.float().T @ a.float() for a, b, _ in chosen])
+    return torch.cat([a.float() @ w.float().T for a, _, w in each]), torch.cat([b.float() @ w.float() for _, b, w in each]), wgrad
+
+
+def make_case(counts: Tensor, features_in: int, features_out: int) -> Case:
+    x, dy = (torch.randn(ROWS, width, device="cuda", dtype=torch.bfloat16) for width in (features_in, features_out))
+    weights = torch.randn(counts.numel(), features_out, features_in, device="cuda", dtype=torch.bfloat16) * 0.02
+    return Case(counts, x, dy, weights, products(counts, x, dy, weights))
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.float() - exact).norm() / exact.norm())
+
+
+def ends_only(grads: Tensor) -> Tensor:
+    return torch.cat((grads[:4], grads[-4:]))
+
+
+class Ours:
+    """Our kernels on a case; ``config``s None: the defaults."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.plan = case, plan(case.counts, ROWS)
+        self.grads = torch.zeros(case.weights.shape, device="cuda")
+        self.addresses, self.grad_addresses = Addresses().of(list(case.weights)), Addresses().of(list(self.grads))
+
+    def forward(self, config: Config = ROWS_CONFIG) -> Tensor:
+        return row_product(self.case.x, self.addresses, self.plan, self.case.dy.shape[1], transposed=True, config=config)
+
+    def dgrad(self, config: Config = ROWS_CONFIG) -> Tensor:
+        return row_product(self.case.dy, self.addresses, self.plan, self.case.x.shape[1], transposed=False, config=config)
+
+    def wgrad(self, config: Config = WEIGHT_CONFIG) -> Tensor:
+        weight_product(self.case.dy, self.case.x, self.grad_addresses, self.plan, self.grads, add=True, config=config)
+        return self.grads
+
+
+def line(case: Case, function: Callable[[], Tensor], exact: Tensor, *, times: float = 1, pick=lambda t: t) -> str:
+    """TFLOP/s, host milliseconds and error of one product, or what went wrong."""
+    try:
+        wrong = error(pick(function()), exact)
+        gpu, host = timed(function)
+    except Exception as failure:  # a tile that does not fit is a result too
+        return f"{type(failure).__name__}: {str(failure).splitlines()[0][:40]:40s}"
+    return f"{times * case.flop / gpu / 1e9:5.0f} TF {gpu:6.3f} ms host {host:5.3f} err {wrong:.0e}"
+
+
+def sweep(cases: list[Case], configs: list[Config], weight_configs: list[Config], late: Callable[[], bool]) -> None:
+    ours = [Ours(case) for case in cases]
+    for config in configs:
+        if late():
+            return
+        for name, index in (("forward", 0), ("dgrad", 1)):
+            parts = [line(o.case, partial(getattr(o, name), config), o.case.exact[index]) for o in ours]
+            print(f"  {name:8s}{tuple(config)!s:48s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
+    for config in weight_configs:
+        if late():
+            return
+        parts = []
+        for o in ours:
+            o.grads.zero_()
+            parts.append(line(o.case, partial(o.wgrad, config), o.case.exact[2], pick=ends_only))
+        print(f"  wgrad   {tuple(config)!s:48s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
+
+
+def torch_ones(cases: list[Case]) -> None:
+    """torch's grouped_mm; its weight gradients are bf16 and added to nothing."""
+    if not hasattr(F, "grouped_mm"):
+        return
+    for name, index in (("forward", 0), ("dgrad", 1), ("wgrad", 2)):
+        parts = []
+        for case in cases:
+            ends = case.counts.cumsum(0).int()
+            run = [
+                lambda c=case, e=ends: F.grouped_mm(c.x, c.weights.transpose(1, 2), offs=e),
+                lambda c=case, e=ends: F.grouped_mm(c.dy, c.weights, offs=e),
+                lambda c=case, e=ends: F.grouped_mm(c.dy.T, c.x, offs=e),
+            ][index]
+            parts.append(line(case, run, case.exact[index], pick=ends_only if index == 2 else lambda t: t))
+        print(f"  torch.nn.functional.grouped_mm, {name:24s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
+
+
+def transformer_engine_ones(cases: list[Case]) -> None:
+    """Transformer Engine's GroupedLinear with weight gradients added to fp32; backward is dgrad and wgrad."""
+    forward, backward = [], []
+    for case in cases:
+        experts, features_out, features_in = case.weights.shape
+        kind = dict(bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
+        module = te.GroupedLinear(experts, features_in, features_out, **kind)
+        grads = torch.zeros(case.weights.shape, device="cuda")
+        for i, weight in enumerate(module.parameters()):
+            weight.data.copy_(case.weights[i])
+            weight.main_grad = grads[i]
+        splits, x = case.counts.tolist(), case.x.detach().requires_grad_()
+        forward.append(line(case, lambda m=module, x=x, s=splits: m(x, s).detach(), case.exact[0]))
+
+        def both(module=module, x=x, splits=splits, dy=case.dy) -> Tensor:
+            x.grad = None
+            module(x, splits).backward(dy)
+            return x.grad
+
+        backward.append(line(case, both, case.exact[1], times=3))
+    print(f"  {'Transformer Engine, forward':55s} fc1 {forward[0]} | fc2 {forward[1]}", flush=True)
+    print(f"  {'Transformer Engine, forward and backward':55s} fc1 {backward[0]} | fc2 {backward[1]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=80, help="start nothing new after this many")
+    parser.add_argument("--shapes", default="128x2048x768,16x2048x768,16x4096x1536")
+    parser.add_argument("--defaults", action="store_true", help="only the tile sizes that training takes")
+    args = parser.parse_args()
+    begin = time.monotonic()
+
+    def late() -> bool:
+        return time.monotonic() - begin > args.seconds
+
+    print(torch.cuda.get_device_name(), torch.__version__, "TFLOP/s; (m, n, k, warps, stages, tma, reduce, split)")
+    for number, shape in enumerate(args.shapes.split(",")):
+        if late():
+            break
+        torch.manual_seed(0)
+        experts, hidden, ffn = map(int, shape.split("x"))
+        counts = uneven(experts)
+        cases = [make_case(counts, hidden, 2 * ffn), make_case(counts, ffn, hidden)]
+        print(f"{shape}: {ROWS} rows, {int(counts.min())} to {int(counts.max())} an expert; {time.monotonic() - begin:.0f} s")
+        gpu, host = timed(lambda c=counts: plan(c, ROWS))
+        print(f"  plan {gpu:.4f} ms, host {host:.4f}")
+        if number < 2:
+            torch_ones(cases)
+            transformer_engine_ones(cases)
+        sweep(cases, *(([ROWS_CONFIG], [WEIGHT_CONFIG]) if args.defaults else (ROW_CONFIGS, WEIGHT_CONFIGS)), late)
+        del cases
+        torch.cuda.empty_cache()
+    print(f"{time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

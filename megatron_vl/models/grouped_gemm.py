@@ -1,0 +1,287 @@
+"""Matrix products of many experts, one Triton kernel launch a product.
+
+Rows are sorted by expert and how many each expert has is known on the device alone, so nothing here waits for it. Weights
+stay separate tensors: kernels read their addresses from an int64 table (:class:`Addresses`). Products are bf16 in, fp32
+accumulated; a weight gradient is added to the expert's ``main_grad`` where it is computed. A library that launches one
+product after another spends more time launching than computing where a GPU holds many experts (figures: docs/log.md).
+
+:class:`Plan` cuts the rows into tiles of which each belongs to one expert. At most ``rows / tile + experts`` exist; that
+bound is the grid, and programs without a tile leave at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ROWS = 128
+"""Rows of a tile of a forward product or its input gradient."""
+_PLAN_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["experts", "bound"])
+def _plan(counts, starts, tiles, experts, bound, ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK tiles a program: expert, first row and end of the expert's rows; expert -1: no tile."""
+    expert = tl.arange(0, EXPERTS)
+    count = tl.load(counts + expert, mask=expert < experts, other=0).to(tl.int32)
+    blocks = (count + ROWS - 1) // ROWS
+    ends = tl.cumsum(blocks, 0)
+    if tl.program_id(0) == 0:
+        tl.store(starts, 0)
+        tl.store(starts + 1 + expert, tl.cumsum(count, 0), mask=expert < experts)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before = ends[None, :] <= tile[:, None]
+    mine = tl.sum(before.to(tl.int32), 1)
+    first = tl.sum(tl.where(before, count[None, :], 0), 1)
+    end = first + tl.sum(tl.where(expert[None, :] == mine[:, None], count[None, :], 0), 1)
+    first += (tile - tl.sum(tl.where(before, blocks[None, :], 0), 1)) * ROWS
+    mask = tile < bound
+    tl.store(tiles + tile, tl.where(mine < experts, mine, -1), mask=mask)
+    tl.store(tiles + bound + tile, first, mask=mask)
+    tl.store(tiles + 2 * bound + tile, end, mask=mask)
+
+
+@triton.jit(do_not_specialize=["bound"])
+def _row_product(
+    x, addresses, tiles, out, bound, IN, OUT,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, EVEN_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of x [rows, IN] times its expert's weight, [OUT, IN] when TRANSPOSED, else [IN, OUT]."""
+    columns = tl.cdiv(OUT, BLOCK_N)
+    tile = tl.program_id(0) // columns
+    column = tl.program_id(0) % columns * BLOCK_N
+    expert = tl.load(tiles + tile)
+    if expert < 0:
+        return
+    first, end = tl.load(tiles + bound + tile), tl.load(tiles + 2 * bound + tile)
+    weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if TMA:
+        xs = tl.make_tensor_descriptor(x, [end, IN], [IN, 1], [BLOCK_M, BLOCK_K])
+        if TRANSPOSED:
+            ws = tl.make_tensor_descriptor(weight, [OUT, IN], [IN, 1], [BLOCK_N, BLOCK_K])
+            for k in range(0, IN, BLOCK_K):
+                acc = tl.dot(xs.load([first, k]), ws.load([column, k]).T, acc)
+        else:
+            ws = tl.make_tensor_descriptor(weight, [IN, OUT], [OUT, 1], [BLOCK_K, BLOCK_N])
+            for k in range(0, IN, BLOCK_K):
+                acc = tl.dot(xs.load([first, k]), ws.load([k, column]), acc)
+        outs = tl.make_tensor_descriptor(out, [end, OUT], [OUT, 1], [BLOCK_M, BLOCK_N])
+        outs.store([first, column], acc.to(out.dtype.element_ty))
+    else:
+        row, n, k = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        # Rows and columns past the end compute something that is not stored.
+        left = x + tl.minimum(row, end - 1).to(tl.int64)[:, None] * IN + k[None, :]
+        if TRANSPOSED:
+            right = weight + k[:, None] + tl.minimum(n, OUT - 1)[None, :] * IN
+        else:
+            right = weight + k[:, None] * OUT + n[None, :]
+        tl.multiple_of(left, [16, 16])
+        tl.multiple_of(right, [16, 16])
+        for start in range(0, IN, BLOCK_K):
+            if EVEN_IN:
+                a = tl.load(left)
+                if TRANSPOSED or EVEN_OUT:
+                    b = tl.load(right)
+                else:
+                    b = tl.load(right, mask=(n < OUT)[None, :], other=0.0)
+            else:
+                a = tl.load(left, mask=(start + k < IN)[None, :], other=0.0)
+                b = tl.load(right, mask=(start + k < IN)[:, None] & (n < OUT)[None, :], other=0.0)
+            acc = tl.dot(a, b, acc)
+            left += BLOCK_K
+            right += BLOCK_K if TRANSPOSED else BLOCK_K * OUT
+        place = out + row.to(tl.int64)[:, None] * OUT + n[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (n < OUT)[None, :])
+
+
+@triton.jit
+def _put(grad, acc, m0, n0, OUT, IN, ADD: tl.constexpr, REDUCE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Writes or adds a tile of an expert's gradient."""
+    kind = grad.dtype.element_ty
+    if REDUCE:
+        grads = tl.make_tensor_descriptor(grad, [OUT, IN], [IN, 1], [HEIGHT, WIDTH])
+        if ADD:
+            grads.atomic_add([m0, n0], acc.to(kind))
+        else:
+            grads.store([m0, n0], acc.to(kind))
+    else:
+        m, n = m0 + tl.arange(0, HEIGHT), n0 + tl.arange(0, WIDTH)
+        place = grad + m[:, None] * IN + n[None, :]
+        tl.multiple_of(place, [16, 16])
+        inside = (m < OUT)[:, None] & (n < IN)[None, :]
+        if ADD:
+            acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, acc.to(kind), mask=inside)
+
+
+@triton.jit
+def _weight_product(
+    dy, x, starts, addresses, like, OUT, IN,
+    ADD: tl.constexpr, TMA: tl.constexpr, REDUCE: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN], into the type of ``like``."""
+    across = tl.cdiv(IN, BLOCK_N)
+    tiles = tl.cdiv(OUT, BLOCK_M) * across
+    expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    m0, n0 = tile // across * BLOCK_M, tile % across * BLOCK_N
+    first, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+    if ADD and first == end:
+        return
+    grad = tl.load(addresses + expert).to(tl.pointer_type(like.dtype.element_ty))
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if TMA:
+        ys = tl.make_tensor_descriptor(dy, [end, OUT], [OUT, 1], [BLOCK_K, BLOCK_M])
+        xs = tl.make_tensor_descriptor(x, [end, IN], [IN, 1], [BLOCK_K, BLOCK_N])
+        for row in range(first, end, BLOCK_K):
+            acc = tl.dot(ys.load([row, m0]).T, xs.load([row, n0]), acc)
+    else:
+        m, n, k = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        left = dy + (first + k).to(tl.int64)[:, None] * OUT + m[None, :]
+        right = x + (first + k).to(tl.int64)[:, None] * IN + n[None, :]
+        tl.multiple_of(left, [16, 16])
+        tl.multiple_of(right, [16, 16])
+        for start in range(first, end, BLOCK_K):
+            live = (start + k < end)[:, None]
+            if EVEN_OUT:
+                a = tl.load(left, mask=live, other=0.0)
+            else:
+                a = tl.load(left, mask=live & (m < OUT)[None, :], other=0.0)
+            if EVEN_IN:
+                b = tl.load(right, mask=live, other=0.0)
+            else:
+                b = tl.load(right, mask=live & (n < IN)[None, :], other=0.0)
+            acc = tl.dot(tl.trans(a), b, acc)
+            left += BLOCK_K * OUT
+            right += BLOCK_K * IN
+    if SPLIT:
+        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        acc0, acc1 = tl.split(halves)
+        _put(grad, acc0, m0, n0, OUT, IN, ADD, REDUCE, BLOCK_M, BLOCK_N // 2)
+        _put(grad, acc1, m0, n0 + BLOCK_N // 2, OUT, IN, ADD, REDUCE, BLOCK_M, BLOCK_N // 2)
+    else:
+        _put(grad, acc, m0, n0, OUT, IN, ADD, REDUCE, BLOCK_M, BLOCK_N)
+
+
+class Config(NamedTuple):
+    """How a product is cut: m x n of the result a program, k of the reduction a step."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    tma: bool = False
+    """Blocks are fetched by the tensor memory accelerator."""
+    reduce: bool = False
+    """Weight gradients are written by it too, added in memory."""
+    split: bool = False
+    """A tile is written in two halves, which needs half of the shared memory."""
+
+    def options(self) -> dict[str, Any]:
+        sizes = {"BLOCK_M": self.m, "BLOCK_N": self.n, "BLOCK_K": self.k}
+        return sizes | {"TMA": self.tma, "num_warps": self.warps, "num_stages": self.stages}
+
+
+ROWS_CONFIG = Config(TILE_ROWS, 256, 64, 8, 3)
+WEIGHT_CONFIG = Config(128, 128, 64, 8, 3)
+
+
+class Plan(NamedTuple):
+    """Which rows are whose, on the device."""
+
+    starts: Tensor
+    """int32 [experts + 1], cumulative counts."""
+    tiles: Tensor
+    """int32 [3, bound]: expert (or -1), first row, end of the expert's rows."""
+
+
+def plan(counts: Tensor, rows: int) -> Plan:
+    """Tiles of rows sorted by expert.
+
+    Args:
+        counts: int32 or int64 [experts], rows of each expert, on the device.
+        rows: their sum.
+    """
+    experts = counts.numel()
+    bound = rows // TILE_ROWS + min(experts, rows)
+    starts = counts.new_empty(experts + 1, dtype=torch.int32)
+    tiles = counts.new_empty(3, bound, dtype=torch.int32)
+    grid = (max(1, triton.cdiv(bound, _PLAN_BLOCK)),)
+    padded = triton.next_power_of_2(experts)
+    _plan[grid](counts, starts, tiles, experts, bound, ROWS=TILE_ROWS, EXPERTS=padded, BLOCK=_PLAN_BLOCK)
+    return Plan(starts, tiles)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def row_product(
+    x: Tensor, addresses: Tensor, where: Plan, out_features: int, *, transposed: bool, config: Config = ROWS_CONFIG
+) -> Tensor:
+    """Each row times its expert's weight.
+
+    Args:
+        x: [rows, features in], contiguous.
+        addresses: int64 [experts], of contiguous weights in the type of ``x``.
+        transposed: weights are [out_features, in] (a forward product); otherwise [in, out_features] (its input gradient).
+
+    Returns:
+        [rows, out_features].
+    """
+    out = x.new_empty(x.shape[0], out_features)
+    if out.numel():
+        bound = where.tiles.shape[1]
+        if config.tma:
+            triton.set_allocator(_scratch)
+        _row_product[(bound * triton.cdiv(out_features, config.n),)](
+            x, addresses, where.tiles, out, bound, x.shape[1], out_features, TRANSPOSED=transposed,
+            EVEN_IN=x.shape[1] % config.k == 0, EVEN_OUT=out_features % config.n == 0, **config.options(),
+        )  # fmt: skip
+    return out
+
+
+def weight_product(
+    dy: Tensor, x: Tensor, addresses: Tensor, where: Plan, like: Tensor, *, add: bool, config: Config = WEIGHT_CONFIG
+) -> None:
+    """Weight gradients, written or added to where ``addresses`` point.
+
+    Args:
+        dy, x: [rows, features out] and [rows, features in], contiguous.
+        addresses: int64 [experts], of contiguous tensors [out, in] in the type of ``like``.
+        like: a tensor of the gradients' type.
+        add: add to what is there; an expert without rows is left alone. Otherwise its gradient becomes zero.
+    """
+    experts = addresses.numel()
+    if not x.shape[0] and add:
+        return
+    tiles = triton.cdiv(dy.shape[1], config.m) * triton.cdiv(x.shape[1], config.n)
+    if config.tma or config.reduce:
+        triton.set_allocator(_scratch)
+    _weight_product[(experts * tiles,)](
+        dy, x, where.starts, addresses, like, dy.shape[1], x.shape[1], ADD=add, REDUCE=config.reduce, SPLIT=config.split,
+        EVEN_OUT=dy.shape[1] % config.m == 0, EVEN_IN=x.shape[1] % config.n == 0, **config.options(),
+    )  # fmt: skip
+
+
+class Addresses:
+    """The device table of tensors' addresses, copied again only when one of them has moved."""
+
+    def __init__(self) -> None:
+        self._known: list[int] = []
+        self._table: Tensor | None = None
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """int64 [tensors], on their device."""
+        now = [t.data_ptr() for t in tensors]
+        if self._table is None or now != self._known:
+            self._known, self._table = now, torch.tensor(now, dtype=torch.int64).to(tensors[0].device)
+        return self._table
