@@ -70,6 +70,8 @@ class ParallelConfig:
     """Expert tensor parallel size (ranks that share each expert's matrices); independent of tp."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel blocks along the sequence (needs tp > 1)."""
+    tp_comm_overlap: bool = False
+    """Run the decoder layers' tensor-parallel collectives beside their matrix products (CUDA; needs sequence_parallel)."""
     distributed_optimizer: bool = True
     """Spread optimizer state over data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = True
@@ -361,6 +363,8 @@ def validate(config: TrainConfig, world_size: int) -> int:
         )
     if p.sequence_parallel and p.tp == 1:
         raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
+    if p.tp_comm_overlap and not p.sequence_parallel:
+        raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
     if p.sequence_parallel and config.data.seq_len % p.tp:
         raise RunConfigError(
             f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with sequence_parallel"

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_vl.config import ModelConfig, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.families import ModelSpec
+from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform
 
@@ -59,7 +60,10 @@ def build_chunks(
         recompute=config.recompute,
         fp8=config.fp8,
         aux_loss=aux_loss_coefficient(spec, config.model),
+        tp_comm_overlap=config.parallel.tp_comm_overlap,
     )
+    if core.tp_comm_overlap:
+        tp_overlap.start(config.data.seq_len, spec.language.hidden_size, layout.tp, dtype, fp8=core.fp8 is not None)
     deepstack = len(spec.vision.deepstack_layers)
     # Levels only become fewer, so the first boundary between chunks decides.
     message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0

@@ -51,12 +51,16 @@ def language_config(
     recompute: RecomputeConfig,
     fp8: Fp8Config,
     aux_loss: float = 0.0,
+    tp_comm_overlap: bool = False,
 ) -> TransformerConfig:
     """The language model's config, which also steers the pipeline schedules and gradient finalisation.
 
     Args:
         aux_loss: coefficient of the experts' load-balancing loss; 0: none.
+        tp_comm_overlap: tensor-parallel collectives beside the matrix products (:mod:`megatron_vl.parallel.tp_overlap`).
     """
+    if tp_comm_overlap and not platform.transformer_engine:
+        raise ValueError("parallel.tp_comm_overlap needs a GPU; set it to false")
     m = spec.language
     config = TransformerConfig(
         num_layers=m.num_layers,
@@ -75,6 +79,7 @@ def language_config(
         bias_activation_fusion=platform.name == "cuda",
         mrope_section=list(m.mrope_section),
         sequence_parallel=sequence_parallel,
+        tp_comm_overlap=tp_comm_overlap,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=layout.core_string() if layout.pp > 1 else None,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_vl.models.tensors import Cut, TensorInfo
 from megatron_vl.platform import Platform
 
+from . import tp_overlap
 from .layout import Layout
 
 
@@ -140,6 +141,7 @@ def _forget_groups() -> None:
     """
     from megatron.core import parallel_state as mpu
 
+    tp_overlap.stop()
     mpu.destroy_model_parallel()
     default = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -85,6 +85,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     2: [
         {"name": "TP2 + SP", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
+        {
+            "name": "TP2 + SP, collectives beside products",
+            "tp": 2,
+            "sequence_parallel": True,
+            "tp_comm_overlap": True,
+            "steps": [ROWS, TEXT_LAST],
+        },
         {"name": "PP2 x VPP2", "pp": 2, "vpp": 2, "steps": [ROWS]},
         {
             "name": "EP2, experts, overlap",

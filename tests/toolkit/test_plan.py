@@ -143,12 +143,14 @@ def order(pp, vpp, n, stage):
     warm_up = get_pp_rank_microbatches(n, vpp, pp, p2p_communicator=place)[2]
     return convert_schedule_table_to_order(warm_up, vpp, get_schedule_table(n, vpp, pp))
 orders = [[order(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in SCHEDULES]
-built = {
-    name: [[[t.name, t.shape, t.trained] for t in stage]
-           for stage in dry_build(parse_config(["--config", path]), read_spec(hf), int(world))]
-    for name, (path, hf, world) in EXAMPLES.items()
-}
-RESULT = {"built": built, "orders": orders}
+def parts(name, *options):
+    path, hf, world = EXAMPLES[name]
+    stages = dry_build(parse_config(["--config", path, *options]), read_spec(hf), int(world))
+    return [[[t.name, t.shape, t.trained] for t in stage] for stage in stages]
+cuda = ["--fp8.recipe", "tensorwise", "--parallel.tp_comm_overlap", "true", "--model.language_attention", "te"]
+cuda += ["--model.window_attention", "fused", "--recompute.language", "selective", "--recompute.language_modules", "[layernorm]"]
+built = {name: parts(name) for name in EXAMPLES}
+RESULT = {"built": built, "orders": orders, "with CUDA's options": parts("qwen2_vl_7b", *cuda)}
 """,
         SCHEDULES=SCHEDULES,
         EXAMPLES=arguments,
@@ -177,3 +179,9 @@ def test_example_builds_under_its_layout(path):
         assert Counter((name, tuple(shape)) for name, shape, _ in built) == expected
         assert memory.weights == 2 * sum(math.prod(shape) for _, shape, _ in built)
         assert memory.gradients == 4 * sum(math.prod(shape) for _, shape, trained in built if trained)
+
+
+@pytest.mark.slow
+def test_a_run_with_options_that_only_cuda_has_is_built_too():
+    said = core_says()
+    assert said["with CUDA's options"] == said["built"]["qwen2_vl_7b"]

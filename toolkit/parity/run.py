@@ -69,6 +69,7 @@ class Case:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
     balanced: bool = False
     """Rows may change data-parallel ranks."""
     distributed_optimizer: bool = True
@@ -120,6 +121,7 @@ class Case:
                 ep=self.ep,
                 etp=self.etp,
                 sequence_parallel=self.sequence_parallel,
+                tp_comm_overlap=self.tp_comm_overlap,
                 distributed_optimizer=self.distributed_optimizer,
                 overlap_grad_reduce=self.overlap,
                 overlap_param_gather=self.overlap and self.distributed_optimizer,

@@ -12,14 +12,14 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_vl.config import TrainConfig, parse_config, validate
+from megatron_vl.config import Fp8Config, TrainConfig, parse_config, validate
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.layout import Layout, run_layout
 from megatron_vl.platform import Platform, get_platform
@@ -67,7 +67,21 @@ def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[lis
     validate(config, world_size)
     p = config.parallel
     layout = run_layout(spec, p)
+    config = without_cuda(config)
     return [_build_rank(config, spec, layout, stage, world_size) for stage in range(p.pp)]
+
+
+def without_cuda(config: TrainConfig) -> TrainConfig:
+    """The run without what only CUDA has and what changes no parameter, as the CPU platform refuses it."""
+    recompute = config.recompute
+    modules = [module for module in recompute.language_modules if module != "layernorm"]
+    return replace(
+        config,
+        fp8=Fp8Config(),
+        parallel=replace(config.parallel, tp_comm_overlap=False),
+        recompute=replace(recompute, language_modules=modules),
+        model=replace(config.model, window_attention="auto", vision_attention="auto", language_attention="auto"),
+    )
 
 
 def _build_rank(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, world_size: int) -> list[BuiltTensor]:
