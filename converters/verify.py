@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_vl.tensor_files import CODES, Window, matrix_shape, row_windows
 from megatron_vl.weights import LATEST, MANIFEST, WeightReader
 
-from .hf import TensorFolder
+from .hf import TensorFolder, short_name
 from .stream import Progress, default_workers
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,9 +30,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Names are those of the first folder."""
+
     tensors: int
     bytes: int
     differences: list[Difference]
+    renamed: int = 0
+    """Tensors that the second folder has under the other of transformers' two names, see :mod:`converters.hf`."""
+    example: str = ""
+    """One of them under its two names, for a message."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,14 @@ class _Tensors:
     shapes: dict[str, tuple[int, ...]]
     codes: dict[str, str]
     window: Callable[[str, Window], Tensor]
+    is_hf: bool
+
+    def renamed(self, names: dict[str, str]) -> _Tensors:
+        """With other names for some of the tensors (new name -> present one)."""
+        new = {present: name for name, present in names.items()}
+        shapes = {new.get(name, name): shape for name, shape in self.shapes.items()}
+        codes = {new.get(name, name): code for name, code in self.codes.items()}
+        return _Tensors(shapes, codes, lambda name, window: self.window(names.get(name, name), window), self.is_hf)
 
 
 def _open(path: Path) -> _Tensors:
@@ -49,11 +63,25 @@ def _open(path: Path) -> _Tensors:
     if any((path / name).exists() for name in (MANIFEST, LATEST, f"weights/{MANIFEST}")):
         weights = WeightReader(path, verify=False)  # differences are to be shown, not refused
         shapes = {name: info.shape for name, info in weights.table.items()}
-        return _Tensors(shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.window)
+        return _Tensors(shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.window, is_hf=False)
     folder = TensorFolder(path)
-    return _Tensors(
-        {name: folder.shape(name) for name in folder.where}, {name: folder.code(name) for name in folder.where}, folder.window
-    )
+    shapes = {name: folder.shape(name) for name in folder.where}
+    return _Tensors(shapes, {name: folder.code(name) for name in shapes}, folder.window, is_hf=True)
+
+
+def _same_under_other_names(a: _Tensors, b: _Tensors) -> dict[str, str]:
+    """Name in ``a`` -> name in ``b`` of the tensors of two HF folders that differ in transformers' naming style alone.
+
+    A tensor that one folder has under both names is not among them: nothing tells which of the two is meant.
+    """
+    if not (a.is_hf and b.is_hf):
+        return {}
+    sides: list[dict[str, list[str]]] = [{}, {}]
+    for side, folder in zip(sides, (a, b), strict=True):
+        for name in folder.shapes:
+            side.setdefault(short_name(name), []).append(name)
+    pairs = ((names, sides[1].get(short, [])) for short, names in sides[0].items())
+    return {names[0]: others[0] for names, others in pairs if len(names) == len(others) == 1 and names != others}
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -70,9 +98,12 @@ def _itemsize(code: str) -> int:
 def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
     """Compares all tensors of two HF folders (or of two folders of Megatron weights in any layouts) bit for bit.
 
-    Differences come in the order of names: tensors that only one has, other types, other shapes, other bits.
+    Tensors of two HF folders that differ in naming style alone are compared with each other. Differences come in the order
+    of names: tensors that only one has, other types, other shapes, other bits.
     """
     left, right = _open(Path(a)), _open(Path(b))
+    other_names = _same_under_other_names(left, right)
+    right = right.renamed(other_names)
     names = sorted(left.shapes.keys() | right.shapes.keys())
     size = sum(_elements(shape) * _itemsize(left.codes[name]) for name, shape in left.shapes.items() if name in right.shapes)
     progress = Progress("verify", size)
@@ -81,7 +112,8 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
             found = list(pool.map(lambda name: _difference(name, left, right, progress), names))
     finally:
         progress.close()
-    return Comparison(len(names), size, [difference for difference in found if difference])
+    example = next((f"{name} is {other} in the second folder" for name, other in sorted(other_names.items())), "")
+    return Comparison(len(names), size, [difference for difference in found if difference], len(other_names), example)
 
 
 def _difference(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Difference | None:

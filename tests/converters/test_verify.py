@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from converters.convert import convert
 from converters.hf import SINGLE
 from converters.verify import check_hashes, compare
+from toolkit.cli import main
 
 from .helpers import read_tensors, released_folder, released_tensors, small_config, write_hf
 
@@ -70,6 +72,38 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
         "shape": "shape [2] against [1, 2]",
         "sign": "3 of 3 elements differ, the first at 0, at most by 0",
     }
+
+
+def present_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a released Qwen2.5-VL under the names that ``save_pretrained(save_original_format=False)`` writes."""
+    present = {name: re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name)) for name in tensors}
+    return {present[name]: tensor for name, tensor in tensors.items()}
+
+
+def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
+    """Same tensors under other names: identical, and said so; a bit that differs is found under any name."""
+    tensors = released_tensors(SIZE)
+    a = write_hf(tmp_path / "a", tensors, small_config(SIZE))
+    b = write_hf(tmp_path / "b", present_names(tensors), small_config(SIZE), files=2)
+    assert main(["verify", str(a), str(b)]) == 0
+    said = capsys.readouterr().out
+    assert f"identical: {len(tensors)} tensors" in said and f"{len(tensors)} names differ by naming style only" in said
+    assert "model.embed_tokens.weight is model.language_model.embed_tokens.weight in the second folder" in said
+    changed = {name: tensor.clone() for name, tensor in present_names(tensors).items()}
+    changed["model.visual.blocks.1.attn.qkv.weight"].view(torch.int16)[3, 5] ^= 1
+    c = write_hf(tmp_path / "c", changed, small_config(SIZE))
+    assert main(["verify", str(a), str(c)]) == 1
+    assert "different: 1 of" in capsys.readouterr().out
+    (found,) = compare(c, a).differences
+    assert found.name == "model.visual.blocks.1.attn.qkv.weight" and found.how.startswith("1 of ")
+
+
+def test_a_tensor_under_both_names_is_not_guessed(tmp_path: Path) -> None:
+    ones = lambda *names: {name: torch.ones(1) for name in names}  # noqa: E731
+    a = folder_of(tmp_path / "a", **ones("visual.x", "model.visual.x", "visual.y", "lm_head.weight"))
+    b = folder_of(tmp_path / "b", **ones("visual.x", "model.visual.y", "lm_head.weight"))
+    result = compare(a, b)
+    assert [found.name for found in result.differences] == ["model.visual.x"] and result.renamed == 1
 
 
 def test_megatron_weights_in_two_layouts(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         type=Path,
         nargs="?",
         metavar="B",
-        help="a folder of the same kind to compare with; left out: check Megatron weights A against their hashes",
+        help="a folder of the same kind to compare with, of Hugging Face under either of its naming styles (model.layers, "
+        "model.language_model.layers); left out: check Megatron weights A against their hashes",
     )
     verify.add_argument("--show", type=int, default=10, metavar="N", help="differing tensors to name (default 10)")
     _common_options(verify)
@@ -201,4 +202,6 @@ def _verify(args: argparse.Namespace) -> int:
             print(f"  ... and {len(result.differences) - args.show} more")
         if len(result.differences) == result.tensors and all(found.how.startswith("missing") for found in result.differences):
             print("note: not one name in common; compare two Hugging Face folders, or two folders of Megatron weights")
+    if result.renamed and not args.json:
+        print(f"note: {result.renamed} names differ by naming style only, which transformers reads alike: {result.example}")
     return 1 if result.differences else 0
