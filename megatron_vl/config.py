@@ -13,10 +13,14 @@ import operator
 import os
 import re
 import sys
+import typing
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+
+from .config_file import ConfigFileError, field_lines
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
@@ -286,6 +290,11 @@ def fields(config: type = TrainConfig, prefix: str = "") -> list[str]:
     return names
 
 
+def sections() -> list[str]:
+    """Fields that hold fields."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in fields() if "." in name))
+
+
 def parse_config(argv: list[str] | None = None) -> TrainConfig:
     """Reads ``--config RUN.yaml`` and ``--section.field value`` overrides.
 
@@ -301,12 +310,41 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
 
 def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
     """What a parser that holds the fields of a run reads; raises RunConfigError as :func:`parse_config` does."""
+    argv = sys.argv[1:] if argv is None else argv
+    for path in _config_files(argv):
+        _check_file(parser, path)
     try:
         namespace = parser.parse_args(argv)
     except (ArgumentError, ValueError, TypeError, OSError) as error:
-        raise RunConfigError(_explain(str(error))) from error
+        raise RunConfigError(_explain(str(error))[0]) from error
+    for section in sections():
+        if not isinstance(namespace.get(section), Namespace):
+            raise RunConfigError(f"field {section!r} is a section; give its fields, as in --{section}.FIELD value")
     namespace.pop("config", None)
     return namespace
+
+
+def _config_files(argv: list[str]) -> list[str]:
+    """What is given as ``--config``; jsonargparse takes YAML in place of a file's name too."""
+    given = [after for word, after in zip(argv, argv[1:], strict=False) if word == "--config"]
+    given += [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    return [path for path in given if "\n" not in path and len(path) < 4096 and Path(path).is_file()]
+
+
+def _check_file(parser: ArgumentParser, path: str) -> None:
+    """Reads one YAML by itself, so that what is wrong in it is told with its name and the line."""
+    lines: dict[str, int] = {}
+    try:
+        lines = field_lines(Path(path), sections())
+        parser.parse_args(["--config", path])
+    except ConfigFileError as error:
+        raise RunConfigError(str(error)) from error
+    except (ArgumentError, ValueError, TypeError, OSError) as error:
+        message, name = _explain(str(error))
+        # jsonargparse names a section's unknown field with or without the section.
+        inner = (line for full, line in lines.items() if full.endswith(f".{name}"))
+        line = lines.get(name) or lines.get(name.partition(".")[0]) or next(inner, None)
+        raise RunConfigError(f"{path}{f', line {line}' if line else ''}: {message}") from error
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:
@@ -319,8 +357,8 @@ def parse(argv: list[str] | None = None) -> TrainConfig:
         raise SystemExit(2) from error
 
 
-def _explain(message: str) -> str:
-    """jsonargparse's message, with the nearest field names where a field is unknown."""
+def _explain(message: str) -> tuple[str, str]:
+    """jsonargparse's message in one line, and the field's name; with the nearest names where a field is unknown."""
     known = fields()
     unknown = re.search(r"unrecognized arguments: --([\w.]+)|'([\w.]+)' is not accepted|not accept option '(\w+)'", message)
     if unknown:
@@ -332,8 +370,35 @@ def _explain(message: str) -> str:
         near = near or [leaf[close] for close in difflib.get_close_matches(name.split(".")[-1], leaf, 3)]
         section = [field for field in known if field.startswith(name.split(".")[0] + ".")]
         advice = f"did you mean {', '.join(near)}?" if near else f"valid: {', '.join(section or known)}"
-        return f"field {name!r} is unknown; {advice}"
-    return re.sub(r"a typing\.Literal\[(.*?)\]\.", r"one of \1.", message).replace("<class 'int'>", "whole number")
+        return f"field {name!r} is unknown; {advice}", name
+    ill_typed = re.match(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
+    if not ill_typed:
+        return " ".join(message.split()), ""
+    name, rest = ill_typed[1], " ".join(ill_typed[2].split())
+    if name in known:
+        section_of, _, leaf_name = name.rpartition(".")
+        hint = typing.get_type_hints(type(getattr(TrainConfig(), section_of)) if section_of else TrainConfig)[leaf_name]
+        value = re.search(r".*(?:Got|Given) value: (.*)", rest)
+        return f"field {name!r}: expected {_in_words(hint)}" + (f", got {value[1]}" if value else f"; {rest}"), name
+    if name in sections():
+        return f"field {name!r} is a section; give its fields, as in --{name}.FIELD value", name
+    rest = re.sub(r"typing\.Literal\[(.*?)\]\.", r"one of \1.", rest).replace("<class 'int'>", "whole number")
+    return f"--{name}: {rest}", name
+
+
+_WORDS: dict[Any, str] = {
+    **{int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "nothing (null)"},
+    **{list[int]: "a list of whole numbers", list[str]: "a list of words"},
+}
+
+
+def _in_words(hint: Any) -> str:
+    """A field's type as a user would say it."""
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
+    if hint in _WORDS:
+        return _WORDS[hint]
+    return " or ".join(_in_words(part) for part in typing.get_args(hint))
 
 
 def validate(config: TrainConfig, world_size: int) -> int:

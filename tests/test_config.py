@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 
 import pytest
@@ -38,10 +39,13 @@ def test_help_explains_every_field(capsys):
         (["--optimizer.lrx", "3"], r"'optimizer.lrx' is unknown; did you mean optimizer.lr"),
         (["--step", "3"], r"'step' is unknown; did you mean steps"),  # no abbreviations
         (["--stepz", "3"], r"'stepz' is unknown; did you mean steps"),
-        (["--optimizer.schedule", "linear"], r"optimizer.schedule.*\n.*'cosine', 'constant'.*linear"),
-        (["--data.seq_len", "many"], r"data.seq_len.*\n.*whole number.*many"),
-        (["--model.vision_attention", "flash"], r"model.vision_attention.*\n.*'flash_attn'"),
-        (["--optimizer.lr", "nan"], r"optimizer.lr.*\n.*nan"),
+        (["--optimizer.schedule", "linear"], r"field 'optimizer.schedule': expected one of 'cosine', 'constant', got linear$"),
+        (["--data.seq_len", "many"], r"field 'data.seq_len': expected a whole number, got many$"),
+        (["--stop_after", "soon"], r"field 'stop_after': expected a whole number or nothing \(null\), got soon$"),
+        (["--parallel.layers", "[1,x]"], r"field 'parallel.layers': expected a list of whole numbers or nothing"),
+        (["--parallel", "5"], r"field 'parallel' is a section"),
+        (["--model.vision_attention", "flash"], r"model.vision_attention.*'flash_attn'"),
+        (["--optimizer.lr", "nan"], r"optimizer.lr.*nan"),
         (["--config", "no_such.yaml"], r"no_such.yaml"),
     ],
 )
@@ -51,19 +55,39 @@ def test_unknown_or_ill_typed(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "line", "message"),
     [
-        ("optimizer: {lrr: 3}", r"'(optimizer\.)?lrr' is unknown; did you mean optimizer.lr"),
-        ("optimiser: {lr: 3}", r"'optimiser(\.lr)?' is unknown; did you mean"),
-        ("- steps", r"steps"),
-        ("parallel: {layers: [1, x]}", r"parallel.layers"),
+        ("optimizer: {lrr: 3}", 1, r"field 'optimizer\.lrr' is unknown; did you mean optimizer.lr"),
+        ("seed: 3\noptimiser:\n  lr: 3", 2, r"field 'optimiser.lr' is unknown; did you mean"),
+        ("seed: 3\nsteps: five", 2, r"field 'steps': expected a whole number, got five$"),
+        ("parallel:\n  tp: 2\n  layers: [1, x]", 3, r"field 'parallel.layers': expected a list of whole numbers or nothing"),
+        ("seed: 3\nparallel: 2", 2, r"'parallel' is a section"),
+        ("seed: 3\nparallel:\n# tp: 2\n", 2, r"'parallel' is a section"),
+        ("steps: 3\nseed: 3\nsteps: 4", 3, r"field 'steps' is in line 1 already"),
+        ("parallel: {tp: 2\nsteps: 3", 2, r"column 6: broken YAML: expected ',' or '}'.*from line 1"),
+        ("steps: 3\n\tseed: 3", 2, r"column 1: broken YAML"),
+        ("model: &a {hf: *a}", 1, r"broken YAML: an alias within what it stands for"),
+        ("seed: 3\nmodel: {hf: !!python/name:os.system ''}", 2, r"YAML tags such as .*os.system. are not read"),
+        ("- steps", None, r"no fields in it"),
+        ("# steps: 3", None, r"no fields in it"),
+        ("steps: \udcff", None, r"not UTF-8 text"),
     ],
 )
-def test_wrong_yaml(tmp_path, text, message):
+def test_wrong_yaml_is_told_with_file_and_line(tmp_path, text, line, message):
     run = tmp_path / "run.yaml"
-    run.write_text(text)
-    with pytest.raises(RunConfigError, match=message):
-        parse_config(["--config", str(run)])
+    run.write_text(text, errors="surrogateescape")
+    place = re.escape(f"{run}, line {line}" if line else f"{run}: ")
+    with pytest.raises(RunConfigError, match=rf"^{place}[:,]? ?{message}") as found:
+        parse_config([f"--config={run}", "--steps", "3"])
+    assert "\n" not in str(found.value)
+
+
+def test_a_right_yaml_is_not_blamed_for_the_command_line(tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text("model: &all {hf: here}\nparallel: {<<: {tp: 2}, pp: 3}\nsteps: 3\n")
+    assert parse_config(["--config", str(run)]).steps == 3
+    with pytest.raises(RunConfigError, match=r"^field 'steps': expected a whole number, got five$"):
+        parse_config(["--config", str(run), "--steps", "five"])
 
 
 def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):

@@ -1,0 +1,88 @@
+"""The YAML of a run before its values are read: on which line each field stands, and what is no YAML of fields at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import yaml
+from yaml.nodes import CollectionNode, MappingNode, Node
+
+PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp")}
+
+
+class ConfigFileError(ValueError):
+    """A file that holds no fields of a run; the message names it, and the line where one is to blame."""
+
+
+def field_lines(path: Path, sections: Collection[str]) -> dict[str, int]:
+    """Dotted name -> line (from 1) of all that the file sets.
+
+    Args:
+        sections: fields that hold fields.
+
+    Raises:
+        ConfigFileError: broken YAML, no mapping of fields, or a field that stands there twice.
+        OSError: it cannot be read.
+    """
+    lines: dict[str, int] = {}
+    for name, line, value in _entries(_composed(path)):
+        _add(path, lines, name, line)
+        if name not in sections:
+            continue
+        if not isinstance(value, MappingNode):
+            raise ConfigFileError(f"{path}, line {line}: {name!r} is a section; give fields in it, or leave it out")
+        for field, field_line, _ in _entries(value):
+            _add(path, lines, f"{name}.{field}", field_line)
+    return lines
+
+
+def _composed(path: Path) -> MappingNode:
+    """The file's tree, nothing of it constructed."""
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        raise ConfigFileError(f"{path}: not UTF-8 text: {error.reason}, at byte {error.start}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        context = f" ({error.context}, from line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
+        raise ConfigFileError(f"{path}{where}: broken YAML: {error.problem}{context}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigFileError(f"{path}: broken YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(root, MappingNode):
+        raise ConfigFileError(f"{path}: no fields in it; expected lines such as `steps: 100`")
+    _check_nodes(path, root, set(), set())
+    return root
+
+
+def _check_nodes(path: Path, node: Node, above: set[int], seen: set[int]) -> None:
+    """Refuses tags, and aliases of what they are part of, which jsonargparse follows for ever.
+
+    Args:
+        above: the nodes that this one is within. seen: those that were looked at.
+    """
+    where = f"{path}, line {node.start_mark.line + 1}"
+    if id(node) in above:
+        raise ConfigFileError(f"{where}: broken YAML: an alias within what it stands for")
+    if node.tag not in PLAIN:
+        raise ConfigFileError(f"{where}: YAML tags such as {node.tag!r} are not read")
+    if id(node) in seen or not isinstance(node, CollectionNode):
+        return
+    seen.add(id(node))
+    for item in node.value:
+        for inner in item if isinstance(item, tuple) else (item,):
+            _check_nodes(path, inner, above | {id(node)}, seen)
+
+
+def _entries(mapping: MappingNode) -> Iterator[tuple[str, int, Node]]:
+    """(key, line, value) in order; what a merge (``<<``) brings along has no line of its own."""
+    for key, value in mapping.value:
+        if key.tag != "tag:yaml.org,2002:merge":
+            yield str(key.value), key.start_mark.line + 1, value
+
+
+def _add(path: Path, lines: dict[str, int], name: str, line: int) -> None:
+    if name in lines:  # YAML's readers take the last one, in silence
+        raise ConfigFileError(f"{path}, line {line}: field {name!r} is in line {lines[name]} already")
+    lines[name] = line
