@@ -65,6 +65,11 @@ class Report:
     def samples(self) -> int:
         return self.train + self.val
 
+    @property
+    def quarantined(self) -> int:
+        """Records that could not be used."""
+        return self.records - self.samples
+
     def as_json(self) -> dict[str, Any]:
         return {"samples": self.samples, **self.__dict__}
 
@@ -136,7 +141,7 @@ def _convert(inputs: list[Path], options: Options, space: Workspace, progress: C
     partial = space.work / "quarantine.jsonl"
     with _Pool(options.workers) as pool, partial.open("w", encoding="utf-8") as quarantine:
         writer = _Writer(pool, root, options, report, space)
-        batches = _batches(_records(inputs, meter))
+        batches = meter.mark(_batches(_records(inputs, meter)))
         tasks = ((batch, root, options.max_pixels, next(known, None)) for batch in batches)
         for number, result in enumerate(pool.ordered(_verify, tasks)):
             if number >= journal.count:
@@ -150,6 +155,7 @@ def _convert(inputs: list[Path], options: Options, space: Workspace, progress: C
                     by_reason = report.refused.setdefault(entry["file"], {})
                     by_reason[entry["reason"]] = by_reason.get(entry["reason"], 0) + 1
             meter.show(report, going_on=number < journal.count)
+        meter.finish(report)
         writer.finish()
     journal.close()
     os.replace(partial, options.out / "quarantine.jsonl")
@@ -390,31 +396,49 @@ def _result(future: Future[Any]) -> Any:
 
 
 class _Meter:
-    """Progress by bytes of input: rate and time left, of what this run does itself."""
+    """Progress by bytes of input whose records are done: rate and time left, of what this run does itself."""
 
     def __init__(self, total: int, show: Callable[[str], None] | None) -> None:
-        self.total, self.write, self.read = total, show, 0
+        self.total, self.write, self.read, self.done = total, show, 0, 0
         self.start = self.shown = time.monotonic()
-        self.read_before = self.records_before = 0
+        self.done_before = self.records_before = 0
         self.every = 1.0 if sys.stderr.isatty() else 10.0
+        self.marks: deque[int] = deque()
+        """Bytes read when each batch that is under way was complete: reading is ahead of the work."""
+        self.silent = True
 
     def advance(self, count: int) -> None:
         self.read += count
 
+    def mark(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        for batch in batches:
+            self.marks.append(self.read)
+            yield batch
+
     def show(self, report: Report, going_on: bool = False) -> None:
-        """``going_on``: the records so far are those of an earlier run."""
+        """One more batch is done. ``going_on``: the records so far are those of an earlier run."""
+        self.done = self.marks.popleft()
         now = time.monotonic()
         if going_on:
-            self.start, self.read_before, self.records_before = now, self.read, report.records
-        if self.write is None or now - self.shown < self.every:
+            self.start, self.done_before, self.records_before = now, self.done, report.records
+        if now - self.shown >= self.every:
+            self._say(report, now, going_on)
+
+    def finish(self, report: Report) -> None:
+        """The last line has the last figures, where lines were shown."""
+        self.done = self.total
+        if not self.silent:
+            self._say(report, time.monotonic(), False)
+
+    def _say(self, report: Report, now: float, going_on: bool) -> None:
+        if self.write is None:
             return
-        self.shown = now
-        refused = report.records - report.samples
-        text = f"{min(self.read / max(self.total, 1), 1.0):4.0%}  {report.records} records, {refused} refused"
+        self.shown, self.silent = now, False
+        text = f"{min(self.done / max(self.total, 1), 1.0):4.0%}  {report.records} records, {report.quarantined} quarantined"
         if going_on:
             self.write(f"{text}; finding what an earlier run did")
             return
-        left = (now - self.start) * max(self.total - self.read, 0) / max(self.read - self.read_before, 1)
+        left = (now - self.start) * max(self.total - self.done, 0) / max(self.done - self.done_before, 1)
         rate = (report.records - self.records_before) / max(now - self.start, 1e-9)
         self.write(f"{text}, {rate:.0f} records/s, {left:.0f} s left")
 

@@ -33,7 +33,7 @@ class BadLine(str):
 def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[tuple[int, Any]]:
     """Yields ``(number, record)``: the line number of JSON lines, the place in a JSON array, from 1.
 
-    A line that is no JSON comes as a :class:`BadLine`, and reading goes on. ``on_bytes`` is told how many bytes were read.
+    A line that is no JSON comes as a :class:`BadLine`, and reading goes on. ``on_bytes`` is told how many bytes were read for it.
 
     Raises:
         ReadError: a JSON array that is broken (there is no telling where its next record begins), or an empty file.
@@ -95,19 +95,26 @@ class _Buffer:
         self.file, self.on_bytes, self.path = file, on_bytes, path
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self.text, self.at, self.ended = "", 0, False
+        self.told = 0
+        """Up to where of the text ``on_bytes`` was told."""
         self.parser = json.JSONDecoder()
         self.number = 0
         """Of the record that was read last."""
 
     def grow(self, size: int) -> None:
         data = self.file.read(size)
-        self.on_bytes(len(data))
+        self.tell()
         self.ended = len(data) < size
         try:
             self.text = self.text[self.at :] + self.decode(data, self.ended)
         except UnicodeDecodeError as error:
             raise ReadError(f"{self.path}: not UTF-8 behind record {self.number}: {error}") from error
-        self.at = 0
+        self.at = self.told = 0
+
+    def tell(self) -> None:
+        """Counts what was taken since; what was only read ahead is none of it."""
+        self.on_bytes(len(self.text[self.told : self.at].encode()))
+        self.told = self.at
 
     def peek(self, number: int) -> str:
         """The next character that is no white space."""
@@ -145,6 +152,7 @@ class _Buffer:
                 # A number at the end of the buffer may go on in the next chunk.
                 if end < len(self.text) or self.ended:
                     self.at, self.number = end, number
+                    self.tell()
                     return value
             except RecursionError as error:
                 raise ReadError(f"{self.path}: record {number} is nested too deeply") from error

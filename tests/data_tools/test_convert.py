@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import os
 import sqlite3
@@ -11,6 +12,7 @@ import struct
 import tarfile
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -420,16 +422,49 @@ def run(tmp_path, records, *options: str) -> int:
 
 
 def test_command_reports_as_text_and_json(tmp_path, capsys):
-    assert run(tmp_path, [TEXT, TEXT, {}], "--json", "--val-fraction", "0.5") == 0
+    assert run(tmp_path, [TEXT, TEXT, {}], "--json", "--val-fraction", "0.5", "--max-quarantined", "0.4") == 0
     report = json.loads(capsys.readouterr().out)
+    assert report["quarantined"] == 1 and report["quarantine"] == str(tmp_path / "out/quarantine.jsonl")
     assert (report["samples"], report["train"], report["val"], report["records"]) == (2, 1, 1, 3)
     assert report["refused"] == {"in.json": {"no conversation": 1}}
 
 
-def test_command_lists_what_was_refused(tmp_path, capsys):
-    assert run(tmp_path, [TEXT, {}]) == 0
+def test_command_lists_what_was_quarantined(tmp_path, capsys):
+    gone = {"image": "none.jpg", "conversations": [{"from": "human", "value": "<image>"}, GPT]}
+    assert run(tmp_path, [TEXT, gone, {}, gone], "--max-quarantined", "1") == 0
     out = capsys.readouterr().out
-    assert "1 of 2 records" in out and "no conversation" in out and "quarantine.jsonl" in out
+    assert f"1 of 4 records written to {tmp_path / 'out'} in " in out
+    assert f", 3 quarantined (medium missing: 2, no conversation: 1), listed in {tmp_path / 'out/quarantine.jsonl'}\n" in out
+
+
+def test_exit_code_tells_whether_too_much_was_quarantined(tmp_path, capsys):
+    """One record in a hundred by default, and the data set is whole either way."""
+    assert run(tmp_path, [TEXT] * 99 + [{}]) == 0
+    assert "99 of 100 records" in capsys.readouterr().out
+    assert run(tmp_path, [TEXT] * 99 + [{}], "--max-quarantined", "0") == 3  # the same data set, judged again
+    shown = capsys.readouterr()
+    assert "99 of 100 records" in shown.out
+    assert "1 of 100 records (1.00%) were quarantined, more than --max-quarantined 0 allows" in shown.err
+    assert run(tmp_path, [TEXT] * 98 + [{}] * 2, "--force") == 3
+    assert main(["data", "verify", str(tmp_path / "out")]) == 0
+    for wrong in ("2", "-0.1", "nan", "few"):
+        with pytest.raises(SystemExit) as stop:
+            run(tmp_path, [TEXT], "--max-quarantined", wrong)
+        assert stop.value.code == 2
+        assert "from 0 to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
+def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypatch, array):
+    """A whole small file is read before its first batch is done, and the meter is asked before it is time for a line."""
+    lines = [json.dumps(TEXT) for _ in range(48)]
+    (tmp_path / "in").write_text(f"[{', '.join(lines)}]" if array else "\n".join(lines))
+    (tmp_path / "m").mkdir()
+    clock = SimpleNamespace(monotonic=itertools.count(0, 6).__next__)  # six seconds a look, a line every ten
+    monkeypatch.setattr("data_tools.convert.time", clock)
+    said: list[str] = []
+    convert([tmp_path / "in"], Options(tmp_path / "m", tmp_path / "out"), said.append)
+    assert [line.split(",")[0].split() for line in said] == [["67%", "32", "records"], ["100%", "48", "records"]]
 
 
 def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):

@@ -12,6 +12,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
 def numbers(text: str) -> list[int]:
     """Whole numbers with commas between."""
     try:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.commands.arguments import fraction
+
 if TYPE_CHECKING:
     from data_tools.convert import Report
+
+MAX_QUARANTINED = 0.01
+"""As ``data.max_bad_share`` of a training: a few broken media among millions stop nobody, a wrong folder is noticed."""
+TOO_MANY_QUARANTINED = 3
+"""Exit code; 1 is a failure and 2 a wrong command line."""
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -21,7 +29,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         description="Converts ShareGPT or OpenAI conversations into tar shards prepared for Energon. Every medium is "
         "decoded once; what cannot be used is counted by reason and listed with file, record and field in "
         "OUT/quarantine.jsonl. A conversion that was interrupted goes on when it is started again with the same arguments. "
-        "Exit code 1 when nothing could be written.",
+        "Exit code 1 when nothing could be written, 3 when a data set was written but more records than --max-quarantined "
+        "allows are missing from it.",
     )
     convert.add_argument("--input", type=Path, required=True, nargs="+", metavar="FILE", help="JSON array(s) or JSON lines")
     convert.add_argument(
@@ -46,6 +55,14 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         choices=("refuse", "keep"),
         default="refuse",
         help="a record whose id an earlier one has: refuse it, or take both (default: refuse)",
+    )
+    convert.add_argument(
+        "--max-quarantined",
+        type=fraction,
+        default=MAX_QUARANTINED,
+        metavar="F",
+        help="part of the records that may be quarantined before the exit code is 3; 0: none (default: %(default)s, the share of "
+        "unusable samples that a training allows)",
     )
     convert.add_argument("--force", action="store_true", help="remove what an earlier conversion left in OUT and start anew")
     convert.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -76,15 +93,24 @@ def run_convert(args: argparse.Namespace) -> int:
         force=args.force,
     )
     report = convert(args.input, options, _show)
+    quarantine = args.out / "quarantine.jsonl"
     if args.json:
-        print(json.dumps(report.as_json()))
+        print(json.dumps(report.as_json() | {"quarantined": report.quarantined, "quarantine": str(quarantine)}))
     else:
-        _print(report, args.out)
+        _print(report, args.out, quarantine)
     if not report.samples:
-        quarantine = args.out / "quarantine.jsonl"
         raise ConvertError(f"none of {report.records} records could be used{_first_refusal(quarantine)}; see {quarantine}")
     if args.val_fraction and not report.val:
         raise ConvertError(f"{report.samples} sample is too few for a validation split; give more, or leave out --val-fraction")
+    if report.quarantined > args.max_quarantined * report.records:
+        share = report.quarantined / report.records
+        print(
+            f"megatron-vl data: {report.quarantined} of {report.records} records ({share:.2%}) were quarantined, more "
+            f"than --max-quarantined {args.max_quarantined:g} allows; {args.out} is complete without them. "
+            f"Mend what {quarantine} names and convert again with --force, or allow more",
+            file=sys.stderr,
+        )
+        return TOO_MANY_QUARANTINED
     return 0
 
 
@@ -114,14 +140,19 @@ def _show(line: str) -> None:
     )
 
 
-def _print(report: Report, out: Path) -> None:
+def _print(report: Report, out: Path, quarantine: Path) -> None:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    print(f"{report.samples} of {report.records} records written to {out} in {report.seconds:.1f} s")
+    reasons: Counter[str] = Counter()
+    for counts in report.refused.values():
+        reasons.update(counts)
+    why = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+    end = f" ({why}), listed in {quarantine}" if why else ""
+    written = f"{report.samples} of {report.records} records written to {out} in {report.seconds:.1f} s"
+    print(f"{written}, {report.quarantined} quarantined{end}")
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {report.shards} shards, {report.bytes / 2**20:.1f} MiB")
-    for file, reasons in report.refused.items():
-        for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-            print(f"  refused {count:6d}  {reason}  ({file})")
-    if report.refused:
-        print(f"  listed in {out / 'quarantine.jsonl'}")
+    if len(report.refused) > 1:
+        for file, counts in report.refused.items():
+            for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+                print(f"  quarantined {count:6d}  {reason}  ({file})")
