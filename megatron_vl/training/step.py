@@ -21,6 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.core_fixes.own_gradients import OwnSliceDDP
 from megatron_vl.models.moe import begin_step, expert_load
 from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
 from megatron_vl.parallel.grid import Grid
@@ -46,7 +47,7 @@ class StepResult:
     """Whether any rank was asked to stop."""
 
 
-def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[DistributedDataParallel]:
+def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[OwnSliceDDP]:
     """Chunks in Megatron-core's DDP, and the schedule's hooks set on the language config."""
     p = config.parallel
     ddp_config = DistributedDataParallelConfig(
@@ -57,7 +58,7 @@ def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[Distrib
         bucket_size=p.bucket_size,
     )
     core = chunks[0].config
-    wrapped = [DistributedDataParallel(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    wrapped = [OwnSliceDDP(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     if p.overlap_grad_reduce:
         hooks = [chunk.no_sync for chunk in wrapped]
         core.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
