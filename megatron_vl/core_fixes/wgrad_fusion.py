@@ -17,9 +17,8 @@ def fuse_weight_gradients(model: nn.Module) -> int:
     """
     count = 0
     for module in model.modules():
-        if type(module).__module__.startswith(("transformer_engine.", "megatron.core.extensions.")) and hasattr(
-            module, "fuse_wgrad_accumulation"
-        ):
+        origins = tuple(kind.__module__ for kind in type(module).__mro__)
+        if hasattr(module, "fuse_wgrad_accumulation") and any(o.startswith("transformer_engine.") for o in origins):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
             count += 1
     return count

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -114,16 +115,24 @@ def moe_layer(platform: Platform) -> Any:
     """What builds a decoder layer's mixture of experts, in place of its MLP."""
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
-        from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+        from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
+
+        from megatron_vl.models.experts import ExpertsLayer, GroupedExperts, PlannedLinear
+
+        class ColumnLinear(PlannedLinear, TEColumnParallelGroupedLinear):
+            pass
+
+        class RowLinear(PlannedLinear, TERowParallelGroupedLinear):
+            pass
 
         use_fused_swiglu()
-        grouped = GroupedMLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
-        experts: Any = partial(TEGroupedMLP, submodules=grouped)
-    else:
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        grouped = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        experts: Any = partial(GroupedExperts, submodules=grouped)
+        return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-        splits_as_numbers()
-        experts = partial(SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    splits_as_numbers()
+    experts = partial(SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     return partial(MoELayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
 
 
@@ -133,6 +142,13 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
         for module in chunk.modules():
             if isinstance(module, CountingRouter):
                 yield module
+
+
+def report_directly(ddp: DistributedDataParallel) -> None:
+    """Spares the grouped experts of a wrapped chunk DDP's hook for each weight (:mod:`megatron_vl.models.experts`)."""
+    for module in ddp.module.modules():
+        if isinstance(module, MoELayer) and hasattr(module.experts, "report_to"):
+            module.experts.report_to(ddp)
 
 
 def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.core_fixes.own_gradients import OwnSliceDDP
-from megatron_vl.models.moe import begin_step, expert_load
+from megatron_vl.models.moe import begin_step, expert_load, report_directly
 from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
 from megatron_vl.parallel.grid import Grid
 
@@ -59,6 +59,8 @@ def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[OwnSlic
     )
     core = chunks[0].config
     wrapped = [OwnSliceDDP(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    for chunk in wrapped:
+        report_directly(chunk)
     if p.overlap_grad_reduce:
         hooks = [chunk.no_sync for chunk in wrapped]
         core.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
