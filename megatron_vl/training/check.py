@@ -41,10 +41,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a checkpoint reads. "
             "Leave checkpoint.dir empty, or cpu_offload off"
         )
-    if not config.data.path:
-        raise RunConfigError("data.path is empty; give a folder written by `megatron-vl data convert`")
-    if not Path(config.data.path).exists():
-        raise RunConfigError(f"data.path {config.data.path} does not exist")
+    check_data_path(config.data.path)
     if config.model.checkpoint and not Path(config.model.checkpoint).exists():
         raise RunConfigError(f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it")
     step = step_to_resume(config)
@@ -58,6 +55,27 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
 
         split_size(Path(config.data.path), config.eval.split)  # refuses an empty one
     return spec, layout
+
+
+def check_data_path(path: str) -> None:
+    """Refuses what is neither a data set's folder nor a metadataset, by what is there; Energon's import takes seconds.
+
+    Raises:
+        RunConfigError: says what is missing.
+    """
+    advice = "give a folder written by `megatron-vl data convert`"
+    if not path:
+        raise RunConfigError(f"data.path is empty; {advice}")
+    folder = Path(path)
+    if not folder.exists():
+        raise RunConfigError(f"data.path {path} does not exist")
+    if folder.is_file():
+        if folder.suffix != ".yaml":
+            raise RunConfigError(f"data.path {path} is neither a data set's folder nor a metadataset (.yaml); {advice}")
+    elif not (folder / ".nv-meta").is_dir():
+        if (folder / ".convert").is_dir():
+            raise RunConfigError(f"data.path {path} holds an unfinished conversion; run `megatron-vl data convert` again")
+        raise RunConfigError(f"data.path {path} is no data set (it holds no .nv-meta); {advice}")
 
 
 def step_to_resume(config: TrainConfig) -> int | None:

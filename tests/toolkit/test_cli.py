@@ -30,6 +30,10 @@ from toolkit.cli import main
 for words in sys.argv[1:]:
     assert main(words.split()) == 1, words
 assert "torch" not in sys.modules
+hf = "tests/hf_configs/Qwen2-VL-2B-Instruct.json"
+for data in ("docs", "pyproject.toml"):
+    assert main(["bench", "--hf", hf, "--processes", "1", "--data", data, "--global_batch_size", "1"]) == 1, data
+assert "torch" not in sys.modules
 from megatron_vl.train import main as train
 for words in ("--parallel.tp 3", "--model.hf nowhere", "--data.path nowhere --model.hf " + "tests"):
     assert train(words.split()) == 1, words
@@ -42,5 +46,7 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not exist") == len(WRONG)
+    assert "data.path docs is no data set (it holds no .nv-meta)" in done.stderr
+    assert "data.path pyproject.toml is neither a data set's folder nor a metadataset" in done.stderr
     assert done.stderr.count("hf download") == sum("--hf nowhere" in words for words in WRONG)
     assert done.stderr.count("megatron_vl.train: rank 0: ") == 3

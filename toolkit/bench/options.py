@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from megatron_vl.config import RunConfigError, TrainConfig, read_arguments, validate
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.layout import Layout, run_layout
+from megatron_vl.training.check import check_data_path
 
 WORKLOADS = ("images", "text", "data")
 
@@ -71,6 +72,8 @@ class Options(BenchOptions):
     def check(self, ranks: int) -> None:
         """Refuses what cannot run on so many ranks; raises ValueError, naming the field."""
         self.layout()
+        if "data" in self.workloads:
+            check_data_path(self.config.data.path)
         if self.peer and self.config.global_batch_size % ranks:
             raise RunConfigError(f"global_batch_size {self.config.global_batch_size} must be a multiple of the {ranks} ranks")
         if not self.peer:
