@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
+
+from megatron_vl.processes import children
 
 RANK_PROGRAM = b"megatron_vl.train"
 
@@ -49,14 +51,10 @@ def main(argv: list[str] | None = None) -> int:
 def _ask_ranks(number: int, frame: FrameType | None) -> None:
     """Passes the wish to stop on to the ranks, and waits for them as before."""
     print(f"megatron_vl.launch: {signal.Signals(number).name}: the ranks save and end", file=sys.stderr, flush=True)
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == os.getpid() and RANK_PROGRAM in (process / "cmdline").read_bytes().split(b"\0"):
-                    os.kill(int(process.name), signal.SIGUSR1)
-            except OSError:
-                continue  # it ended meanwhile
+    for process in children(os.getpid()):
+        if RANK_PROGRAM in process.command:
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(process.pid, signal.SIGUSR1)
 
 
 if __name__ == "__main__":

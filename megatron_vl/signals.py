@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from types import FrameType
+
+from megatron_vl.processes import children
 
 _asked: str = ""
 
@@ -39,16 +40,9 @@ def _ask(number: int, frame: FrameType | None) -> None:
 
 def _peer_is_gone() -> bool:
     """Whether fewer ranks of this node are alive than torchrun started: children of its process with our command line."""
-    expected = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own, alive = Path("/proc/self/cmdline").read_bytes(), 0
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
-                alive += int(parent) == os.getppid() and state != "Z" and (process / "cmdline").read_bytes() == own
-            except OSError:
-                continue  # it ended meanwhile
-    return alive < expected
+    siblings = {process.pid: process.command for process in children(os.getppid())}
+    own = siblings.get(os.getpid())
+    return list(siblings.values()).count(own) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if own else False
 
 
 def shield_loader_worker(seconds: int = 30) -> None:

@@ -5,29 +5,38 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_group(
-    module: str, arguments: Sequence[str | Path], ranks: int, *, quiet: bool = True
+    module: str,
+    arguments: Sequence[str | Path],
+    ranks: int,
+    *,
+    show: Literal["nothing", "all", "errors"] = "nothing",
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python -m module arguments`` in ``ranks`` processes on this machine, to its end.
 
     Args:
-        quiet: what the processes print is kept in the result; False: it goes where this process prints.
+        show: where what the processes print goes. nothing: into the result; all: to where this process prints; errors: all of
+            it to standard error, because standard output is for this process's own.
+        environment: variables of the processes where the user has not set them.
     """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    environment["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    if ranks == 1:
-        environment["MASTER_PORT"] = str(free_port())
-    return subprocess.run(
-        [sys.executable, *launch, "-m", module, *map(str, arguments)], env=environment, capture_output=quiet, text=True
-    )
+    variables = {"OMP_NUM_THREADS": "1", **(environment or {}), **os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    variables["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    if ranks == 1:  # what torchrun would set, without its seconds
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        variables |= alone | {"MASTER_PORT": str(free_port())}
+    kept = subprocess.PIPE if show == "nothing" else None
+    command = [sys.executable, *launch, "-m", module, *map(str, arguments)]
+    stdout = sys.stderr if show == "errors" else kept
+    return subprocess.run(command, env=variables, stdout=stdout, stderr=kept, text=True, check=False)
 
 
 def free_port() -> int:

@@ -73,7 +73,7 @@ class Feed:
     """
 
     def __init__(
-        self, grid: Grid, platform: Platform, loader: Iterator[Row] | None, micro_batches: int, balanced: bool = True
+        self, grid: Grid, platform: Platform, loader: Iterator[Row] | None, micro_batches: int, *, balanced: bool
     ) -> None:
         if grid.owns_loader and loader is None:
             raise ValueError("the rank at pipeline stage 0, tensor rank 0 needs a loader")

@@ -160,7 +160,7 @@ def train(config: TrainConfig) -> None:
 def _steps(run: Run, log: MetricsLog) -> bool:
     """All steps that are left, with their checkpoints. Returns whether a signal ended them before."""
     config, grid, c = run.config, run.grid, run.config.checkpoint
-    feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp, config.data.balance)
+    feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp, balanced=config.data.balance)
     last = min(config.steps, config.stop_after or config.steps)
     bad = 0
     if run.step == 0:

@@ -131,7 +131,7 @@ for kind in KINDS:
     c = dataclasses.replace(config, recompute=RecomputeConfig(**kind))
     built = build_chunks(platform, spec, layout, c, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
     built[0].config.finalize_model_grads_func = None
-    row = Feed(grid, platform, iter([pack_row([sample], spec, len(sample))]), 1).next_step().rows
+    row = Feed(grid, platform, iter([pack_row([sample], spec, len(sample))]), 1, balanced=False).next_step().rows
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         run_schedule(built, row, seq_len=len(sample))
     RESULT.append(counter.get_total_flops())

@@ -64,7 +64,7 @@ chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pix
 wrapped = wrap(config, chunks)
 optimizer = build_optimizer(config, platform, wrapped)
 rows = itertools.cycle([pack_row([make_sample(kind, spec, 0)], spec, 256) for kind in ("image", "text")])
-feed = Feed(grid, platform, rows, 2)
+feed = Feed(grid, platform, rows, 2, balanced=False)
 """
 
 

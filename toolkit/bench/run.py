@@ -102,7 +102,7 @@ def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[
     """Figures of one workload; the same on every rank. Collective."""
     o, platform = live.options, live.platform
     loader = make_loader(live, workload, micro_batches)
-    feed = Feed(live.grid, platform, loader, micro_batches, o.config.data.balance)
+    feed = Feed(live.grid, platform, loader, micro_batches, balanced=o.config.data.balance)
     for _ in range(o.warm_up):
         one_step(live, feed)
     held = allocated(platform)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from toolkit.launch import run_group
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -56,13 +55,14 @@ def _run(args: argparse.Namespace) -> int:
         options += ["--data.path", args.data]
     if args.processes:
         options += ["--platform", "cpu"]
-    for peer in (False, True) if args.peer else (False,):  # refused here, before any process starts
-        parse([*options, "--peer", str(peer).lower()], "megatron-vl bench").check(args.gpus or args.processes)
+    runs = [[*options, "--peer", str(peer).lower()] for peer in ((False, True) if args.peer else (False,))]
+    for parsed in [parse(run, "megatron-vl bench") for run in runs]:  # refused here, before any process starts
+        parsed.check(args.gpus or args.processes)
     if args.gpus:
         _check_gpus(args.gpus)
     systems = []
-    for peer in (False, True) if args.peer else (False,):
-        figures = _launch(args.gpus or args.processes, [*options, "--peer", str(peer).lower()], quiet=args.json)
+    for run in runs:
+        figures = _launch(args.gpus or args.processes, run, quiet=args.json)
         if isinstance(figures, int):
             return figures
         systems.append(figures)
@@ -78,16 +78,17 @@ def _check_gpus(wanted: int) -> None:
 
 
 def _launch(processes: int, options: list[str], quiet: bool) -> dict[str, Any] | int:
-    """Starts one process a GPU with torchrun; the figures of rank 0, or the exit code of a failure."""
-    environment = {**os.environ}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    # Without it, packed rows of changing sizes fragment the GPU's memory.
-    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    """Starts one process a GPU; the figures of rank 0, or the exit code of a failure."""
     with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as folder:
         out = Path(folder) / "figures.json"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [*launch, "-m", "toolkit.bench", *options, "--out", str(out)]
-        done = subprocess.run(command, env=environment, stdout=sys.stderr if quiet else None, check=False)
+        done = run_group(
+            "toolkit.bench",
+            [*options, "--out", out],
+            processes,
+            show="errors" if quiet else "all",
+            # Without it, packed rows of changing sizes fragment the GPU's memory.
+            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        )
         if done.returncode:
             return done.returncode
         return json.loads(out.read_text())

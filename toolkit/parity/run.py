@@ -146,7 +146,7 @@ class Live:
     def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
         """This rank's rows of one step."""
         rows = iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
-        return Feed(self.grid, platform, rows, len(samples) // self.grid.dp, self.config.data.balance).next_step()
+        return Feed(self.grid, platform, rows, len(samples) // self.grid.dp, balanced=self.config.data.balance).next_step()
 
 
 def build(case: Case, platform: Platform) -> Live:
