@@ -24,6 +24,7 @@ import io
 import json
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -431,9 +432,20 @@ def video_planes(data: bytes, video: VideoInfo, grid: Grid, settings: PixelSetti
     Raises:
         PixelError: the file does not decode, or has fewer frames than ``video`` says.
     """
+    return _planes(video_frames(data, video, frame_indices(video, settings)), grid, settings)
+
+
+def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor:
+    """Frames uint8 [len(wanted), 3, height, width] of a video file, in RGB, in the size that they are stored in.
+
+    Args:
+        wanted: numbers of frames from 0, each larger than the one before.
+
+    Raises:
+        PixelError: the file does not decode, or has fewer frames than are wanted.
+    """
     from av.video.reformatter import VideoReformatter
 
-    wanted = frame_indices(video, settings)
     chosen: list[Tensor] = []
     # A converter of our own, without threads: PyAV 19 keeps one for the whole process, and its threads do not survive the
     # fork into loader workers (a worker then waits for ever when the parent has converted a frame before).
@@ -453,7 +465,7 @@ def video_planes(data: bytes, video: VideoInfo, grid: Grid, settings: PixelSetti
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
     if len(chosen) < len(wanted):
         raise PixelError(f"frame {wanted[len(chosen)]} of the video is missing")
-    return _planes(torch.stack(chosen), grid, settings)
+    return torch.stack(chosen)
 
 
 VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"

@@ -15,7 +15,7 @@ import pytest
 from tests.data.media import encoded, write
 from tests.data_tools.test_convert import bomb
 from toolkit.evaluate.model import Checkpoint
-from toolkit.evaluate.table import TableError, check_rows
+from toolkit.evaluate.table import TableError, check_rows, check_video_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST = 10**6
@@ -80,6 +80,38 @@ def test_two_rows_of_one_index_are_refused(tmp_path):
         check_rows([row(), row()], tmp_path, LARGEST)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"video": "abc-1.2", "video_path": "./video/abc-1.2.mp4", "prefix": "video/star/", "video_category": "Sports / 1..2"},
+        {"video_paths": "a.mp4;b.mp4", "media": "['a.mp4', {'video': 'b.mp4'}]", "question": "../../?", "frames": 8},
+        {"image_path": "DATA/repositories/set/1.jpg", "image": "/9j/4AAQ"},
+    ],
+)
+def test_video_tables_as_they_are_published_are_used(tmp_path, fields):
+    check_video_rows([{"index": 0} | {k: str(v).replace("DATA", str(tmp_path)) for k, v in fields.items()}], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"video": "../../escape"},
+        {"video": "/tmp/escape"},
+        {"video_path": "./video/../../escape.mp4"},
+        {"video_paths": "a.mp4;/etc/passwd"},
+        {"prefix": ".."},
+        {"media": "['a.mp4', ['../b.mp4']]"},
+        {"media": "{'video': '/b.mp4'}"},
+        {"video": "a\0b"},
+        {"index": "../x"},
+        {"original_index": "__import__('os').getcwd()"},
+    ],
+)
+def test_cells_of_video_tables_that_lead_away_are_refused(tmp_path, fields):
+    with pytest.raises(TableError, match="row 2"):
+        check_video_rows([{"index": 0, "video": "a"}, {"index": 1, "video": "a"} | fields], tmp_path)
+
+
 def test_the_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
     settings = {"dtype": "float32", "device": "cpu", "min_pixels": None, "max_pixels": None, "max_new_tokens": 1}
     write(tmp_path / "set/a.png", encoded(40, 40))
@@ -93,10 +125,21 @@ def test_the_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
 
 
 GUARDED = """
-import socket, sys
+import pathlib, socket, sys
 from toolkit.evaluate.worker import guard
-guard()
-import collections
+import collections, io, pickle, tempfile
+own, other = tempfile.mkdtemp(), tempfile.mkdtemp()
+guard(pathlib.Path(own))
+for folder in (own, other):
+    with open(folder + "/a.pkl", "wb") as file:
+        pickle.dump({"a": 1}, file)
+assert pickle.load(open(own + "/a.pkl", "rb")) == pickle.load(io.BytesIO(pickle.dumps({"a": 1}))) == {"a": 1}
+try:
+    pickle.load(open(other + "/a.pkl", "rb"))
+except PermissionError:
+    pass
+else:
+    sys.exit("a pickle of others was read")
 assert eval("1 + 1") == 2 and collections.namedtuple("P", "x")(3).x == 3
 y = 4
 assert (lambda: eval("y"))() == 4
@@ -111,7 +154,7 @@ a, b = socket.socketpair()  # processes may still talk to each other
 """
 
 
-def test_a_worker_has_no_network():
+def test_a_worker_has_no_network_and_reads_no_pickle_of_others():
     subprocess.run([sys.executable, "-c", GUARDED], check=True, cwd=ROOT)
 
 

@@ -23,15 +23,27 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--original", **folder, required=True, help="Hugging Face folder that was converted")
     parser.add_argument("--converted", **folder, required=True, help="Hugging Face folder exported again, before any training")
     parser.add_argument("--trained", **folder, help="Hugging Face folder exported after training: scored, not judged")
-    parser.add_argument("--data", required=True, metavar="NAME", help="a data set of VLMEvalKit or a table of your own: NAME.tsv")
     parser.add_argument(
-        "--lmu-data", type=Path, metavar="DIR", help="folder that holds NAME.tsv (default: $LMUData, or ~/LMUData)"
+        "--data",
+        required=True,
+        metavar="NAME",
+        help="a data set of VLMEvalKit (of videos too: Video-MME_8frame) or a table of your own: NAME.tsv",
+    )
+    parser.add_argument(
+        "--lmu-data",
+        type=Path,
+        metavar="DIR",
+        help="folder that holds NAME.tsv, or of a set of videos its repository, DIR/Video-MME (default: $LMUData, or ~/LMUData)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="questions to ask (default: all)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for report.html, report.json and work/")
     parser.add_argument(
-        "--judge", default="exact_matching", help="VLMEvalKit's judge (default: exact_matching; no other works offline)"
+        "--judge", default="exact_matching", metavar="NAME", help="model that judges (default: exact_matching, which needs none)"
     )
+    parser.add_argument(
+        "--judge-base-url", metavar="URL", help="where --judge is served on this machine, as by OpenAI: http://localhost:8000/v1"
+    )
+    parser.add_argument("--no-scores", action="store_true", help="end with the answers: for data sets that a model would judge")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="type of all models (default: the original's weights')"
     )
@@ -42,8 +54,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--gpus-per-process", type=int, default=1, metavar="N", help="GPUs that one model is spread over (default: 1; 72B: 4)"
     )
-    parser.add_argument("--min-pixels", type=int, metavar="N", help="smallest picture in pixels (default: the checkpoint's)")
-    parser.add_argument("--max-pixels", type=int, metavar="N", help="largest picture in pixels (default: the checkpoint's)")
+    parser.add_argument(
+        "--min-pixels", type=int, metavar="N", help="smallest picture or frame, pixels (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--max-pixels", type=int, metavar="N", help="largest picture or frame, pixels (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--video-fps", type=float, metavar="F", help="frames a second where the data set does not say (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--video-max-frames", type=int, metavar="N", help="most frames taken by frames a second (default: the checkpoint's)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer in tokens (default: 256)")
     parser.add_argument(
         "--logit-questions", type=int, default=4, metavar="N", help="prompts whose logits are compared (default: 4)"
@@ -60,10 +82,12 @@ def _run(args: argparse.Namespace) -> int:
     roles = {"original": args.original, "converted": args.converted, "trained": args.trained}
     same = (
         "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
-        "keep_going"
+        "keep_going video_fps video_max_frames"
     )
     options = Options(
         checkpoints={role: folder for role, folder in roles.items() if folder is not None},
+        judge_url=args.judge_base_url,
+        scores=not args.no_scores,
         lmu_data=args.lmu_data or Path(os.environ.get("LMUData") or Path.home() / "LMUData"),
         **{name: getattr(args, name) for name in same.split()},
     )

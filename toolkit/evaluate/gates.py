@@ -19,7 +19,7 @@ ORDER = ("tensors", "logits", "text", "scores")
 
 @dataclass
 class Gate:
-    """One comparison. ``passed`` is None when it was not made, because an earlier gate had failed."""
+    """One comparison. ``passed`` is None when it was not made: an earlier gate had failed, or it was not asked for."""
 
     name: str
     passed: bool | None
@@ -62,14 +62,19 @@ def logits(original: Path, converted: Path) -> Gate:
 
 
 def text(original: list[dict[str, Any]], converted: list[dict[str, Any]], questions: int) -> Gate:
-    """The generated answers, word for word."""
+    """The generated answers, word for word; of a dialogue, those of all turns."""
     if not len(original) == len(converted) == questions:
         return Gate("text", False, f"{len(original)} and {len(converted)} answers to {questions} questions")
     pairs = [(a, b) for a, b in zip(original, converted, strict=True) if a["answer"] != b["answer"]]
-    details = [f"{a['index']}: {a['answer'][:200]!r} against {b['answer'][:200]!r}" for a, b in pairs]
+    details = [f"{a['index']}: {_short(a['answer'])!r} against {_short(b['answer'])!r}" for a, b in pairs]
     if details:
         return Gate("text", False, f"{len(details)} of {questions} answers differ", details)
     return Gate("text", True, f"{questions} answers identical")
+
+
+def _short(answer: str | list[str]) -> str | list[str]:
+    """An answer's beginning; of a dialogue, that of each turn."""
+    return answer[:200] if isinstance(answer, str) else [turn[:200] for turn in answer]
 
 
 def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Gate:

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.data.pixels import open_image
+from megatron_vl.data.pixels import PixelError, VideoInfo, open_image, probe_video, video_frames
 from toolkit.hf import load_model, load_processor
 
-Prompt = Sequence[Mapping[str, Any]]
-"""VLMEvalKit's message: parts ``{"type": "image" | "text", "value": path or text}`` in their order."""
+Part = Mapping[str, Any]
+"""VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video may say how
+many frames it gives: ``nframes``, or ``fps`` frames a second; and in what size: ``resized_height`` and ``resized_width``."""
+Turn = Mapping[str, Any]
+"""VLMEvalKit's turn of a dialogue: ``{"role": "user" | "assistant", "content": parts, or a text}``."""
+Prompt = Sequence[Part] | Sequence[Turn]
+"""One turn's parts in their order, or the turns of a dialogue up to a user's."""
 
 
 class Checkpoint:
@@ -22,8 +27,10 @@ class Checkpoint:
 
     Args:
         settings: ``dtype``, ``device`` (``cpu``, ``cuda`` or ``auto``: spread over the visible GPUs), ``min_pixels`` and
-            ``max_pixels`` of a picture (None: the checkpoint's own), ``max_new_tokens``, ``largest_picture`` in pixels.
-        roots: folders that pictures are read from.
+            ``max_pixels`` of a picture or frame (None: the checkpoint's own), ``max_new_tokens``, ``largest_picture`` in pixels;
+            for videos that do not say it themselves, ``video_fps`` frames a second, ``video_max_frames`` at most (None or left
+            out: the checkpoint's own).
+        roots: folders that pictures and videos are read from.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], roots: Sequence[Path]) -> None:
@@ -35,10 +42,15 @@ class Checkpoint:
         size = self.processor.image_processor.size
         low, high = settings["min_pixels"] or size["shortest_edge"], settings["max_pixels"] or size["longest_edge"]
         self.processor.image_processor.size = {"shortest_edge": low, "longest_edge": high}
+        self.frame_limits = (settings["min_pixels"], settings["max_pixels"])
+        self.fps = settings.get("video_fps") or getattr(self.processor.video_processor, "fps", None) or 2.0
+        if settings.get("video_max_frames"):
+            self.processor.video_processor.max_frames = settings["video_max_frames"]
         device = settings["device"]
         self.model = load_model(folder, getattr(torch, settings["dtype"]), "auto" if device == "auto" else None)
         if device != "auto":
             self.model.to(device)
+        self.latest: tuple[Any, Any] = (None, None)
         # Released folders ask for sampling and a repetition penalty: nothing of theirs but the tokens that end an answer.
         own = self.model.generation_config
         ends, pad = own.eos_token_id, own.pad_token_id
@@ -48,42 +60,140 @@ class Checkpoint:
 
     def inputs(self, prompt: Prompt) -> Any:
         """What the model is given: the prompt as the checkpoint's own processor and chat template make it."""
-        content: list[dict[str, str]] = []
-        images = []
-        for part in prompt:
-            if part["type"] == "image":
-                content.append({"type": "image"})
-                images.append(self._picture(Path(part["value"])))
-            elif part["type"] == "text":
-                content.append({"type": "text", "text": str(part["value"])})
-            else:
-                raise ValueError(f"a prompt holds {part['type']!r}; only data sets of pictures and text are evaluated")
-        messages = [{"role": "user", "content": content}]
+        images: list[Any] = []
+        videos: list[tuple[Tensor, Any]] = []
+        messages = []
+        for turn in turns(prompt):
+            content = [self._part(part, images, videos) for part in turn["content"]]
+            messages.append({"role": turn["role"], "content": content})
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        batch = self.processor(text=[text], images=images or None, return_tensors="pt")
-        return batch.to(self.model.device)
+        more: dict[str, Any] = {"images": images} if images else {}
+        if videos:
+            # Released folders do not cap the pixels of a frame; transformers warns where that is not said.
+            more |= {"do_sample_frames": False, "cap_pixels_per_frame": False}
+            more |= {"videos": [frames for frames, _ in videos], "video_metadata": [facts for _, facts in videos]}
+            self._limit_frames(max(len(frames) for frames, _ in videos))
+        return self.processor(text=[text], return_tensors="pt", **more).to(self.model.device)
+
+    def _part(self, part: Part, images: list[Any], videos: list[tuple[Tensor, Any]]) -> dict[str, str]:
+        """What the chat template is given; pictures and videos are added to their lists."""
+        if part["type"] == "text":
+            return {"type": "text", "text": str(part["value"])}
+        if part["type"] == "image":
+            images.append(self._picture(self._inside(part["value"])))
+        elif part["type"] == "video" and isinstance(part["value"], str):
+            videos.append(self._video(part))
+        else:
+            raise ValueError(f"a prompt holds {part['type']!r}; these models take text, pictures and videos in files")
+        return {"type": part["type"]}
+
+    def _inside(self, name: str) -> Path:
+        path = Path(name)
+        if not any(path.resolve().is_relative_to(root) for root in self.roots):
+            raise ValueError(f"{path} is not inside the folder of the data set")
+        return path
 
     def _picture(self, path: Path) -> Any:
         """RGB, in the formats and up to the size that the loader reads too."""
-        if not any(path.resolve().is_relative_to(root) for root in self.roots):
-            raise ValueError(f"{path} is not inside the folder of the data set")
         with open_image(path.read_bytes(), self.largest) as image:
             return image.convert("RGB")
+
+    def _video(self, part: Part) -> tuple[Tensor, Any]:
+        """Sampled frames uint8 [n, 3, height, width], and which they are. Several questions in a row are about one video."""
+        key = tuple(part.get(name) for name in ("value", "nframes", "fps", "resized_height", "resized_width"))
+        if self.latest[0] != key:
+            self.latest = (key, self._read_video(part))
+        return self.latest[1]
+
+    def _read_video(self, part: Part) -> tuple[Tensor, Any]:
+        from transformers.video_utils import VideoMetadata
+
+        path = self._inside(part["value"])
+        data = path.read_bytes()
+        try:
+            video = probe_video(data, self.largest)
+            indices = self._indices(video, part)
+            frames = video_frames(data, video, indices)
+        except PixelError as error:
+            raise PixelError(f"{path}: {error}") from error
+        step = self.processor.video_processor.temporal_patch_size
+        if len(indices) < step:
+            indices = indices + indices[-1:] * (step - len(indices))
+            frames = torch.cat([frames, frames[-1:].expand(step - len(frames), -1, -1, -1)])
+        if part.get("resized_height") and part.get("resized_width"):
+            from torchvision.transforms.v2 import InterpolationMode
+            from torchvision.transforms.v2.functional import resize
+
+            size = [int(part["resized_height"]), int(part["resized_width"])]
+            frames = resize(frames, size, interpolation=InterpolationMode.BICUBIC, antialias=True)
+        return frames, VideoMetadata(total_num_frames=video.frames, fps=video.fps, frames_indices=indices)
+
+    def _indices(self, video: VideoInfo, part: Part) -> list[int]:
+        """The frames that the checkpoint's own video processor takes; of a number that is asked for, what there are at most."""
+        from transformers.video_utils import VideoMetadata
+
+        sampler = self.processor.video_processor
+        step = sampler.temporal_patch_size
+        if video.frames < step:
+            return list(range(video.frames))
+        if part.get("nframes"):
+            asked = {"num_frames": max(min(int(part["nframes"]), video.frames) // step * step, step)}
+        else:
+            asked = {"fps": float(part.get("fps") or self.fps)}
+        taken = sampler.sample_frames(VideoMetadata(total_num_frames=video.frames, fps=video.fps), **asked)
+        return sorted({int(i) for i in taken})
+
+    def _limit_frames(self, frames: int) -> None:
+        """``min_pixels`` and ``max_pixels`` for each frame; Qwen3-VL's processor counts those of all frames together."""
+        sampler = self.processor.video_processor
+        times = frames if self.model.config.model_type.startswith("qwen3") else 1
+        names = ("shortest_edge", "longest_edge")
+        given = {name: limit * times for name, limit in zip(names, self.frame_limits, strict=True) if limit}
+        if given:
+            sampler.size = {name: sampler.size[name] for name in names} | given
 
     @torch.no_grad()
     def logits(self, prompt: Prompt) -> dict[str, Any]:
         """Digests of all inputs and of all logits ``[tokens, vocabulary]``, and the last token's logits (float32)."""
         inputs = self.inputs(prompt)
         logits = self.model(**inputs, use_cache=False).logits[0]
-        names = {name: digest(value) for name, value in inputs.items() if isinstance(value, Tensor)}
+        names = {name: digest(torch.as_tensor(value)) for name, value in inputs.items()}
         return {"inputs": names, "logits": digest(logits), "last": logits[-1].float().cpu(), "tokens": len(logits)}
+
+    def dialogue(self, prompt: Prompt) -> list[str]:
+        """The greedy answers to each of a user's turns; what the checkpoint said itself stands for the answers of the prompt."""
+        said: list[str] = []
+        asked: list[Turn] = []
+        for turn in turns(prompt):
+            if turn["role"] == "user":
+                asked.append(turn)
+                said.append(self.answer(asked))
+                asked.append({"role": "assistant", "content": [{"type": "text", "value": said[-1]}]})
+        return said
 
     @torch.no_grad()
     def answer(self, prompt: Prompt) -> str:
-        """The greedy answer."""
+        """The greedy answer to the last turn."""
         inputs = self.inputs(prompt)
         tokens = self.model.generate(**inputs, generation_config=self.generation)
         return self.processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def turns(prompt: Prompt) -> list[Turn]:
+    """A prompt as turns, each with a list of parts; the last one is a user's."""
+    if not is_dialogue(prompt):
+        return [{"role": "user", "content": list(prompt)}]
+    found: list[Turn] = []
+    for turn in prompt:
+        content = turn["content"]
+        parts = [{"type": "text", "value": content}] if isinstance(content, str) else list(content)
+        found.append({"role": turn["role"], "content": parts})
+    return found[:-1] if found[-1]["role"] == "assistant" else found
+
+
+def is_dialogue(prompt: Prompt) -> bool:
+    """Whether a prompt is made of turns; a part may have a role too, but no content."""
+    return bool(prompt) and "content" in prompt[0]
 
 
 def digest(tensor: Tensor) -> str:

@@ -8,16 +8,19 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from megatron_vl.data.pixels import open_image
+from megatron_vl.data.pixels import VideoInfo, open_image, video_frames
 from toolkit.evaluate.gates import Gate
 from toolkit.evaluate.run import Result
 
 SHOWN = 50
 """Questions on the page, those with differing answers first."""
 THUMBNAIL = (160, 120)
+FRAME = (4320, 7680)
+"""Largest frame of a video that is shown: height and width in pixels."""
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222; background: #fff; }
@@ -46,7 +49,9 @@ def print_report(result: Result, out: Path) -> None:
         scores.add_row(name, *(_number(facts["metrics"].get(name)) for facts in result.checkpoints.values()))
     if metric_names(result):
         console.print(scores)
-    verdict = "the converted checkpoint is the original" if result.passed else "FAILED"
+    left = [gate.name for gate in result.gates if gate.passed is None]
+    known = "the converted checkpoint is the original" + (f" ({', '.join(left)} not run)" if left else "")
+    verdict = known if result.passed else "FAILED"
     console.print(f"{verdict}; {out / 'report.html'}, {result.seconds:.0f} s", soft_wrap=True)
 
 
@@ -134,22 +139,38 @@ def _answers(result: Result) -> str:
         return ""
     roles = list(result.answers)
     by_index = [{line["index"]: line["answer"] for line in result.answers[role]} for role in roles]
-    lines = sorted(result.answers["original"], key=lambda line: len({a.get(line["index"]) for a in by_index}) == 1)
+    lines = sorted(result.answers["original"], key=lambda line: all(a.get(line["index"]) == line["answer"] for a in by_index))
     rows = []
     for line in lines[:SHOWN]:
-        given = [answers.get(line["index"], "missing") for answers in by_index]
+        given = [_spoken(answers.get(line["index"], "missing")) for answers in by_index]
         marked = [_cell(text, "other" if text != given[0] else "") for text in given]
-        pictures = "".join(_thumbnail(Path(name)) for name in line["images"][:4])
+        pictures = "".join(map(_thumbnail, [_picture(Path(name)) for name in line["images"][:4]]))
+        pictures += "".join(map(_thumbnail, [_still(Path(name)) for name in line["videos"][:4]]))
         question = f"<td>{pictures}<pre>{escape(line['question'])}</pre></td>"
         rows.append([_cell(line["index"]), question, _cell(line["expected"]), *marked])
     more = f"<p>{len(lines) - SHOWN} more questions in work/.</p>" if len(lines) > SHOWN else ""
     return "<h2>Answers</h2>" + _table(("index", "question", "expected", *roles), rows) + more
 
 
-def _thumbnail(path: Path) -> str:
+def _spoken(answer: str | list[str]) -> str:
+    """An answer; of a dialogue, one turn a line."""
+    return answer if isinstance(answer, str) else "\n".join(f"{i}. {turn}" for i, turn in enumerate(answer, 1))
+
+
+def _picture(path: Path) -> Image.Image:
     with open_image(path.read_bytes()) as image:
-        small = image.convert("RGB")
-        small.thumbnail(THUMBNAIL)
+        return image.convert("RGB")
+
+
+def _still(path: Path) -> Image.Image:
+    """A video's first frame."""
+    data = path.read_bytes()
+    frame = video_frames(data, VideoInfo(1, 1.0, *FRAME), [0])[0]
+    return Image.fromarray(frame.permute(1, 2, 0).numpy())
+
+
+def _thumbnail(small: Image.Image) -> str:
+    small.thumbnail(THUMBNAIL)
     data = io.BytesIO()
     small.save(data, "JPEG", quality=70)
     return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"> '

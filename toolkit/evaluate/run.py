@@ -15,15 +15,22 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from toolkit.cli import CommandError
 from toolkit.evaluate import gates
 from toolkit.evaluate.gates import Gate
-from toolkit.evaluate.worker import QUESTIONS, UNUSABLE, read_answers
+from toolkit.evaluate.worker import JUDGED, NO_JUDGE, QUESTIONS, TABLES, UNUSABLE, read_answers
 from toolkit.hf import check_folder
 
 MARK = ".megatron-vl-evaluate"
 PACKAGES = ("ms-vlmeval", "transformers", "torch")
+HERE = ("localhost", "127.0.0.1", "::1")
+"""Hosts that are this machine."""
+NEEDS_JUDGE = (
+    "a language model scores this data set: serve one on this machine and give --judge NAME --judge-base-url "
+    "http://localhost:PORT/v1, or leave the scores out with --no-scores"
+)
 
 
 class UsageError(Exception):
@@ -40,13 +47,19 @@ class Options:
     lmu_data: Path
     out: Path
     limit: int | None = None
-    judge: str = "exact_matching"
+    judge: str = NO_JUDGE
+    judge_url: str | None = None
+    """Address of a judge on this machine, up to ``/v1``; without one only ``exact_matching`` judges."""
+    scores: bool = True
     dtype: str | None = None
     device: str | None = None
     processes: int | None = None
     gpus_per_process: int = 1
     min_pixels: int | None = None
     max_pixels: int | None = None
+    video_fps: float | None = None
+    """Frames a second of videos, where the data set's name does not say how many."""
+    video_max_frames: int | None = None
     largest_picture: int = 128_000_000
     max_new_tokens: int = 256
     logit_questions: int = 4
@@ -69,7 +82,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        return all(gate.passed for gate in self.gates)
+        return all(gate.passed is not False for gate in self.gates)
 
     def as_json(self) -> dict[str, Any]:
         """All but the answers."""
@@ -90,55 +103,56 @@ def evaluate(options: Options, show: Callable[[str], None]) -> Result:
     for folder in options.checkpoints.values():
         check_folder(folder)
     work = _prepare(options)
-    checkpoints: dict[str, dict[str, Any]] = {}
-    for role, folder in options.checkpoints.items():
-        show(f"{role}: reading {folder}")
-        checkpoints[role] = {"folder": str(folder), "sha256": folder_hash(folder), "metrics": {}, "problem": ""}
-    result = Result(options.data, 0, settings, checkpoints)
-    result.gates.append(gates.tensors(options.checkpoints["original"], options.checkpoints["converted"]))
-    if result.passed or options.keep_going:
-        names = {role: f"{role}-{facts['sha256'][:16]}" for role, facts in checkpoints.items()}
-        _answer_and_score(options, settings, work, names, result, show)
-    else:
-        result.gates += [Gate(name, None, "not run: an earlier gate failed; --keep-going runs it") for name in gates.ORDER[1:]]
+    with _Workers(options, settings, work) as workers:
+        workers.start(settings["processes"])  # they check the data set while the checkpoints are read
+        checkpoints: dict[str, dict[str, Any]] = {}
+        for role, folder in options.checkpoints.items():
+            show(f"{role}: reading {folder}")
+            checkpoints[role] = {"folder": str(folder), "sha256": folder_hash(folder), "metrics": {}, "problem": ""}
+            workers.check()
+        result = Result(options.data, 0, settings, checkpoints)
+        result.gates.append(gates.tensors(options.checkpoints["original"], options.checkpoints["converted"]))
+        if result.passed or options.keep_going:
+            names = {role: f"{role}-{facts['sha256'][:16]}" for role, facts in checkpoints.items()}
+            _answer_and_score(options, workers, names, result, show)
+        else:
+            why = "not run: an earlier gate failed; --keep-going runs it"
+            result.gates += [Gate(name, None, why) for name in gates.ORDER[1:]]
     result.seconds = round(time.monotonic() - start, 1)
     return result
 
 
 def _answer_and_score(
-    options: Options, settings: dict[str, Any], work: Path, names: dict[str, str], result: Result, show: Callable[[str], None]
+    options: Options, workers: _Workers, names: dict[str, str], result: Result, show: Callable[[str], None]
 ) -> None:
-    job = {
-        "data": options.data,
-        "root": str(options.lmu_data.resolve()),
-        "work": str(work),
-        "checkpoints": {names[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()},
-        "settings": settings,
-        "limit": options.limit,
-        "judge": options.judge,
-        "processes": settings["processes"],
-        "logit_questions": options.logit_questions,
-    }
+    work = workers.work
     for name in names.values():
         (work / name).mkdir()
-    (work / "job.json").write_text(json.dumps(job, indent=1))
-    _run_workers(options, work, list(range(settings["processes"])), show, names)
-    if settings["processes"] > 1:
-        _run_workers(options, work, ["score"], show, names)
+    folders = {names[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()}
+    workers.go(folders)
+    workers.wait(_Progress(work, names, show))
     result.answers = {role: read_answers(work / name) for role, name in names.items()}
     result.questions = int((work / QUESTIONS).read_text())
-    for role, name in names.items():
-        facts = result.checkpoints[role]
-        facts["metrics"], facts["problem"] = read_scores(work / name, options.data)
+    result.settings["tables"] = json.loads((work / TABLES).read_text())
     original, converted = work / names["original"], work / names["converted"]
     result.gates += [
         gates.logits(original, converted),
         gates.text(result.answers["original"], result.answers["converted"], result.questions),
-        gates.scores(
-            {role: facts["metrics"] for role, facts in result.checkpoints.items()},
-            {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
-        ),
+        _scores(options, work, names, result) if options.scores else Gate("scores", None, "not asked for: --no-scores"),
     ]
+
+
+def _scores(options: Options, work: Path, names: dict[str, str], result: Result) -> Gate:
+    judged = (work / JUDGED).exists()
+    for role, name in names.items():
+        facts = result.checkpoints[role]
+        facts["metrics"], facts["problem"] = read_scores(work / name, options.data)
+        if judged:  # some data sets count a missing judgement as zero
+            facts["metrics"], facts["problem"] = {}, f"{NEEDS_JUDGE} (VLMEvalKit: {facts['problem'] or 'scores without it'})"
+    return gates.scores(
+        {role: facts["metrics"] for role, facts in result.checkpoints.items()},
+        {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
+    )
 
 
 def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
@@ -147,7 +161,8 @@ def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
     if not path.is_file():
         return {}, "VLMEvalKit wrote no status.json"
     status = json.loads(path.read_text()).get("datasets", {}).get(data, {})
-    found = {name: value for name, value in status.get("metrics", {}).items() if isinstance(value, (int, float))}
+    numbers = {name: value for name, value in status.get("metrics", {}).items() if isinstance(value, (int, float))}
+    found = {name: value for name, value in numbers.items() if value == value}  # NaN: of this kind nothing was asked
     reason = status.get("error_message") or status.get("skip_reason") or ""
     return ({}, reason) if reason else (found, "" if found else f"VLMEvalKit stopped at {status.get('status')!r}")
 
@@ -171,15 +186,20 @@ def _settings(options: Options) -> dict[str, Any]:
             version(package)
         except PackageNotFoundError as error:
             raise UsageError(f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt") from error
-    if not (options.lmu_data / f"{options.data}.tsv").is_file() or "/" in options.data:
-        raise UsageError(
-            f"--data {options.data}: {options.lmu_data / options.data}.tsv does not exist; put the table of that name there "
-            "(nothing is downloaded), or give its folder as --lmu-data"
-        )
-    counts = ("limit", "processes", "gpus_per_process", "min_pixels", "max_pixels", "max_new_tokens", "logit_questions")
-    for name in counts:
+    if not options.lmu_data.is_dir():
+        raise UsageError(f"--lmu-data {options.lmu_data} is not a folder; tables and videos are read from there")
+    if "/" in options.data or not options.data.strip("."):
+        raise UsageError(f"--data {options.data}: give the name of a data set, without a folder and without .tsv")
+    if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
+        raise UsageError(f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})")
+    if bool(options.judge_url) != (options.judge != NO_JUDGE):
+        raise UsageError("--judge and --judge-base-url go together: without a server of your own only exact_matching judges")
+    counts = "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions video_max_frames"
+    for name in counts.split():
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    if options.video_fps is not None and not options.video_fps > 0:
+        raise UsageError(f"--video-fps {options.video_fps} must be above 0")
     gpus = torch.cuda.device_count()
     device = options.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and gpus < options.gpus_per_process:
@@ -195,6 +215,8 @@ def _settings(options: Options) -> dict[str, Any]:
         "min_pixels": options.min_pixels,
         "max_pixels": options.max_pixels,
         "largest_picture": options.largest_picture,
+        "video_fps": options.video_fps,
+        "video_max_frames": options.video_max_frames,
         "max_new_tokens": options.max_new_tokens,
         "judge": options.judge,
         "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
@@ -211,7 +233,7 @@ def _own_dtype(folder: Path) -> str:
 
 
 def _prepare(options: Options) -> Path:
-    """A fresh work folder in ``--out`` with a copy of the table. Raises UsageError when ``--out`` holds something else."""
+    """A fresh work folder in ``--out``. Raises UsageError when ``--out`` holds something else."""
     out = options.out
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
         raise UsageError(f"--out {out} is not empty and not of an earlier evaluation; give another folder")
@@ -220,52 +242,107 @@ def _prepare(options: Options) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     (out / MARK).touch()
-    # A copy: VLMEvalKit writes over a table whose checksum it does not know, and beside it.
-    shutil.copyfile(options.lmu_data / f"{options.data}.tsv", work / f"{options.data}.tsv")
     return work
 
 
-def _run_workers(options: Options, work: Path, parts: list[Any], show: Callable[[str], None], names: dict[str, str]) -> None:
-    """Runs one process a part to its end. Raises CommandError when one of them fails, UsageError about the table."""
-    running = []
-    try:
-        for part in parts:
-            log = (work / f"worker_{part}.log").open("wb")
-            command = [sys.executable, "-m", "toolkit.evaluate.worker", str(work / "job.json"), str(part)]
-            environment = _environment(options, work, part)
-            root = options.lmu_data.resolve()  # tables may name pictures relative to it
-            running.append((part, subprocess.Popen(command, env=environment, cwd=root, stdout=log, stderr=subprocess.STDOUT)))
-            log.close()
-        progress = _Progress(work, names, show)
-        while any(process.poll() is None for _, process in running) and not any(process.poll() for _, process in running):
-            time.sleep(0.2)
-            progress.look()
-        for part, process in running:
-            if process.poll():
-                lines = (work / f"worker_{part}.log").read_text(errors="replace").strip().splitlines()[-12:]
-                if process.returncode == UNUSABLE:
-                    raise UsageError(lines[-1])
-                raise CommandError(f"worker {part} failed with exit code {process.returncode}:\n" + "\n".join(lines))
-    finally:
-        for _, process in running:
+class _Workers:
+    """The processes of :mod:`worker`; none is left behind."""
+
+    def __init__(self, options: Options, settings: dict[str, Any], work: Path) -> None:
+        self.options, self.work = options, work
+        self.running: list[subprocess.Popen[bytes]] = []
+        job = {
+            "data": options.data,
+            "root": str(options.lmu_data.resolve()),
+            "work": str(work),
+            "settings": settings,
+            "limit": options.limit,
+            "judge": options.judge,
+            "judge_url": options.judge_url,
+            "scores": options.scores,
+            "processes": settings["processes"],
+            "logit_questions": options.logit_questions,
+        }
+        (work / "job.json").write_text(json.dumps(job, indent=1))
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running:
             if process.poll() is None:
                 process.kill()
             process.wait()
 
+    def start(self, processes: int) -> None:
+        """Each checks the data set and waits."""
+        for rank in range(processes):
+            command = [sys.executable, "-m", "toolkit.evaluate.worker", str(self.work / "job.json"), str(rank)]
+            with (self.work / f"worker_{rank}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    command,
+                    env=_environment(self.options, self.work, rank),
+                    cwd=self.options.lmu_data.resolve(),  # tables may name pictures relative to it
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            self.running.append(process)
 
-def _environment(options: Options, work: Path, part: Any) -> dict[str, str]:
-    """Nothing of a torchrun around this command, no network, and a folder of data sets with one table in it."""
-    data = work / f"data_{part}"
+    def go(self, folders: dict[str, str]) -> None:
+        """Lets them go on with these checkpoints. Raises as :meth:`check`."""
+        for rank, process in enumerate(self.running):
+            _tell(process, json.dumps(folders), last=rank > 0)
+        self.check()
+
+    def check(self) -> None:
+        """Raises CommandError when one of them has failed, UsageError when it was about the data set."""
+        for rank, process in enumerate(self.running):
+            if process.poll():
+                lines = (self.work / f"worker_{rank}.log").read_text(errors="replace").strip().splitlines()[-12:]
+                if process.returncode == UNUSABLE:
+                    raise UsageError(lines[-1])
+                raise CommandError(f"worker {rank} failed with exit code {process.returncode}:\n" + "\n".join(lines))
+
+    def wait(self, progress: _Progress) -> None:
+        """Until all have ended; the first one scores when the others are done. Raises as :meth:`check`."""
+        self._await(self.running[1:], progress)
+        _tell(self.running[0], "score", last=True)
+        self._await(self.running[:1], progress)
+
+    def _await(self, processes: list[subprocess.Popen[bytes]], progress: _Progress) -> None:
+        while any(process.poll() is None for process in processes):
+            self.check()
+            time.sleep(0.2)
+            progress.look()
+        self.check()
+
+
+def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool) -> None:
+    """Gives a process a line on its standard input; after the last one it is closed, so that nothing waits for more."""
+    try:
+        assert process.stdin is not None
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+        if last:
+            process.stdin.close()
+    except BrokenPipeError:  # it has ended: check() says why
+        process.wait()
+
+
+def _environment(options: Options, work: Path, rank: int) -> dict[str, str]:
+    """Nothing of a torchrun around this command, no network, and an empty folder of data sets."""
+    data = work / f"data_{rank}"
     data.mkdir(exist_ok=True)
-    table = data / f"{options.data}.tsv"
-    if not table.exists():
-        table.symlink_to(work / table.name)
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MMEVAL_ROOT", "PRED_FORMAT", "EVAL_FORMAT", "SKIP_ERR")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR LOCAL_LLM FWD_API "
+    hidden += "EVAL_PROXY FORCE_LOCAL"
+    environment = {name: value for name, value in os.environ.items() if name not in hidden.split()}
     repository = str(Path(__file__).resolve().parents[2])
     environment |= {"LMUData": str(data), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"PYTHONPATH": os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    if options.device != "cpu" and part != "score" and (visible := _gpus(options.gpus_per_process, int(part))):
+    if options.judge_url:
+        environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(HERE))
+    if options.device != "cpu" and (visible := _gpus(options.gpus_per_process, rank)):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     return environment
 

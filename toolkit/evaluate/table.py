@@ -11,7 +11,7 @@ import ast
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,6 +20,8 @@ from data_tools.media import resolve
 from megatron_vl.data.pixels import PixelError, open_image
 
 INDEX = re.compile(r"\w[\w .,:+=-]{0,200}")
+MEDIA = re.compile(r"video|path|prefix|media|image|clip|frame|folder|subtitle", re.IGNORECASE)
+"""Columns of video sets that may be made parts of a path."""
 REFERENCE = 64
 """An ``image`` of at most this many characters is the index of the row whose picture is meant, as in VLMEvalKit."""
 
@@ -49,6 +51,47 @@ def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int) -
             _check_picture(data, number, max_pixels)
         for path in _listed(row.get("image_path"), number):
             _check_path(path, number, root, written=bool(images), max_pixels=max_pixels)
+
+
+def check_video_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> None:
+    """Raises TableError at the first row of a video set whose cells lead out of a folder: clips and frames are written to
+    paths made of them.
+
+    Args:
+        rows: column -> value, as VLMEvalKit has read them.
+        folder: what VLMEvalKit was given as the folder of data sets; some sets complete their paths themselves.
+    """
+    for number, row in enumerate(rows, 1):
+        for name, value in row.items():
+            if MEDIA.search(str(name)) and str(name) != "image":
+                for path in _strings(value):
+                    _check_inside(path, f"row {number}: column {name}", folder)
+        for key in ("index", "original_index"):
+            if key in row and not INDEX.fullmatch(str(row[key])):
+                raise TableError(f"row {number}: {key} {str(row[key])[:80]!r} cannot be part of a file name")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings of a cell: one, several between semicolons, or a list or dictionary written down."""
+    if isinstance(value, str) and value[:1] in "[{" and value:
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            pass  # then it is a string that begins so
+    if isinstance(value, str):
+        yield from value.split(";")
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _strings(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _strings(part)
+
+
+def _check_inside(path: str, where: str, folder: Path) -> None:
+    parts = PurePosixPath(path.strip()).parts
+    if ".." in parts or "\0" in path or (parts[:1] == ("/",) and not PurePosixPath(path.strip()).is_relative_to(folder)):
+        raise TableError(f"{where}: {path[:200]!r} leaves the folder of the data set")
 
 
 def _listed(value: Any, number: int) -> list[str]:

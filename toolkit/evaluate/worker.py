@@ -1,19 +1,23 @@
-"""A process with VLMEvalKit and a model in it: ``python -m toolkit.evaluate.worker JOB.json RANK``, or ``... score``.
+"""A process with VLMEvalKit and a model in it: ``python -m toolkit.evaluate.worker JOB.json RANK``.
 
 Of each checkpoint a worker writes the answers to its share of the questions (JSON lines) and, the first worker, the logits
-of some prompts (safetensors and JSON). Scoring puts all answers where VLMEvalKit keeps its own unfinished work and lets its
-``run.py`` go on from there, so that its own code reads the table, judges and writes ``status.json``.
+of some prompts (safetensors and JSON). The first one then scores: it puts all answers where VLMEvalKit keeps its own
+unfinished work and lets its ``run.py`` go on from there, so that its own code reads the table, judges and writes
+``status.json``. A worker checks the data set first and then waits for a line on its standard input, the checkpoints as JSON:
+they are read meanwhile. Before it scores, the first one waits for a second line, which says that the others are done.
 
 VLMEvalKit 0.0.20, met here: importing it turns off certificate checks for the whole process, it evaluates cells of tables as
 Python (``istype``, ``toliststr``), unpickles what it finds in the folder of data sets, downloads what is missing, and catches
-every exception. So it has a process of its own, no network, a folder of its own with one table in it, and a missing metric
-is a failure.
+every exception. So it has a process of its own, no network, a folder of its own (:mod:`toolkit.evaluate.sources`), and a
+missing metric is a failure. Its ``run.py`` gives arguments to sets of videos that they do not take, and ``--limit`` to none of
+them: it is given the data set that was built here.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import gc
 import json
 import os
@@ -22,20 +26,32 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from toolkit.evaluate.table import TableError, check_rows
+from toolkit.evaluate.table import TableError, check_rows, check_video_rows
 
 QUESTIONS = "questions.txt"
 """File of the work folder with the number of questions."""
+TABLES = "tables.json"
+"""File of the work folder with the checksums of the tables."""
+JUDGED = "judge_wanted.txt"
+"""File of the work folder that is there when a language model was to judge and there is none."""
 UNUSABLE = 3
 """Exit code about a table that cannot be used; the last line of the log says why."""
+NO_JUDGE = "exact_matching"
 DENIED: list[str] = []
 """What VLMEvalKit wanted of the network, for the message about a missing score."""
 
 
-def guard() -> None:
-    """No network in this process, and ``eval`` reads literals only where VLMEvalKit calls it. For good."""
-    python_eval = builtins.eval
+def guard(work: Path | None = None, judge_url: str | None = None) -> None:
+    """No network in this process, ``eval`` reads literals only where VLMEvalKit calls it, and no pickle of others. For good.
+
+    Args:
+        work: pickles are read in this folder (VLMEvalKit's own, and ours for it) and in the installed packages only.
+        judge_url: a judge's address, which may be asked.
+    """
+    python_eval, python_load = builtins.eval, pickle.load
+    judge = urlsplit(judge_url or "").hostname
 
     def literal_in_vlmeval(source: Any, *scopes: Any, **more: Any) -> Any:
         caller = sys._getframe(1)
@@ -45,45 +61,129 @@ def guard() -> None:
             return python_eval(source, *scopes, **more)
         return python_eval(source, caller.f_globals, caller.f_locals)
 
+    def load_own(file: Any, *rest: Any, **more: Any) -> Any:
+        name = getattr(file, "name", None)
+        if isinstance(name, str):
+            path = Path(name).resolve()
+            if not any(path.is_relative_to(folder) for folder in (work, Path(sys.prefix)) if folder is not None):
+                raise PermissionError(f"{name} is a pickle, which can execute anything; it was not read")
+        return python_load(file, *rest, **more)
+
     def offline(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "socket.getaddrinfo" or (event == "socket.connect" and isinstance(arguments[1], tuple)):
-            DENIED.append(str(arguments[0] if event == "socket.getaddrinfo" else arguments[1][0]))
-            raise PermissionError(f"evaluation is offline; {DENIED[-1]} was not asked")
+            host = str(arguments[0] if event == "socket.getaddrinfo" else arguments[1][0])
+            if judge is not None and host in (judge, "127.0.0.1", "::1"):
+                return
+            DENIED.append(host)
+            raise PermissionError(f"evaluation is offline; {host} was not asked")
 
     builtins.eval = literal_in_vlmeval
+    pickle.load = load_own
     sys.addaudithook(offline)
 
 
-def build(job: dict[str, Any]) -> Any:
-    """VLMEvalKit's data set, its table checked. Raises TableError."""
+class NoJudge:
+    """Stands for VLMEvalKit's language model as a judge where there is none."""
+
+    fail_msg = "Failed to obtain answer via API."
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def working(self) -> bool:
+        """False: most data sets match answers exactly then."""
+        return False
+
+    def generate(self, *_: Any, **__: Any) -> str:
+        """Raises: the data set goes on without an answer, and what it counts then is no score."""
+        self.mark.touch()
+        raise RuntimeError(f"a language model is wanted as a judge, and --judge is {NO_JUDGE}")
+
+
+def build(job: dict[str, Any], sources: Any = None) -> Any:
+    """VLMEvalKit's data set from files of this machine, its table checked. Raises TableError."""
     from vlmeval.dataset import build_dataset
 
+    from toolkit.evaluate.sources import Sources, parts_of
+
+    name, root = job["data"], Path(job["root"])
+    if sources is None:
+        sources = Sources(root, Path(os.environ["LMUData"]), Path(job["work"]) / "tables")
+    sources.name, (kind, sources.parts) = name, parts_of(name)
+    largest = job["settings"]["largest_picture"]
+    if kind == "video":
+        sources.offered(sources.parts)
+    for part in sources.parts if kind != "video" else []:
+        table = sources.table(part)
+        if kind == "tables":  # VLMEvalKit writes their pictures while it builds the data set
+            check_rows(_read_table(table), root, largest)
+    sources.install()
     try:
-        dataset = build_dataset(job["data"])
+        with sources.watched():
+            dataset = build_dataset(name)
+    except TableError:
+        raise
     except Exception as error:  # whatever pandas and VLMEvalKit raise on a table that is none
-        raise TableError(f"VLMEvalKit cannot use {job['data']}.tsv: {type(error).__name__}: {error}") from error
+        raise TableError(f"VLMEvalKit cannot use {name}: {type(error).__name__}: {sources.real(str(error))}") from error
     if dataset is None:
-        raise TableError(f"VLMEvalKit cannot use {job['data']}.tsv: it has no column 'question'")
-    if dataset.MODALITY == "VIDEO" or dataset.TYPE == "MT":
-        raise TableError(f"{job['data']} has videos or several turns; only data sets of pictures and text are evaluated")
+        raise TableError(f"VLMEvalKit cannot use {name}.tsv: it has no column 'question'")
+    if getattr(dataset, "pack", False):
+        raise TableError(f"{name} asks all questions about a video at once, which VLMEvalKit has for APIs only; take ..._nopack")
     if job["limit"]:
-        dataset.data = dataset.data.iloc[: job["limit"]]
-    rows = dataset.data[[name for name in ("index", "image", "image_path") if name in dataset.data]]
-    check_rows(rows.to_dict("records"), Path(job["root"]), job["settings"]["largest_picture"])
+        dataset.data = first_rows(dataset.data, job["limit"])
+    rows = dataset.data.to_dict("records")
+    if kind == "video":
+        check_video_rows(rows, sources.data)
+    if kind == "table":
+        check_rows(rows, root, largest)
+    _check_media(dataset, job, sources)
     return dataset
 
 
-def answer_share(job: dict[str, Any], rank: int) -> None:
+def _read_table(path: Path) -> list[dict[str, Any]]:
+    from vlmeval.smp import load
+
+    try:
+        return load(str(path)).to_dict("records")
+    except Exception as error:
+        raise TableError(f"{path.name} is no table: {type(error).__name__}: {error}") from error
+
+
+def first_rows(data: Any, limit: int) -> Any:
+    """The first rows of a table; of several in one, as many of each as there are for all.
+
+    Raises:
+        TableError: there would be none of one.
+    """
+    if "SUB_DATASET" not in data:
+        return data.iloc[:limit]
+    parts = data["SUB_DATASET"].nunique()
+    if limit < parts:
+        raise TableError(f"--limit {limit} is less than one question of each of the {parts} tables of this data set")
+    place = data.groupby("SUB_DATASET").cumcount()
+    return data.iloc[sorted(place.to_numpy().argsort(kind="stable")[:limit])]
+
+
+def _check_media(dataset: Any, job: dict[str, Any], sources: Any) -> None:
+    """Names the first video that is not there, before a model is loaded. Raises TableError."""
+    if dataset.MODALITY != "VIDEO":
+        return
+    slow = any(getattr(dataset, name, False) for name in ("use_subtitle", "with_subtitle", "load_into_video_and_process"))
+    for prompt in _prompts(dataset, range(1 if slow else len(dataset.data))):
+        for part in prompt:
+            if part["type"] not in ("text", "image", "video") or not isinstance(part["value"], str):
+                raise TableError(f"{job['data']} gives {part['type']}; these models take text, pictures and videos in files")
+            if part["type"] != "text" and not Path(part["value"]).is_file():
+                raise TableError(f"--data {job['data']}: {sources.real(part['value'])} is missing, or leads out of its folder")
+
+
+def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]) -> None:
     """Writes what this worker's questions are answered by each checkpoint, and logits on the first worker."""
     import torch
 
     from toolkit.evaluate.model import Checkpoint
 
-    dataset = build(job)
-    if rank == 0:
-        (Path(job["work"]) / QUESTIONS).write_text(str(len(dataset.data)))
     share = range(rank, len(dataset.data), job["processes"])
-    roots = [Path(job["root"]), Path(os.environ["LMUData"])]
     for name, folder in job["checkpoints"].items():
         work = Path(job["work"]) / name
         model = Checkpoint(Path(folder), job["settings"], roots)
@@ -91,15 +191,7 @@ def answer_share(job: dict[str, Any], rank: int) -> None:
             _write_logits(work, [model.logits(prompt) for prompt in _prompts(dataset, range(job["logit_questions"]))])
         with (work / f"answers_{rank:03d}.jsonl").open("w", encoding="utf-8", buffering=1) as file:
             for number, prompt in zip(share, _prompts(dataset, share), strict=True):
-                row = dataset.data.iloc[number]
-                line = {
-                    "number": number,
-                    "index": str(row["index"]),
-                    "question": "\n".join(str(part["value"]) for part in prompt if part["type"] == "text"),
-                    "images": [str(part["value"]) for part in prompt if part["type"] == "image"],
-                    "expected": str(row.get("answer", "")),
-                    "answer": model.answer(prompt),
-                }
+                line = {"number": number} | _line(dataset.data.iloc[number], prompt, model)
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         del model
         gc.collect()
@@ -107,8 +199,45 @@ def answer_share(job: dict[str, Any], rank: int) -> None:
             torch.cuda.empty_cache()
 
 
+def _line(row: Any, prompt: Any, model: Any) -> dict[str, Any]:
+    """A question and its answer; of a dialogue, the list of all answers."""
+    from toolkit.evaluate.model import is_dialogue, turns
+
+    parts = [part for turn in turns(prompt) if turn["role"] == "user" for part in turn["content"]]
+    return {
+        "index": str(row["index"]),
+        "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),
+        "images": [str(part["value"]) for part in parts if part["type"] == "image"],
+        "videos": [str(part["value"]) for part in parts if part["type"] == "video"],
+        "expected": str(row.get("answer", "")),
+        "answer": model.dialogue(prompt) if is_dialogue(prompt) else model.answer(prompt),
+    }
+
+
 def _prompts(dataset: Any, numbers: range) -> Iterator[Any]:
-    return (dataset.build_prompt(dataset.data.iloc[number]) for number in numbers if number < len(dataset.data))
+    """VLMEvalKit's own prompts: native videos where a data set has them, as its Qwen-VL models take them. Raises TableError."""
+    for number in numbers:
+        if number >= len(dataset.data):
+            return
+        if dataset.MODALITY != "VIDEO":
+            yield dataset.build_prompt(dataset.data.iloc[number])
+            continue
+        try:
+            prompt = dataset.build_prompt(number, video_llm=True)
+        except ImportError as error:  # MoviePy, which VLMEvalKit does not ask for
+            raise TableError(f"VLMEvalKit cannot make a prompt of row {number + 1}: {error}") from error
+        if prompt is None:
+            raise TableError(f"VLMEvalKit makes no prompt of row {number + 1}")
+        yield [_sampled(part, dataset) for part in prompt]
+
+
+def _sampled(part: dict[str, Any], dataset: Any) -> dict[str, Any]:
+    """A video with what its data set's name says about frames (``_8frame``, ``_1fps``), unless the part says it itself."""
+    if part["type"] != "video" or "nframes" in part or "fps" in part:
+        return part
+    if dataset.nframe > 0:
+        return part | {"nframes": dataset.nframe}
+    return part | {"fps": dataset.fps} if dataset.fps > 0 else part
 
 
 def _write_logits(work: Path, measured: list[dict[str, Any]]) -> None:
@@ -124,34 +253,72 @@ def read_answers(work: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["number"])
 
 
-def score(job: dict[str, Any]) -> None:
+def score(job: dict[str, Any], dataset: Any) -> None:
     """Lets VLMEvalKit judge all answers of all checkpoints."""
-    dataset = build(job)
-    for name in job["checkpoints"]:
-        answers = {line["index"]: line["answer"] for line in read_answers(Path(job["work"]) / name)}
-        finished = {index: answers[str(index)] for index in dataset.data["index"] if str(index) in answers}
-        # Where infer_data of VLMEvalKit keeps the answers of rank 0 of 1; when all are there it builds no model.
-        with (Path(job["work"]) / name / f"01_{job['data']}.pkl").open("wb") as file:
-            pickle.dump(finished, file)
-    sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", job["work"]]
-    sys.argv += ["--judge", job["judge"], *(["--limit", str(job["limit"])] if job["limit"] else [])]
     from vlmeval import run
+    from vlmeval.smp import get_pred_file_path
 
+    work = Path(job["work"])
+    for name in job["checkpoints"]:
+        answers = {line["index"]: line["answer"] for line in read_answers(work / name)}
+        finished = {index: answers[str(index)] for index in dataset.data["index"] if str(index) in answers}
+        # Where VLMEvalKit's inference keeps the answers of rank 0 of 1; when all are there it builds no model.
+        stem = job["data"] if dataset.MODALITY != "VIDEO" else Path(get_pred_file_path(".", name, job["data"])).stem
+        with (work / name / f"01_{stem}.pkl").open("wb") as file:
+            pickle.dump(finished, file)
+    run.build_dataset = lambda *_, **__: _fresh(dataset, job)
+    if job["judge"] == NO_JUDGE:
+        _without_judge(work / JUDGED)
+    # A data set of several tables puts their names in the place of its own, anywhere in the path of its results.
+    os.chdir(work)
+    sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", ".", "--judge", job["judge"]]
+    if job["judge_url"]:
+        sys.argv += ["--judge-base-url", job["judge_url"], "--judge-key", os.environ.get("OPENAI_API_KEY") or "none"]
     run.main()
     if DENIED:
         print(f"wanted of the network, and refused: {', '.join(sorted(set(DENIED)))}", flush=True)
 
 
-def main(path: str, part: str) -> None:
-    guard()
-    job = json.loads(Path(path).read_text())
+def _fresh(dataset: Any, job: dict[str, Any]) -> Any:
+    """A data set that VLMEvalKit may change while it scores one checkpoint."""
     try:
-        if part != "score":
-            answer_share(job, int(part))
-        if part == "score" or job["processes"] == 1:  # one process does both: VLMEvalKit takes 8 s to import
-            score(job)
+        return copy.deepcopy(dataset)
+    except TypeError:  # it holds what cannot be copied
+        return build(job)
+
+
+def _without_judge(mark: Path) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "vlmeval" and hasattr(module, "build_judge"):
+            setattr(module, "build_judge", lambda **_: NoJudge(mark))  # noqa: B010
+
+
+def run_job(job: dict[str, Any], rank: int) -> None:
+    """What a worker is there for. Raises TableError."""
+    from toolkit.evaluate.sources import Sources
+
+    work = Path(job["work"])
+    sources = Sources(Path(job["root"]), Path(os.environ["LMUData"]), work / "tables")
+    dataset = build(job, sources)
+    if rank == 0:
+        (work / QUESTIONS).write_text(str(len(dataset.data)))
+        (work / TABLES).write_text(json.dumps(sources.checksums))
+    said = sys.stdin.readline()
+    if not said:
+        return  # an earlier gate failed
+    job = job | {"checkpoints": json.loads(said)}
+    answer_share(job, rank, dataset, sources.folders)
+    if rank == 0 and job["scores"] and sys.stdin.readline():
+        score(job, dataset)
+
+
+def main(path: str, rank: str) -> None:
+    job = json.loads(Path(path).read_text())
+    guard(Path(job["work"]), job.get("judge_url"))
+    try:
+        run_job(job, int(rank))
     except TableError as error:
-        print(error, flush=True)
+        print(" ".join(str(error).split()), flush=True)
         sys.exit(UNUSABLE)
 
 
