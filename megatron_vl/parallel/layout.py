@@ -7,6 +7,7 @@ entry, the final norm and the output layer on the last; both may have fewer deco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,12 @@ class Layout:
     def cut(self) -> Cut:
         """Into how many parts the tensors of a stage are cut."""
         return Cut(self.tp, self.ep, self.etp)
+
+    @property
+    def least_dp(self) -> int:
+        """The fewest data-parallel ranks: the experts' ``ep * etp`` divide the ``tp * dp`` of a stage."""
+        experts = self.ep * self.etp
+        return experts // math.gcd(self.tp, experts)
 
     def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
         """Global zero-based number of the first decoder layer of this chunk."""

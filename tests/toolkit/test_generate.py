@@ -21,19 +21,29 @@ IDS = ("astronaut", "two_images", "text_only", "video")
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen2_5_vl", ("--tp", "2")), ("qwen3_vl", ("--pp", "2", "--layers", "1,3"))], ids=["TP2", "PP2"]
+    ("family", "layout"),
+    [
+        ("qwen2_5_vl", ("--tp", "2")),
+        ("qwen3_vl", ("--pp", "2", "--layers", "1,3")),
+        ("qwen3_vl_moe", ("--ep", "2", "--batch", "3")),
+        ("qwen3_vl_moe", ("--tp", "2", "--etp", "2", "--batch", "3")),
+    ],
+    ids=["TP2", "PP2", "EP2", "TP2-ETP2"],
 )
 def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoint, tmp_path: Path, capsys):
-    """A picture, two pictures, text alone and a video, answered together."""
+    """A picture, two pictures, text alone and a video, answered together; with experts three at a time, from files of two, and on
+    two replicas, one of which has a prompt less in each round."""
     hf = tiny_checkpoint(family, dtype=torch.float32, max_pixels=252 * 252)
-    convert(hf, tmp_path / "weights", {"tp": 1, "pp": 4})
+    experts = {"ep": 4} if family == "qwen3_vl_moe" else {}
+    convert(hf, tmp_path / "weights", {"tp": 1, "pp": 4} | experts)
     conversations = json.loads(write_raw_data(tmp_path / "raw").read_text())
     records = [next(record for record in conversations if record["id"] == name) for name in IDS]
     for record in records:
         record["conversations"] = record["conversations"][:2]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    common = ["--checkpoint", tmp_path / "weights", "--hf", hf, "--prompt-file", file, "--media-root", tmp_path / "raw" / "media"]
+    files = [tmp_path / "raw" / "media" / "first.jsonl", tmp_path / "raw" / "media" / "second.jsonl"]
+    for file, some in zip(files, (records[:2], records[2:]), strict=True):  # media are sought beside the file
+        file.write_text("".join(json.dumps(record) + "\n" for record in some))
+    common = ["--checkpoint", tmp_path / "weights", "--hf", hf, "--prompt-file", files[0], "--prompt-file", files[1]]
     sampling = ["--video-max-frames", 8, "--max-new-tokens", TOKENS, "--json", "--platform", "cpu"]
     assert main(["generate", *map(str, (*common, *sampling, *layout))]) == 0
     answers = json.loads(capsys.readouterr().out)

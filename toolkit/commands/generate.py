@@ -15,13 +15,14 @@ The answer is greedy: the likeliest token each time, until a token that ends a t
 --max-new-tokens. In float32 it is that of transformers' generate(do_sample=False, repetition_penalty=1.0), token for token.
 Keys and values of earlier tokens are kept on each rank (memory: 4 x layers x key/value heads x head dimension bytes a token in
 bfloat16, divided by tp x pp); pictures are encoded once. Prompts are answered --batch at a time; a model of another layout on
-disk needs no splitting. One process a rank is started on this machine: with GPUs, tp x pp of them.
+disk needs no splitting. One process a rank is started on this machine: with GPUs, tp x pp of them, and where the experts are
+spread further (--ep, --etp), as many times more as they need; each of these replicas answers its share of the prompts.
 """
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Adds the subcommand."""
-    text = "answers of Megatron weights to pictures, videos and text, under any tensor x pipeline layout"
+    text = "answers of Megatron weights to pictures, videos and text, under any tensor x pipeline x expert layout"
     parser = subparsers.add_parser(
         "generate",
         help=text,
@@ -38,9 +39,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     what.add_argument(
         "--prompt-file",
         type=Path,
+        action="append",
         metavar="FILE",
         help="JSON or JSON lines of conversations, OpenAI messages or ShareGPT; each gets its next turn answered (a last turn of "
-        "the assistant's is left out)",
+        "the assistant's is left out); may be repeated",
     )
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="with --prompt; may be repeated")
     parser.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="with --prompt; may be repeated")
@@ -52,6 +54,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--tp", type=positive, default=1, metavar="T", help="tensor parallel size in ranks (default: 1)")
     parser.add_argument("--pp", type=positive, default=1, metavar="P", help="pipeline parallel size in stages (default: 1)")
+    parser.add_argument(
+        "--ep", type=positive, default=1, metavar="E", help="expert parallel size in ranks, for models with experts (default: 1)"
+    )
+    parser.add_argument(
+        "--etp", type=positive, default=1, metavar="R", help="expert tensor parallel size: experts' matrices are cut (default: 1)"
+    )
     parser.add_argument("--layers", type=numbers, metavar="6,8,8,6", help="decoder layers of each stage (default: even)")
     parser.add_argument("--batch", type=positive, default=8, metavar="N", help="prompts answered together (default: 8)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, float32 on CPU")
@@ -59,9 +67,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--video-fps", type=float, default=2.0, metavar="F", help="frames a second taken from a video (default: 2)"
     )
-    parser.add_argument(
-        "--video-max-frames", type=positive, default=32, metavar="N", help="most frames of a video (default: 32)"
-    )
+    parser.add_argument("--video-max-frames", type=positive, default=32, metavar="N", help="most frames of a video (default: 32)")
     parser.add_argument("--json", action="store_true", help="print JSON: text, tokens and prompt_tokens of each answer")
     parser.set_defaults(run=_run, inputs=("checkpoint", "hf", "prompt_file", "image", "video"))
 
@@ -74,20 +80,21 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.prompt_file and (args.image or args.video):
         raise ValueError("--image and --video go with --prompt; a --prompt-file names its own")
-    for path in (*args.image, *args.video, *([args.prompt_file] if args.prompt_file else [])):
+    for path in (*args.image, *args.video, *(args.prompt_file or [])):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not a file")
     if args.prompt_file:
-        conversations, root = read_prompt_file(args.prompt_file), args.media_root or args.prompt_file.parent
+        roots = [(args.media_root or path.parent).resolve() for path in args.prompt_file]
+        files = zip(args.prompt_file, roots, strict=True)
+        conversations = [(conversation, root) for path, root in files for conversation in read_prompt_file(path)]
     else:
-        conversations, root = [one_conversation(args.prompt, args.image, args.video)], Path("/")
+        conversations = [(one_conversation(args.prompt, args.image, args.video), Path("/"))]
     platform = ("cuda" if torch.cuda.is_available() else "cpu") if args.platform == "auto" else args.platform
     request = Request(
         hf=args.hf,
         checkpoint=args.checkpoint,
         conversations=conversations,
-        root=root.resolve(),
-        layout={"tp": args.tp, "pp": args.pp, "layers": args.layers},
+        layout={"tp": args.tp, "pp": args.pp, "layers": args.layers, "ep": args.ep, "etp": args.etp},
         max_new_tokens=args.max_new_tokens,
         dtype=args.dtype or ("bfloat16" if platform == "cuda" else "float32"),
         platform=platform,

@@ -30,9 +30,8 @@ class Request:
 
     hf: Path
     checkpoint: Path
-    conversations: list[Conversation]
-    root: Path
-    """Folder that the media of the conversations lie in."""
+    conversations: list[tuple[Conversation, Path]]
+    """Each with the folder that its media lie in, links followed."""
     layout: dict[str, Any] = field(default_factory=dict)
     """Arguments of :func:`megatron_vl.parallel.layout.make_layout`."""
     max_new_tokens: int = 128
@@ -54,7 +53,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
     if (spec.family, spec.vision, spec.language) != (encoder.spec.family, encoder.spec.vision, encoder.spec.language):
         raise ValueError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
     layout = make_layout(spec, **request.layout)
-    samples = [_prompt(encoder, conversation, request.root) for conversation in request.conversations]
+    samples = [_prompt(encoder, conversation, root) for conversation, root in request.conversations]
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
         work = Path(folder)
         write_samples(samples, work / "samples.safetensors")
@@ -70,7 +69,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
             batch=request.batch,
         )
         write_job(job, work / "job.json")
-        ranks = layout.tp * layout.pp
+        ranks = layout.tp * layout.pp * layout.least_dp
         say(f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} process{'es' if ranks > 1 else ''}")
         done = run_group("toolkit.generate.run", [work / "job.json", work / "answers.json"], ranks)
         if done.returncode:

@@ -22,7 +22,7 @@ from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.parallel.layout import make_layout
 from megatron_vl.platform import get_platform
 from megatron_vl.training import checkpoint
@@ -81,9 +81,23 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
     checkpoint.load_weights(WeightReader(job.checkpoint), tensors, grid)
     answers: list[list[int]] = []
     for start in range(0, len(samples), job.batch):
-        prompts = prepare(samples[start : start + job.batch], spec) if grid.owns_loader else None
-        answers += generate(chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop))
+        given = samples[start : start + job.batch]
+        # Where experts are spread over more ranks than a replica has, every replica answers its share, as many as the others.
+        shared = given + given[-1:] * (-len(given) % grid.dp)
+        prompts = prepare(shared[grid.dp_rank :: grid.dp], spec) if grid.owns_loader else None
+        mine = generate(chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop))
+        answers += _all_answers(mine, grid)[: len(given)]
     return answers
+
+
+def _all_answers(mine: list[list[int]], grid: Grid) -> list[list[int]]:
+    """The answers of all replicas, in the order of the prompts. Collective over all ranks."""
+    if grid.dp == 1:
+        return mine
+    said: list[Any] = [None] * grid.world_size
+    dist.all_gather_object(said, (grid.dp_rank, mine))
+    shares = [share for _, share in sorted({replica: share for replica, share in said}.items())]
+    return [answer for row in zip(*shares, strict=True) for answer in row]
 
 
 def prepare(samples: list[Sample], spec: ModelSpec) -> list[Prompt]:
