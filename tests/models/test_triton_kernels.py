@@ -7,14 +7,33 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
 
-def test_kernels_equal_torch() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.triton_checks"], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tests.models.triton_checks", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    errors = json.loads(done.stdout)
-    assert len(errors) == 4
+    return json.loads(done.stdout)
+
+
+def test_kernels_equal_torch() -> None:
+    errors = errors_of(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert len(errors) == 9
     for name, error in errors.items():
         assert error < 5e-6, (name, error)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tower_attention_on_a_gpu() -> None:
+    errors = errors_of("--gpu")
+    assert errors.pop("not deterministic") == 0
+    assert len(errors) == 5
+    for name, error in errors.items():
+        assert error < 2e-2, (name, error)

@@ -1,19 +1,36 @@
 """Our Triton kernels against torch, in fp32 in Triton's interpreter; prints the largest errors as JSON.
 
-Run with TRITON_INTERPRET=1, which Triton reads when it is imported.
+Run with TRITON_INTERPRET=1, which Triton reads when it is imported; or without it and with --gpu, for those that read
+through tensor descriptors, which the interpreter only imitates.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
+from megatron_vl.models import tower_attention as kernels
 from megatron_vl.models.swiglu import swiglu
+from megatron_vl.models.tower_attention import Tile, Tiles, attention, tower_attention
 from megatron_vl.models.window_attention import window_attention
+
+
+def mend_interpreter() -> None:
+    """Lets a loop end at a value of the kernel: Triton 3.6 keeps scalars as arrays of one, which NumPy 2.5 makes no int."""
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -38,8 +55,10 @@ def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
     """The largest difference of values and gradients, relative to the largest reference."""
     weight = torch.randn_like(reference)
     pairs = [(ours, reference)]
-    pairs += list(zip(torch.autograd.grad(ours, inputs, weight), torch.autograd.grad(reference, inputs, weight), strict=True))
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    # They may share the way from the inputs.
+    gradients = (torch.autograd.grad(out, inputs, weight, retain_graph=True) for out in (ours, reference))
+    pairs += list(zip(*gradients, strict=True))
+    return max(float((a - b).detach().abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
@@ -48,6 +67,51 @@ def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
     angles = torch.rand(bounds[-1], head_dim // 2) * 10
     ours = window_attention(qkv, angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32), max(lengths), head_dim)
     return worst(ours, windows(qkv, angles, bounds, heads), [qkv])
+
+
+SMALL = Tiles(forward=Tile(32, 16, 4, 1), query=Tile(16, 32, 4, 1), key=Tile(32, 16, 4, 1))
+"""Tiles that segments of a test fill, and leave, in all ways."""
+
+
+def tower_error(lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: Tiles = SMALL) -> float:
+    """From the fused QKV output, RoPE included; on a GPU in bf16, as half precision is all that the kernels multiply there."""
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    qkv = torch.randn(bounds[-1], heads * 3 * head_dim, device=device).to(dtype).requires_grad_()
+    angles = torch.rand(bounds[-1], head_dim // 2, device=device) * 10
+    cu = torch.tensor(bounds, dtype=torch.int32, device=device)
+    ours = tower_attention(qkv, angles.cos(), angles.sin(), cu, head_dim, tiles)
+    return worst(ours, windows(qkv.float(), angles, bounds, heads), [qkv])
+
+
+def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1.0) -> float:
+    """From query, key and value."""
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    inputs = [torch.randn(bounds[-1], heads, head_dim, requires_grad=True) for _ in range(3)]
+    query, key, value = inputs[0] * spread, inputs[1], inputs[2]
+    ours = attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), SMALL)
+    parts = [F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value))) for a, b in pairwise(bounds)]
+    return worst(ours, torch.cat([part.transpose(0, 1) for part in parts]), inputs)
+
+
+def many_segments_error() -> float:
+    before, kernels.SEARCH = kernels.SEARCH, tl.constexpr(4)
+    try:
+        return plain_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
+    finally:
+        kernels.SEARCH = before
+
+
+def on_gpu() -> dict[str, float]:
+    """bf16 and the tiles that are used; of two gradients of the same, how many elements differ."""
+    lengths = [129, 1, 0, 700, 64, 1000]
+    errors = {f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.TILES) for d in (64, 72, 80, 96, 128)}
+    qkv = torch.randn(2000, 3 * 4 * 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cu = torch.tensor([0, 1900, 2000], dtype=torch.int32, device="cuda")
+    angles = torch.rand(2000, 36, device="cuda")
+    out = tower_attention(qkv, angles.cos(), angles.sin(), cu, 72)
+    first, second = (torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2))
+    return {**errors, "not deterministic": float((first != second).sum())}
 
 
 def swiglu_error(rows: int, width: int, weighted: bool) -> float:
@@ -62,9 +126,18 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
+    if "--gpu" in sys.argv:
+        print(json.dumps(on_gpu()))
+        return
+    mend_interpreter()
     errors = {
         "windows of 64, 80 a head": attention_error([64, 64, 32, 16, 7, 1], 2, 80),
         "windows of 100, 32 a head": attention_error([100, 12], 1, 32),
+        "tower, 72 a head": tower_error([33, 1, 0, 32, 47], 2, 72),
+        "tower, 80 a head": tower_error([35, 4], 1, 80),
+        "tower, 64 a head": tower_error([20, 1], 1, 64),
+        "plain, 72 a head, sharp": plain_error([1, 19, 16], 1, 72, spread=10.0),
+        "plain, 24 a head, more segments than are searched at once": many_segments_error(),
         "swiglu": swiglu_error(3, 3000, weighted=False),
         "swiglu, weighted": swiglu_error(5, 96, weighted=True),
     }

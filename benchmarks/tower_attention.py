@@ -1,0 +1,190 @@
+"""Full attention of the vision towers on one GPU: our kernels in several tile sizes beside FlashAttention-2 and cuDNN.
+
+    python benchmarks/tower_attention.py [--dims 72,80] [--heads 16] [--lengths 4096,4096,8192]
+
+By default 15 segments of 900 to 1,600 patches, 17,720 in all. Milliseconds and useful TFLOP/s (4 d operations a pair of
+query and key forward, 10 d backward; padding and what is computed twice do not count), the relative error against fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+from megatron_vl.models import tower_attention as kernels
+from megatron_vl.models.tower_attention import TILES, Tile
+
+LENGTHS = [900, 1600, 1250, 980, 1444, 1024, 1156, 1330, 900, 1600, 1088, 1200, 1296, 1000, 952]
+FORWARD = [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 128, 8, 2), Tile(64, 128, 4, 2)]
+QUERY = [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 3), Tile(128, 64, 8, 2, 128)]
+KEY = [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, 168), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3, 128)]
+
+
+def milliseconds(function: Callable[[], object], runs: int = 20) -> float:
+    for _ in range(3):
+        function()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(runs):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / runs
+
+
+@dataclass
+class Case:
+    """Heads of one size."""
+
+    qkv: Tensor
+    """bf16 [P, heads * 3 * d]"""
+    angles: Tensor
+    """fp32 [P, d / 2]"""
+    bounds: list[int]
+    heads: int
+    dim: int
+
+    def __post_init__(self) -> None:
+        self.cu = torch.tensor(self.bounds, dtype=torch.int32, device="cuda")
+        self.longest = max(b - a for a, b in pairwise(self.bounds))
+        self.pairs = self.heads * sum((b - a) ** 2 for a, b in pairwise(self.bounds))
+        self.cos, self.sin = self.angles.cos(), self.angles.sin()
+        self.full_angles = torch.cat((self.angles, self.angles), -1)[:, None, None]
+        self.grad = torch.randn(self.bounds[-1], self.heads * self.dim, device="cuda", dtype=torch.bfloat16)
+        self.exact = self.both(self.reference, self.qkv.float(), self.grad.float())
+
+    def rate(self, ms: float, operations: int) -> str:
+        return f"{ms:6.3f} ms {operations * self.dim * self.pairs / ms / 1e9:4.0f}"
+
+    def both(self, function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        out = function(x)
+        return out.detach(), torch.autograd.grad(out, x, grad)[0]
+
+    def split(self, qkv: Tensor, rotated: bool, fused: bool = True) -> list[Tensor]:
+        query, key, value = qkv.view(-1, self.heads, 3, self.dim).unbind(2)
+        if rotated:
+            turn = partial(apply_rotary_pos_emb, freqs=self.full_angles, tensor_format="sbhd", fused=fused)
+            query, key = turn(query[:, None])[:, 0], turn(key[:, None])[:, 0]
+        return [query, key, value]
+
+    def reference(self, qkv: Tensor) -> Tensor:
+        parts = self.split(qkv, True, fused=False)
+        out = [scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in parts)) for a, b in pairwise(self.bounds)]
+        return torch.cat([o.transpose(0, 1) for o in out]).flatten(1)
+
+    def flash(self, qkv: Tensor, rotated: bool) -> Tensor:
+        query, key, value = self.split(qkv, rotated)
+        return varlen_attn(query, key, value, self.cu, self.cu, self.longest, self.longest).flatten(1)
+
+    def ours(self, qkv: Tensor, rotated: bool) -> Tensor:
+        if rotated:
+            return kernels.tower_attention(qkv, self.cos, self.sin, self.cu, self.dim)
+        return kernels.attention(*self.split(qkv, False), self.cu).flatten(1)
+
+    def report(self, name: str, function: Callable[[Tensor], Tensor], rotated: bool) -> None:
+        x = self.qkv.detach().requires_grad_()
+        out = function(x)
+        forward = milliseconds(lambda: function(x))
+        backward = milliseconds(lambda: torch.autograd.grad(out, x, self.grad, retain_graph=True))
+        line = f"  {name:34s} forward {self.rate(forward, 4)}  backward {self.rate(backward, 10)}"
+        if rotated:
+            pairs = zip(self.both(function, self.qkv, self.grad), self.exact, strict=True)
+            line += "  error " + " / ".join(f"{float((a.float() - b).norm() / b.norm()):.1e}" for a, b in pairs)
+        print(line, flush=True)
+
+
+def transformer_engine(case: Case) -> Callable[[Tensor], Tensor]:
+    module = te.DotProductAttention(case.heads, case.dim, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding")
+
+    def attend(qkv: Tensor) -> Tensor:
+        return module(
+            *case.split(qkv, False),
+            cu_seqlens_q=case.cu,
+            cu_seqlens_kv=case.cu,
+            max_seqlen_q=case.longest,
+            max_seqlen_kv=case.longest,
+        ).flatten(1)
+
+    return attend
+
+
+def single_kernels(case: Case) -> list[tuple[str, list[Tile], Callable[[Tile], object], int]]:
+    """(name, tiles, what runs a kernel, its useful operations a pair and element of a head)"""
+    angles = case.cos, case.sin
+    packed = kernels._pack_rotated(case.qkv, *angles, case.dim)
+    out, lse = kernels._attend(packed, case.cu, TILES.forward)
+    dout, delta, dqkv = case.grad.view_as(out), torch.empty_like(lse), torch.empty_like(case.qkv)
+
+    def forward(tile: Tile) -> object:
+        return kernels._attend(packed, case.cu, tile)
+
+    def query(tile: Tile) -> object:
+        return kernels._gradient_of_query(packed, out, dout, lse, case.cu, angles, tile, delta, dqkv)
+
+    def key(tile: Tile) -> object:
+        return kernels._gradient_of_key(packed, dout, lse, case.cu, angles, tile, delta, dqkv)
+
+    return [("forward", FORWARD, forward, 4), ("dQ", QUERY, query, 6), ("dK and dV", KEY, key, 8)]
+
+
+def sweep(case: Case) -> None:
+    """Each kernel alone, in all its tiles; operations are those of its own products, without padding."""
+    runs = single_kernels(case)
+
+    def compiled(job: tuple[Callable[[Tile], object], Tile]) -> str:
+        try:
+            job[0](job[1])
+        except Exception as error:  # a tile that does not fit is a finding, not the end
+            return repr(error)[:120]
+        return ""
+
+    jobs = [(run, tile) for _, tiles, run, _ in runs for tile in tiles]
+    with ThreadPoolExecutor(8) as pool:
+        failures = dict(zip(jobs, pool.map(compiled, jobs), strict=True))
+    for name, tiles, run, operations in runs:
+        for tile in tiles:
+            label = f"  {name:10s} {tile.own:3d} x {tile.step:3d}, {tile.warps} warps, {tile.stages} stages"
+            label += f", {tile.registers} registers" if tile.registers else ""
+            failure = failures[run, tile]
+            print(f"{label:52s} {failure or case.rate(milliseconds(partial(run, tile)), operations)}", flush=True)
+    packing = milliseconds(lambda: kernels._pack_rotated(case.qkv, case.cos, case.sin, case.dim))
+    print(f"  {'pack and rotate':50s} {packing:6.3f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dims", default="72,80", help="sizes of a head; the first is swept")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="patches of each segment")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    bounds = [0, *torch.tensor([int(n) for n in options.lengths.split(",")]).cumsum(0).tolist()]
+    print(torch.cuda.get_device_name(), torch.__version__, f"{bounds[-1]} patches")
+    for i, dim in enumerate(int(d) for d in options.dims.split(",")):
+        qkv = torch.randn(bounds[-1], options.heads * 3 * dim, device="cuda", dtype=torch.bfloat16)
+        case = Case(qkv, torch.rand(bounds[-1], dim // 2, device="cuda") * 10, bounds, options.heads, dim)
+        print(f"heads of {dim}; TFLOP/s last")
+        if i == 0:
+            sweep(case)
+        case.report("FlashAttention-2", partial(case.flash, rotated=False), False)
+        case.report("ours", partial(case.ours, rotated=False), False)
+        case.report("FlashAttention-2 and fused RoPE", partial(case.flash, rotated=True), True)
+        case.report("ours, RoPE in the kernels", partial(case.ours, rotated=True), True)
+        if dim % 16 == 0:
+            case.report("cuDNN (Transformer Engine)", transformer_engine(case), False)
+
+
+if __name__ == "__main__":
+    main()
