@@ -333,6 +333,11 @@ def test_what_is_missing_or_leads_away_is_named(videos, tmp_path):
         [["../../x", encoded(photographs()[0]), "Who?", "a", "b", "A"]],
         ("index", "image", "question", "A", "B", "answer"),
     )
+    compass = (0, "a", "video/", ".mp4", "Which?", "A. a cat", "speed", "action", "['A. a cat']", "Which?", "a cat")
+    columns = "index video prefix suffix question answer dim task_type candidates mc_question mc_answer".split()
+    for part in ("MCQ", "Captioning", "YorN"):
+        write_table(mine / "TempCompass" / f"TempCompass_{part}.tsv", [list(compass)] * 2, tuple(columns))
+    write_video(mine / "TempCompass" / "video" / "a.mp4", photographs()[0], 12)
     lost = tmp_path / "lost"
     (lost / "Video-MME").mkdir(parents=True)
     write_table(lost / "Video-MME" / "Video-MME.tsv", [video_row(0, "gone")], tuple(VIDEO_COLUMNS))
@@ -359,12 +364,17 @@ def test_what_is_missing_or_leads_away_is_named(videos, tmp_path):
         (mine, "MMMB", None),
         (lost, "MMMB", None),
         (videos, "nobody", None),
+        (mine, "TempCompass_8frame", 3),
+        (mine, "TempCompass_8frame", 2),
+        (mine, "VDC_8frame", None),
     ]
     said = said_about(cases, work)
     assert said[:3] == ["4", "2", "1"]
-    assert "lmms-lab/Video-MME" in said[3] and str(tmp_path / "Video-MME") in said[3]
+    assert f"{tmp_path / 'Video-MME'} is missing" in said[3] and "lmms-lab/Video-MME" in said[3]
     assert f"{lost / 'Video-MME' / 'video' / 'gone.mp4'} is missing" in said[4]
     assert str(mine / "MMBench-Video" / "video" / "a.mp4") in said[5] and not list(tmp_path.rglob("pickled"))
     assert "secret.mp4 is missing" in said[6] and f"{linked / 'video' / 'link.mp4'} is missing" in said[7]
     assert "row 1: index" in said[8] and not list(tmp_path.rglob("x.jpg"))
+    assert said[11] == "3" and "--limit 2 is less than one question of each of the 3" in said[12]
+    assert f"{mine / 'VLMEval-VDC'} is missing" in said[13]
     assert "MMMB_ar.tsv does not exist" in said[9] and "nobody.tsv does not exist" in said[10]

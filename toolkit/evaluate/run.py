@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from toolkit.cli import CommandError
 from toolkit.evaluate import gates
 from toolkit.evaluate.gates import Gate
-from toolkit.evaluate.worker import JUDGED, NO_JUDGE, QUESTIONS, TABLES, UNUSABLE, read_answers
+from toolkit.evaluate.worker import JUDGED, NO_JUDGE, QUESTIONS, RELIED_ON, TABLES, UNUSABLE, read_answers
 from toolkit.hf import check_folder
 
 MARK = ".megatron-vl-evaluate"
@@ -143,12 +143,14 @@ def _answer_and_score(
 
 
 def _scores(options: Options, work: Path, names: dict[str, str], result: Result) -> Gate:
-    judged = (work / JUDGED).exists()
+    judged = (work / JUDGED).read_text().splitlines() if (work / JUDGED).exists() else []
     for role, name in names.items():
         facts = result.checkpoints[role]
         facts["metrics"], facts["problem"] = read_scores(work / name, options.data)
-        if judged:  # some data sets count a missing judgement as zero
-            facts["metrics"], facts["problem"] = {}, f"{NEEDS_JUDGE} (VLMEvalKit: {facts['problem'] or 'scores without it'})"
+        # Some data sets match answers instead; others give up, or count what was not judged as zero.
+        if RELIED_ON in judged or (judged and not facts["metrics"]):
+            said = facts["problem"].splitlines()[:1] or ["scores without it"]
+            facts["metrics"], facts["problem"] = {}, f"{NEEDS_JUDGE} (VLMEvalKit: {said[0]})"
     return gates.scores(
         {role: facts["metrics"] for role, facts in result.checkpoints.items()},
         {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},

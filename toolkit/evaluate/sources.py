@@ -8,6 +8,7 @@ that it missed is named.
 
 from __future__ import annotations
 
+import abc
 import fcntl
 import os
 import shutil
@@ -71,7 +72,8 @@ class Sources:
         """The data set, in messages."""
         self.parts: list[str] = []
         """Folders of ``root`` that may hold its repository."""
-        self._missing: Path | None = None
+        self.missing: Path | None = None
+        """What VLMEvalKit looked for in vain, last of all."""
         self._links: dict[Path, Path] = {}
 
     # ------------------------------------------------------------------------------------------------------- tables
@@ -98,10 +100,11 @@ class Sources:
     def offered(self, names: list[str]) -> None:
         """The tables of video sets that lie beside the videos' folders; most sets have none there."""
         for path in sorted(self.root.glob("*.tsv")):
-            if any(path.stem.startswith(name) for name in names):
+            if any(_letters(path.stem).startswith(_letters(name)) for name in names):  # STI-Bench's is STIBench.tsv too
                 self.table(path.stem)
-        if (self.root / "datasets").is_dir():  # DREAM-1K and MVU-Eval keep their videos there
-            self.mirror(self.root / "datasets", self.data / "datasets")
+        for folder in ("datasets", "videos"):  # DREAM-1K and MVU-Eval keep their videos in the first, EgoExoBench in the second
+            if (self.root / folder).is_dir():
+                self.mirror(self.root / folder, self.data / folder)
 
     # ------------------------------------------------------------------------------------------------- repositories
 
@@ -133,6 +136,7 @@ class Sources:
             cached = known(repo_id, branch=branch, repo_type=repo_type)
             source = Path(cached) if cached else None
         if source is None:
+            self.missing = self.data / short
             return None
         self.mirror(source, target)
         return str(target)
@@ -146,8 +150,8 @@ class Sources:
     def _download(self, *arguments: Any, **more: Any) -> Any:
         """Stands for every function that VLMEvalKit downloads with."""
         wanted = more.get("repo_id") or more.get("dataset_id") or (arguments[0] if arguments else "")
-        if self._missing is not None:
-            raise TableError(f"--data {self.name}: {self.real(str(self._missing))} is missing; {self._how(str(wanted))}")
+        if self.missing is not None:
+            raise TableError(f"--data {self.name}: {self.real(str(self.missing))} is missing; {self._how(str(wanted))}")
         raise TableError(f"--data {self.name}: VLMEvalKit finds it incomplete; {self._how(str(wanted))}")
 
     def _how(self, wanted: str) -> str:
@@ -160,7 +164,7 @@ class Sources:
     def install(self) -> None:
         """Puts all this in the place of VLMEvalKit's own functions, in every module of it that has been imported."""
         import huggingface_hub
-        import vlmeval.dataset  # noqa: F401
+        import vlmeval.dataset
         from vlmeval.smp import file as files
         from vlmeval.smp import misc
 
@@ -193,6 +197,11 @@ class Sources:
                         setattr(module, attribute, function)
         NOW.update(new)
         huggingface_hub.login = lambda *_, **__: None  # MVBench logs in before it downloads
+        vlmeval.dataset.vdc.modelscope_flag_set = misc.modelscope_flag_set  # which it does not import
+        # Sets of several video sets lack an abstract method that they do not use.
+        vlmeval.dataset.ConcatVideoDataset.prepare_dataset = lambda *_: None
+        for kind in vlmeval.dataset.VIDEO_DATASET:
+            abc.update_abstractmethods(kind)
         # For each table of several it forks 32 copies of this process, to decode pictures.
         files.mp = SimpleNamespace(Pool=lambda _: ThreadPool(os.cpu_count()))
 
@@ -205,12 +214,12 @@ class Sources:
             def look(path: Any) -> bool:
                 found = ask(path)
                 if not found and isinstance(path, (str, os.PathLike)) and str(path).startswith(str(self.data)):
-                    self._missing = Path(path) if not Path(path).is_relative_to(self.data / "images") else self._missing
+                    self.missing = Path(path) if not Path(path).is_relative_to(self.data / "images") else self.missing
                 return found
 
             return look
 
-        self._missing = None
+        self.missing = None
         for name, ask in own.items():
             setattr(os.path, name, looking(ask))
         try:
@@ -218,6 +227,10 @@ class Sources:
         finally:
             for name, ask in own.items():
                 setattr(os.path, name, ask)
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name))
 
 
 def parts_of(name: str) -> tuple[str, list[str]]:

@@ -22,6 +22,7 @@ import gc
 import json
 import os
 import pickle
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,9 @@ QUESTIONS = "questions.txt"
 TABLES = "tables.json"
 """File of the work folder with the checksums of the tables."""
 JUDGED = "judge_wanted.txt"
-"""File of the work folder that is there when a language model was to judge and there is none."""
+"""File of the work folder that is there when a language model was to judge and there is none; a line each time."""
+RELIED_ON = "relied on"
+"""A line of it: the data set went on without the judgement, and its numbers are no scores."""
 UNUSABLE = 3
 """Exit code about a table that cannot be used; the last line of the log says why."""
 NO_JUDGE = "exact_matching"
@@ -91,13 +94,18 @@ class NoJudge:
         self.mark = mark
 
     def working(self) -> bool:
-        """False: most data sets match answers exactly then."""
+        """False: some data sets match answers exactly then, others give up."""
+        self._note("wanted")
         return False
 
     def generate(self, *_: Any, **__: Any) -> str:
         """Raises: the data set goes on without an answer, and what it counts then is no score."""
-        self.mark.touch()
+        self._note(RELIED_ON)
         raise RuntimeError(f"a language model is wanted as a judge, and --judge is {NO_JUDGE}")
+
+    def _note(self, what: str) -> None:
+        with self.mark.open("a") as file:
+            file.write(what + "\n")
 
 
 def build(job: dict[str, Any], sources: Any = None) -> Any:
@@ -124,7 +132,8 @@ def build(job: dict[str, Any], sources: Any = None) -> Any:
     except TableError:
         raise
     except Exception as error:  # whatever pandas and VLMEvalKit raise on a table that is none
-        raise TableError(f"VLMEvalKit cannot use {name}: {type(error).__name__}: {sources.real(str(error))}") from error
+        missed = f"; {sources.real(str(sources.missing))} is missing" if sources.missing else ""
+        raise TableError(f"VLMEvalKit cannot use {name}: {type(error).__name__}: {sources.real(str(error))}{missed}") from error
     if dataset is None:
         raise TableError(f"VLMEvalKit cannot use {name}.tsv: it has no column 'question'")
     if getattr(dataset, "pack", False):
@@ -219,6 +228,7 @@ def _prompts(dataset: Any, numbers: range) -> Iterator[Any]:
     for number in numbers:
         if number >= len(dataset.data):
             return
+        random.seed(number)  # VDC draws its question: all checkpoints are asked the same
         if dataset.MODALITY != "VIDEO":
             yield dataset.build_prompt(dataset.data.iloc[number])
             continue
@@ -281,6 +291,7 @@ def score(job: dict[str, Any], dataset: Any) -> None:
 
 def _fresh(dataset: Any, job: dict[str, Any]) -> Any:
     """A data set that VLMEvalKit may change while it scores one checkpoint."""
+    random.seed(0)  # where an answer holds no option some data sets draw one: the same ones for all checkpoints
     try:
         return copy.deepcopy(dataset)
     except TypeError:  # it holds what cannot be copied
