@@ -3,6 +3,8 @@
 import logging
 import warnings
 
+from megatron_vl.core_fixes import compile_on_cpu
+
 __version__ = "0.1.0"
 
 # Megatron-core says these on every import, on every rank; none of them is a finding here: without Transformer Engine
@@ -16,3 +18,4 @@ for _message in (
     warnings.filterwarnings("ignore", message=_message)
 # Core's imports look for a CUDA toolkit to compile with; without a GPU there is none, and nothing is compiled.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+compile_on_cpu.install()

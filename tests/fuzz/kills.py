@@ -22,15 +22,19 @@ from typing import Any
 from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, small_checkpoint, train
 from toolkit.processes import kill_tree
 
-OPTIONS = [*LAYOUT, "--checkpoint.interval", "2", "--log.samples", "true"]
+OPTIONS = ["--checkpoint.interval", "2", "--log.samples", "true"]
+LAYOUTS = {2: ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"], 4: LAYOUT}
 KEYS = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 
 
-def kill_once(prepared: dict[str, Path], run: Path, options: list[str], steps: int, rng: random.Random) -> tuple[bool, str]:
+def kill_once(
+    prepared: dict[str, Path], run: Path, options: list[str], ranks: int, steps: int, rng: random.Random
+) -> tuple[bool, str]:
     """Starts (or resumes) the run and kills it. Returns (whether it was killed before its end, at which step)."""
     seen = len(metrics(run))
     with (run.parent / "killed.log").open("ab") as log:
-        process = subprocess.Popen(command(prepared, run, *options, steps=steps), env=environment(), stdout=log, stderr=log)
+        words = command(prepared, run, *options, ranks=ranks, steps=steps)
+        process = subprocess.Popen(words, env=environment(), stdout=log, stderr=log)
         while process.poll() is None and len(metrics(run)) == seen:
             time.sleep(0.05)
         wait = time.monotonic() + rng.uniform(0.0, 1.5)
@@ -57,19 +61,19 @@ def joined(lines: list[dict[str, Any]]) -> dict[int, Any]:
     return steps
 
 
-def run_kills(folder: Path, kills: int, seed: int, steps: int, workers: int = 2) -> dict[str, Any]:
+def run_kills(folder: Path, kills: int, seed: int, steps: int, workers: int = 2, ranks: int = 4) -> dict[str, Any]:
     """The whole experiment. Raises ValueError when anything differs."""
-    rng, options = random.Random(seed), [*OPTIONS, "--data.num_workers", str(workers)]
+    rng, options = random.Random(seed), [*LAYOUTS[ranks], *OPTIONS, "--data.num_workers", str(workers)]
     prepared = prepare(folder / "prepared", small_checkpoint(folder / "hf"))
     start = time.perf_counter()
-    done = train(prepared, folder / "undisturbed", *options, steps=steps)
+    done = train(prepared, folder / "undisturbed", *options, ranks=ranks, steps=steps)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     undisturbed_s = time.perf_counter() - start
     run, killed, during_save = folder / "killed", 0, 0
     run.mkdir()
     while killed < kills:
-        was_killed, where = kill_once(prepared, run, options, steps, rng)
+        was_killed, where = kill_once(prepared, run, options, ranks, steps, rng)
         if not was_killed:
             raise ValueError(f"the run reached its end after {killed} kills; give more steps than {steps}")
         killed += 1
@@ -77,7 +81,7 @@ def run_kills(folder: Path, kills: int, seed: int, steps: int, workers: int = 2)
         print(
             f"kill {killed}/{kills} at {where}, last checkpoint {[p.name for p in sorted(run.glob('step_*'))][-1:]}", flush=True
         )
-    done = train(prepared, run, *options, steps=steps)
+    done = train(prepared, run, *options, ranks=ranks, steps=steps)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     for name in ("metrics.jsonl", "samples.jsonl"):

@@ -6,8 +6,10 @@ to weights); the padded rows and columns of the reference are zero, and so must 
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,30 @@ def backward(
         (loss / count).backward()
         total += float(loss)
     return total / count
+
+
+def fingerprint(samples: list[Sample]) -> str:
+    """Equal for samples that :func:`backward` computes the same of: digest of tokens, loss mask and media."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(repr([(item.grid, tuple(item.planes.shape)) for item in sample.media]).encode())
+        for tensor in (sample.token_ids, sample.loss_mask, *(item.planes for item in sample.media)):
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+KEPT = 12
+"""References that are remembered; those of small models take some megabytes each."""
+_known: dict[tuple[str, ...], Any] = {}
+
+
+def remembered(key: tuple[str, ...], compute: Callable[[], Any]) -> Any:
+    """What ``compute`` gave for this key, which many layouts of one model and batch share; the latest used ones are kept."""
+    value = _known.pop(key) if key in _known else compute()
+    _known[key] = value
+    while len(_known) > KEPT:
+        _known.pop(next(iter(_known)))
+    return value
 
 
 def canonical(tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from .activations import Recorder
 from .batches import make_sample
 from .gather import StoredParts, StoredTensors, gather_on_first
 from .places import place_of
-from .reference import load_hf, reference
+from .reference import fingerprint, load_hf, reference, remembered
 from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0, schedule="constant", warmup_steps=2)
@@ -334,13 +335,23 @@ class Reference:
 
     def __init__(self, case: Case, platform: Platform) -> None:
         self.case, self.device = case, str(platform.device)
-        self.exact = load_hf(case.hf, device=self.device)
-        self.half = load_hf(case.hf, torch.bfloat16, self.device) if case.dtype == "bfloat16" else None
+
+    @cached_property
+    def exact(self) -> torch.nn.Module:
+        return load_hf(self.case.hf, device=self.device)
+
+    @cached_property
+    def half(self) -> torch.nn.Module:
+        return load_hf(self.case.hf, torch.bfloat16, self.device)
 
     def __call__(self, samples: list[Sample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
         """(loss, fp32 gradients, relative error of the bf16 gradients of transformers by tensor; empty in fp32)."""
+        key = (self.case.hf, self.case.dtype, self.device, fingerprint(samples))
+        return remembered(key, lambda: self._compute(samples))
+
+    def _compute(self, samples: list[Sample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
         loss, want = reference(self.case.hf, samples, self.exact)
-        if self.half is None:
+        if self.case.dtype != "bfloat16":
             return loss, want, {}
         loss, near = reference(self.case.hf, samples, self.half)
         return loss, want, {n: ((near[n] - w).norm() / w.norm().clamp(min=1e-30)).item() for n, w in want.items()}

@@ -29,7 +29,7 @@ from megatron_vl.training.step import train_step
 from megatron_vl.weights import WeightReader
 
 from .gather import StoredTensors
-from .reference import backward, canonical, load_hf
+from .reference import backward, canonical, fingerprint, load_hf, remembered
 from .run import ADAM, Case, Live, build, draw
 from .tolerances import LOSS_TOLERANCE
 
@@ -54,7 +54,11 @@ def run_training(case: Case, platform: Platform) -> dict[str, Any]:
     if live.grid.rank != 0:
         return {"ok": True}
     flat = [[s for row in batch for s in row] for batch in batches]
-    want_losses, want_norms, want = stored_training(Path(case.reference)) if case.reference else reference_training(case.hf, flat)
+    if case.reference:
+        want_losses, want_norms, want = stored_training(Path(case.reference))
+    else:
+        key = ("training", case.hf, *map(fingerprint, flat))
+        want_losses, want_norms, want = remembered(key, lambda: reference_training(case.hf, flat))
     for line, loss, norm in zip(results, want_losses, want_norms, strict=True):
         line |= {"reference": loss, "loss_error": abs(line["loss"] - loss) / loss}
         line |= {"norm_error": abs(line["grad_norm"] - norm) / norm}

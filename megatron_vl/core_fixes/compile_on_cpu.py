@@ -1,0 +1,64 @@
+"""Core's small functions stay uncompiled where there is no GPU.
+
+Megatron-core 0.19.2 wraps some forty of them in ``torch.compile`` while it is imported. Making the wrappers imports inductor:
+two of the six seconds of processor time that each rank needs to start, for kernels that a CPU run does not gain from.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+CORE = "megatron.core"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds core as others would, and has it loaded by :class:`_Loader`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != CORE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            self.loader.exec_module(module)
+            return
+        compile_, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
+        try:
+            self.loader.exec_module(module)
+        finally:
+            torch.compile = compile_
+        # The parts of core that are imported later ask for the wrapper there.
+        sys.modules[f"{CORE}.jit"].disable_jit_fuser()
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """In place of ``torch.compile``, with or without options."""
+    return function if function is not None else _as_it_is
+
+
+def install() -> None:
+    """Before core is imported; later it does nothing."""
+    if CORE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
