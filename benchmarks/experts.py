@@ -31,25 +31,8 @@ from megatron_vl.models.grouped_gemm import (
 )
 
 ROWS = 65_536
-ROW_CONFIGS = [
-    Config(128, 256, 64, 8, 3),
-    Config(128, 128, 64, 4, 3),
-    Config(128, 256, 64, 8, 3, tma=True),
-    Config(128, 256, 64, 8, 4, tma=True),
-    Config(128, 128, 64, 4, 3, tma=True),
-    Config(128, 128, 64, 8, 3, tma=True),
-    Config(128, 128, 128, 8, 3, tma=True),
-]
-WEIGHT_CONFIGS = [
-    Config(128, 128, 64, 8, 3),
-    Config(128, 256, 64, 8, 3, tma=True, split=True),
-    Config(128, 256, 64, 8, 3, tma=True, reduce=True, split=True),
-    Config(128, 256, 64, 8, 4, tma=True, reduce=True, split=True),
-    Config(256, 128, 64, 8, 3, tma=True, reduce=True, split=True),
-    Config(128, 128, 64, 4, 2, tma=True, reduce=True, split=True),
-    Config(128, 128, 64, 4, 3, tma=True, reduce=True, split=True),
-    Config(128, 128, 64, 8, 3, tma=True, reduce=True, split=True),
-]
+ROW_CONFIGS = [ROWS_CONFIG, ROWS_CONFIG._replace(stages=4), ROWS_CONFIG._replace(k=128, stages=2)]
+WEIGHT_CONFIGS = [WEIGHT_CONFIG]
 
 
 def timed(function: Callable[[], object], runs: int = 10) -> tuple[float, float]:
@@ -151,7 +134,7 @@ def sweep(cases: list[Case], configs: list[Config], weight_configs: list[Config]
             return
         for name, index in (("forward", 0), ("dgrad", 1)):
             parts = [line(o.case, partial(getattr(o, name), config), o.case.exact[index]) for o in ours]
-            print(f"  {name:8s}{tuple(config)!s:48s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
+            print(f"  {name:8s}{tuple(config)!s:47s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
     for config in weight_configs:
         if late():
             return
@@ -159,7 +142,7 @@ def sweep(cases: list[Case], configs: list[Config], weight_configs: list[Config]
         for o in ours:
             o.grads.zero_()
             parts.append(line(o.case, partial(o.wgrad, config), o.case.exact[2], pick=ends_only))
-        print(f"  wgrad   {tuple(config)!s:48s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
+        print(f"  wgrad   {tuple(config)!s:47s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
 
 
 def torch_ones(cases: list[Case]) -> None:
@@ -214,7 +197,7 @@ def main() -> None:
     def late() -> bool:
         return time.monotonic() - begin > args.seconds
 
-    print(torch.cuda.get_device_name(), torch.__version__, "TFLOP/s; (m, n, k, warps, stages, tma, reduce, split)")
+    print(torch.cuda.get_device_name(), torch.__version__, "TFLOP/s; (m, n, k, warps, stages)")
     for number, shape in enumerate(args.shapes.split(",")):
         if late():
             break

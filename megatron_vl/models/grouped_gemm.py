@@ -12,7 +12,7 @@ bound is the grid, and programs without a tile leave at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -48,11 +48,11 @@ def _plan(counts, starts, tiles, experts, bound, ROWS: tl.constexpr, EXPERTS: tl
 
 @triton.jit(do_not_specialize=["bound"])
 def _row_product(
-    x, addresses, tiles, out, bound, IN, OUT,
-    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, EVEN_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
+    x, addresses, tiles, out, bound, IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [rows, IN] times its expert's weight, [OUT, IN] when TRANSPOSED, else [IN, OUT]."""
+    EVEN: tl.constexpr = IN % BLOCK_K == 0 and OUT % BLOCK_N == 0
     columns = tl.cdiv(OUT, BLOCK_N)
     tile = tl.program_id(0) // columns
     column = tl.program_id(0) % columns * BLOCK_N
@@ -61,73 +61,47 @@ def _row_product(
         return
     first, end = tl.load(tiles + bound + tile), tl.load(tiles + 2 * bound + tile)
     weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
+    row, n, k = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # Rows past the end repeat the last one, and are not stored.
+    left = x + tl.minimum(row, end - 1).to(tl.int64)[:, None] * IN + k[None, :]
+    right = weight + k[:, None] + n[None, :] * IN if TRANSPOSED else weight + k[:, None] * OUT + n[None, :]
+    tl.multiple_of(left, [16, 16])
+    tl.multiple_of(right, [16, 16])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if TMA:
-        xs = tl.make_tensor_descriptor(x, [end, IN], [IN, 1], [BLOCK_M, BLOCK_K])
-        if TRANSPOSED:
-            ws = tl.make_tensor_descriptor(weight, [OUT, IN], [IN, 1], [BLOCK_N, BLOCK_K])
-            for k in range(0, IN, BLOCK_K):
-                acc = tl.dot(xs.load([first, k]), ws.load([column, k]).T, acc)
+    for start in range(0, IN, BLOCK_K):
+        if EVEN:
+            a, b = tl.load(left), tl.load(right)
         else:
-            ws = tl.make_tensor_descriptor(weight, [IN, OUT], [OUT, 1], [BLOCK_K, BLOCK_N])
-            for k in range(0, IN, BLOCK_K):
-                acc = tl.dot(xs.load([first, k]), ws.load([k, column]), acc)
-        outs = tl.make_tensor_descriptor(out, [end, OUT], [OUT, 1], [BLOCK_M, BLOCK_N])
-        outs.store([first, column], acc.to(out.dtype.element_ty))
-    else:
-        row, n, k = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        # Rows and columns past the end compute something that is not stored.
-        left = x + tl.minimum(row, end - 1).to(tl.int64)[:, None] * IN + k[None, :]
-        if TRANSPOSED:
-            right = weight + k[:, None] + tl.minimum(n, OUT - 1)[None, :] * IN
-        else:
-            right = weight + k[:, None] * OUT + n[None, :]
-        tl.multiple_of(left, [16, 16])
-        tl.multiple_of(right, [16, 16])
-        for start in range(0, IN, BLOCK_K):
-            if EVEN_IN:
-                a = tl.load(left)
-                if TRANSPOSED or EVEN_OUT:
-                    b = tl.load(right)
-                else:
-                    b = tl.load(right, mask=(n < OUT)[None, :], other=0.0)
-            else:
-                a = tl.load(left, mask=(start + k < IN)[None, :], other=0.0)
-                b = tl.load(right, mask=(start + k < IN)[:, None] & (n < OUT)[None, :], other=0.0)
-            acc = tl.dot(a, b, acc)
-            left += BLOCK_K
-            right += BLOCK_K if TRANSPOSED else BLOCK_K * OUT
-        place = out + row.to(tl.int64)[:, None] * OUT + n[None, :]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (n < OUT)[None, :])
+            a = tl.load(left, mask=(start + k < IN)[None, :], other=0.0)
+            b = tl.load(right, mask=(start + k < IN)[:, None] & (n < OUT)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc)
+        left += BLOCK_K
+        right += BLOCK_K if TRANSPOSED else BLOCK_K * OUT
+    place = out + row.to(tl.int64)[:, None] * OUT + n[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (n < OUT)[None, :])
 
 
 @triton.jit
-def _put(grad, acc, m0, n0, OUT, IN, ADD: tl.constexpr, REDUCE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def _put(grad, acc, m0, n0, OUT, IN, ADD: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Writes or adds a tile of an expert's gradient."""
-    kind = grad.dtype.element_ty
-    if REDUCE:
-        grads = tl.make_tensor_descriptor(grad, [OUT, IN], [IN, 1], [HEIGHT, WIDTH])
-        if ADD:
-            grads.atomic_add([m0, n0], acc.to(kind))
-        else:
-            grads.store([m0, n0], acc.to(kind))
-    else:
-        m, n = m0 + tl.arange(0, HEIGHT), n0 + tl.arange(0, WIDTH)
-        place = grad + m[:, None] * IN + n[None, :]
-        tl.multiple_of(place, [16, 16])
-        inside = (m < OUT)[:, None] & (n < IN)[None, :]
-        if ADD:
-            acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, acc.to(kind), mask=inside)
+    m, n = m0 + tl.arange(0, HEIGHT), n0 + tl.arange(0, WIDTH)
+    place = grad + m[:, None] * IN + n[None, :]
+    tl.multiple_of(place, [16, 16])
+    inside = (m < OUT)[:, None] & (n < IN)[None, :]
+    if ADD:
+        acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, acc.to(grad.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _weight_product(
-    dy, x, starts, addresses, like, OUT, IN,
-    ADD: tl.constexpr, TMA: tl.constexpr, REDUCE: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    dy, x, starts, addresses, like, OUT, IN, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN], into the type of ``like``."""
+    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN], into the type of ``like``.
+
+    Blocks come through the tensor memory accelerator: it fills rows past the expert's last with zeros, and they need no mask.
+    """
     across = tl.cdiv(IN, BLOCK_N)
     tiles = tl.cdiv(OUT, BLOCK_M) * across
     expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -136,38 +110,16 @@ def _weight_product(
     if ADD and first == end:
         return
     grad = tl.load(addresses + expert).to(tl.pointer_type(like.dtype.element_ty))
+    ys = tl.make_tensor_descriptor(dy, [end, OUT], [OUT, 1], [BLOCK_K, BLOCK_M])
+    xs = tl.make_tensor_descriptor(x, [end, IN], [IN, 1], [BLOCK_K, BLOCK_N])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if TMA:
-        ys = tl.make_tensor_descriptor(dy, [end, OUT], [OUT, 1], [BLOCK_K, BLOCK_M])
-        xs = tl.make_tensor_descriptor(x, [end, IN], [IN, 1], [BLOCK_K, BLOCK_N])
-        for row in range(first, end, BLOCK_K):
-            acc = tl.dot(ys.load([row, m0]).T, xs.load([row, n0]), acc)
-    else:
-        m, n, k = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        left = dy + (first + k).to(tl.int64)[:, None] * OUT + m[None, :]
-        right = x + (first + k).to(tl.int64)[:, None] * IN + n[None, :]
-        tl.multiple_of(left, [16, 16])
-        tl.multiple_of(right, [16, 16])
-        for start in range(first, end, BLOCK_K):
-            live = (start + k < end)[:, None]
-            if EVEN_OUT:
-                a = tl.load(left, mask=live, other=0.0)
-            else:
-                a = tl.load(left, mask=live & (m < OUT)[None, :], other=0.0)
-            if EVEN_IN:
-                b = tl.load(right, mask=live, other=0.0)
-            else:
-                b = tl.load(right, mask=live & (n < IN)[None, :], other=0.0)
-            acc = tl.dot(tl.trans(a), b, acc)
-            left += BLOCK_K * OUT
-            right += BLOCK_K * IN
-    if SPLIT:
-        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-        acc0, acc1 = tl.split(halves)
-        _put(grad, acc0, m0, n0, OUT, IN, ADD, REDUCE, BLOCK_M, BLOCK_N // 2)
-        _put(grad, acc1, m0, n0 + BLOCK_N // 2, OUT, IN, ADD, REDUCE, BLOCK_M, BLOCK_N // 2)
-    else:
-        _put(grad, acc, m0, n0, OUT, IN, ADD, REDUCE, BLOCK_M, BLOCK_N)
+    for row in range(first, end, BLOCK_K):
+        acc = tl.dot(ys.load([row, m0]).T, xs.load([row, n0]), acc)
+    # In two halves, which need half of the shared memory.
+    halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+    acc0, acc1 = tl.split(halves)
+    _put(grad, acc0, m0, n0, OUT, IN, ADD, BLOCK_M, BLOCK_N // 2)
+    _put(grad, acc1, m0, n0 + BLOCK_N // 2, OUT, IN, ADD, BLOCK_M, BLOCK_N // 2)
 
 
 class Config(NamedTuple):
@@ -178,20 +130,14 @@ class Config(NamedTuple):
     k: int
     warps: int
     stages: int
-    tma: bool = False
-    """Blocks are fetched by the tensor memory accelerator."""
-    reduce: bool = False
-    """Weight gradients are written by it too, added in memory."""
-    split: bool = False
-    """A tile is written in two halves, which needs half of the shared memory."""
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, int]:
         sizes = {"BLOCK_M": self.m, "BLOCK_N": self.n, "BLOCK_K": self.k}
-        return sizes | {"TMA": self.tma, "num_warps": self.warps, "num_stages": self.stages}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 ROWS_CONFIG = Config(TILE_ROWS, 256, 64, 8, 3)
-WEIGHT_CONFIG = Config(128, 128, 64, 8, 3)
+WEIGHT_CONFIG = Config(128, 256, 64, 8, 3)
 
 
 class Plan(NamedTuple):
@@ -221,6 +167,7 @@ def plan(counts: Tensor, rows: int) -> Plan:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where kernels keep the descriptors of what they fetch."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -230,7 +177,7 @@ def row_product(
     """Each row times its expert's weight.
 
     Args:
-        x: [rows, features in], contiguous.
+        x: [rows, features in], contiguous; rows of a multiple of 16 bytes, here and in the result.
         addresses: int64 [experts], of contiguous weights in the type of ``x``.
         transposed: weights are [out_features, in] (a forward product); otherwise [in, out_features] (its input gradient).
 
@@ -240,12 +187,9 @@ def row_product(
     out = x.new_empty(x.shape[0], out_features)
     if out.numel():
         bound = where.tiles.shape[1]
-        if config.tma:
-            triton.set_allocator(_scratch)
         _row_product[(bound * triton.cdiv(out_features, config.n),)](
-            x, addresses, where.tiles, out, bound, x.shape[1], out_features, TRANSPOSED=transposed,
-            EVEN_IN=x.shape[1] % config.k == 0, EVEN_OUT=out_features % config.n == 0, **config.options(),
-        )  # fmt: skip
+            x, addresses, where.tiles, out, bound, x.shape[1], out_features, TRANSPOSED=transposed, **config.options()
+        )
     return out
 
 
@@ -255,21 +199,18 @@ def weight_product(
     """Weight gradients, written or added to where ``addresses`` point.
 
     Args:
-        dy, x: [rows, features out] and [rows, features in], contiguous.
+        dy, x: [rows, features out] and [rows, features in], contiguous; rows of a multiple of 16 bytes.
         addresses: int64 [experts], of contiguous tensors [out, in] in the type of ``like``.
         like: a tensor of the gradients' type.
         add: add to what is there; an expert without rows is left alone. Otherwise its gradient becomes zero.
     """
-    experts = addresses.numel()
     if not x.shape[0] and add:
         return
+    triton.set_allocator(_scratch)
     tiles = triton.cdiv(dy.shape[1], config.m) * triton.cdiv(x.shape[1], config.n)
-    if config.tma or config.reduce:
-        triton.set_allocator(_scratch)
-    _weight_product[(experts * tiles,)](
-        dy, x, where.starts, addresses, like, dy.shape[1], x.shape[1], ADD=add, REDUCE=config.reduce, SPLIT=config.split,
-        EVEN_OUT=dy.shape[1] % config.m == 0, EVEN_IN=x.shape[1] % config.n == 0, **config.options(),
-    )  # fmt: skip
+    _weight_product[(addresses.numel() * tiles,)](
+        dy, x, where.starts, addresses, like, dy.shape[1], x.shape[1], ADD=add, **config.options()
+    )
 
 
 class Addresses:

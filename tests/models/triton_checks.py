@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from megatron_vl.models import tower_attention as kernels
+from megatron_vl.models.grouped_gemm import ROWS_CONFIG, WEIGHT_CONFIG, Addresses, Config, plan, row_product, weight_product
 from megatron_vl.models.swiglu import swiglu
 from megatron_vl.models.tower_attention import Tile, Tiles, attention, tower_attention
 from megatron_vl.models.window_attention import window_attention
@@ -111,6 +114,12 @@ def on_gpu() -> dict[str, float]:
     angles = torch.rand(2000, 36, device="cuda")
     out = tower_attention(qkv, angles.cos(), angles.sin(), cu, 72)
     first, second = (torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2))
+    experts = partial(experts_error, device="cuda", dtype=torch.bfloat16)
+    errors |= {
+        "experts": experts([0, 700, 129, 0, 1, 1000, 128], 2048, 768, ROWS_CONFIG, WEIGHT_CONFIG),
+        "experts, blocks that do not divide": experts([3, 0, 130, 300], 712, 200, ROWS_CONFIG, WEIGHT_CONFIG),
+        "experts, no rows": experts([0, 0], 256, 256, ROWS_CONFIG, WEIGHT_CONFIG),
+    }
     return {**errors, "not deterministic": float((first != second).sum())}
 
 
@@ -122,6 +131,36 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
     if weight is not None:
         reference = reference * weight.view(-1, 1, 1)
     return worst(swiglu(x, weight), reference, [x] if weight is None else [x, weight])
+
+
+def experts_error(counts: list[int], features_in: int, features_out: int, *configs: Config, **kind: Any) -> float:
+    """Largest error of the products of experts with ``counts`` rows: forward, dgrad, wgrad added and wgrad written.
+
+    Args:
+        configs: of rows and of weight gradients; none: small ones for both.
+        kind: device and dtype of rows and weights. Weight gradients are added in float32.
+    """
+    rows_config, weight_config = configs or (Config(128, 64, 32, 4, 2),) * 2
+    shape = (len(counts), features_out, features_in)
+    x, dy, stacked = (torch.randn(size, **kind) for size in ((sum(counts), features_in), (sum(counts), features_out), shape))
+    weights = list(stacked)
+    where, table = plan(torch.tensor(counts, device=x.device), len(x)), Addresses().of(weights)
+    added, written = torch.randn(shape, device=x.device), torch.full_like(stacked, torch.nan)
+    before = added.clone()
+    for grads, add in ((added, True), (written, False)):
+        weight_product(dy, x, Addresses().of(list(grads)), where, grads, add=add, config=weight_config)
+    ours = [
+        row_product(x, table, where, features_out, transposed=True, config=rows_config),
+        row_product(dy, table, where, features_in, transposed=False, config=rows_config),
+        added,
+        written,
+    ]
+    parts = [(a.float(), b.float(), w.float()) for a, b, w in zip(x.split(counts), dy.split(counts), weights, strict=True)]
+    wgrad = torch.stack([b.T @ a for a, b, _ in parts])
+    reference = [torch.cat([a @ w.T for a, _, w in parts]), torch.cat([b @ w for _, b, w in parts]), before + wgrad, wgrad]
+    pairs = zip(ours, reference, strict=True)
+    # Not Python's max, which passes over NaN.
+    return float(torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs if b.numel()]).max())
 
 
 def main() -> None:
@@ -140,6 +179,10 @@ def main() -> None:
         "plain, 24 a head, more segments than are searched at once": many_segments_error(),
         "swiglu": swiglu_error(3, 3000, weighted=False),
         "swiglu, weighted": swiglu_error(5, 96, weighted=True),
+        "experts, blocks that do not divide": experts_error([3, 0, 130, 64, 0, 300], 96, 72),
+        "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),
+        "experts, the first without rows": experts_error([0, 0, 5], 40, 24),
+        "experts, no rows": experts_error([0, 0], 40, 24),
     }
     print(json.dumps(errors))
 
