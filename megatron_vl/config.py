@@ -47,8 +47,9 @@ class ModelConfig:
     moe_aux_loss: float | None = None
     """Coefficient of the experts' load-balancing loss, averaged over the layers (transformers: of the layers' average; equal
     for one layer); 0: none; empty: router_aux_loss_coef of the Hugging Face config."""
-    vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
-    """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa)."""
+    vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te", "triton"] = "auto"
+    """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa); triton: our kernels, RoPE
+    included (CUDA, bfloat16)."""
     window_attention: Literal["auto", "fused", "backend"] = "auto"
     """Window layers of the vision tower: fused (one kernel, RoPE included; CUDA, bfloat16) or backend (as vision_attention);
     auto: fused on CUDA."""

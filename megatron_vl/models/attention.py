@@ -4,8 +4,8 @@ A packed row carries several sequences behind one another; ``cu_seqlens`` says w
 packed path (``thd``) restarts the rotary frequencies at each sequence and so cannot serve M-RoPE; here core is told
 ``sbhd`` with a batch of one, applies RoPE from the position ids as they are, and calls :class:`PackedAttention`.
 
-Backends: ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2 in torch) and
-``flash_attn`` (the package).
+Backends: ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2 in torch),
+``flash_attn`` (the package) and ``triton`` (:mod:`megatron_vl.models.tower_attention`, for towers).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from .kv_cache import CacheUse
 
-BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te")
+BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
+TOWER_BACKEND = "torch_varlen"
+"""What ``auto`` is for towers in bfloat16 on CUDA whose heads are no multiple of 64: torch_varlen or triton."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 """(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""
@@ -92,6 +94,7 @@ class PackedAttention(nn.Module):
         super().__init__()
         if softmax_scale is not None:
             raise ValueError("softmax_scale is not supported; attention scales by head_dim ** -0.5")
+        self.backend = backend
         self.windowed = windowed(layer_number - 1)
         self.causal = causal
         self.attend = make_backend(backend)
@@ -119,25 +122,32 @@ class PackedAttention(nn.Module):
         return out.reshape(out.shape[0], 1, -1)
 
 
-def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool) -> str:
+def choose_backend(
+    name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
+) -> str:
     """The backend for ``auto``: the fastest measured on the platform; otherwise ``name``, checked.
 
     Measured on H200 (docs/log.md): the vision tower's short segments and its head dimension of 80 are fastest with
     FlashAttention-2, the language model's long causal segments with cuDNN through Transformer Engine.
 
     Raises:
-        ValueError: the name is unknown or cannot run on this platform.
+        ValueError: the name is unknown or cannot run on this platform, or not for this attention.
     """
+    triton = not causal and dtype == torch.bfloat16 and head_dim % 8 == 0 and 16 <= head_dim <= 128
     if name == "auto":
         if platform == "cpu":
             return "sdpa"
         if head_dim % 8:
             return "sdpa"  # no fused kernel takes such heads
+        if triton and head_dim % 64:
+            return TOWER_BACKEND
         return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
     if platform == "cpu" and name != "sdpa":
         raise ValueError(f"attention backend {name!r} has no CPU kernel; use sdpa or auto")
+    if name == "triton" and not triton:
+        raise ValueError("attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto")
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError("attention backend flash_attn: the package is not installed (pip install -e .[gpu])")
     return name
@@ -147,7 +157,12 @@ def make_backend(name: str) -> Backend:
     """The function of a backend; each layer has its own."""
     if name == "te":
         return _TransformerEngine()
-    functions: dict[str, Backend] = {"sdpa": _sdpa, "torch_varlen": _torch_varlen, "flash_attn": _flash_attn}
+    functions: dict[str, Backend] = {
+        "sdpa": _sdpa,
+        "torch_varlen": _torch_varlen,
+        "flash_attn": _flash_attn,
+        "triton": _triton,
+    }
     return functions[name]
 
 
@@ -184,6 +199,13 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: Segments, c
 
     cu, longest = segments.cu_seqlens, segments.max_seqlen
     return flash_attn_varlen_func(query, key, value, cu, cu, longest, longest, causal=causal)
+
+
+def _triton(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
+    from .tower_attention import attention
+
+    assert not causal, "for towers only"
+    return attention(query, key, value, segments.cu_seqlens)
 
 
 class _TransformerEngine:

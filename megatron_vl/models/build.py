@@ -103,7 +103,7 @@ def _tower(
         pixel_mean=pixel_mean,
         pixel_std=pixel_std,
         attention_backend=choose_backend(
-            model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False
+            model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False, dtype=dtype
         ),
         frozen=model.freeze_vision,
         fused_windows=fusable and model.window_attention != "backend",

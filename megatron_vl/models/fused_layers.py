@@ -1,6 +1,6 @@
 """Layers that save time or memory where Megatron-core's own leave some.
 
-* :class:`WindowSelfAttention`: window layers of a tower through one kernel from ``linear_qkv`` to ``linear_proj``.
+* :class:`TowerSelfAttention`: layers of a tower through our kernels, RoPE included, from ``linear_qkv`` to ``linear_proj``.
 * :class:`FusedMLP`: SwiGLU as one kernel; the activation may be computed again in the backward pass instead of being kept.
 * :func:`with_bias`: biases are added by the matrix product, so that their gradients come out of it too.
 """
@@ -19,24 +19,46 @@ from torch import Tensor
 from .attention import PackedRow
 
 
-class WindowSelfAttention(SelfAttention):
-    """Core's SelfAttention; layers that attend within small windows take :mod:`megatron_vl.models.window_attention`."""
+class TowerSelfAttention(SelfAttention):
+    """Core's SelfAttention; :mod:`megatron_vl.models.window_attention` and :mod:`megatron_vl.models.tower_attention` take
+    what they are made for.
+
+    Args:
+        fused_windows: layers that attend within small windows take the kernel; full layers take theirs where the backend is
+            ``triton``.
+    """
+
+    def __init__(self, *args: Any, fused_windows: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fused_windows = fused_windows
 
     def forward(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRow | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[P, 1, H] -> ([P, 1, H], bias to be added or None)"""
+        row = packed_seq_params
+        kernel = None if row is None or row.cos_sin is None else self._kernel(row)
+        if kernel is None:
+            return super().forward(hidden_states, *args, packed_seq_params=row, **kwargs)
+        qkv, _ = self.linear_qkv(hidden_states)
+        return self.linear_proj(kernel(qkv[:, 0])[:, None])
+
+    def _kernel(self, row: PackedRow) -> Callable[[Tensor], Tensor] | None:
+        """From the fused QKV output [P, heads * 3 * d] to [P, heads * d], if there is a kernel for this layer."""
+        from .tower_attention import tower_attention
         from .window_attention import MAX_WINDOW, window_attention
 
-        row = packed_seq_params
-        if not self.core_attention.windowed or row is None or row.window is None or row.window.max_seqlen > MAX_WINDOW:
-            return super().forward(hidden_states, *args, packed_seq_params=row, **kwargs)
         assert row.cos_sin is not None
-        qkv, _ = self.linear_qkv(hidden_states)
-        out = window_attention(
-            qkv[:, 0], *row.cos_sin, row.window.cu_seqlens, row.window.max_seqlen, self.hidden_size_per_attention_head
-        )
-        return self.linear_proj(out[:, None])
+        (cos, sin), dim = row.cos_sin, self.hidden_size_per_attention_head
+        segments = row.window if self.core_attention.windowed else row.full
+        if segments is None:
+            return None
+        cu, longest = segments.cu_seqlens, segments.max_seqlen
+        if self.core_attention.windowed and self.fused_windows and longest <= MAX_WINDOW:
+            return lambda qkv: window_attention(qkv, cos, sin, cu, longest, dim)
+        if self.core_attention.backend == "triton":
+            return lambda qkv: tower_attention(qkv, cos, sin, cu, dim)
+        return None
 
 
 class FusedMLP(MLP):

@@ -27,7 +27,7 @@ from megatron_vl.platform import Platform
 
 from .attention import PackedAttention
 from .deepstack import DeepStackLayer
-from .fused_layers import FusedMLP, WindowSelfAttention, with_bias
+from .fused_layers import FusedMLP, TowerSelfAttention, with_bias
 from .moe import moe_layer
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -127,6 +127,7 @@ def block_spec(
         column, row = with_bias(column), with_bias(row)
     else:
         final_norm = layer_norm
+    own_kernels = fused_windows or attention_backend == "triton"
     attention = partial(PackedAttention, backend=attention_backend, causal=causal, windowed=windowed)
     layer = ModuleSpec(
         module=DeepStackLayer if deepstack else TransformerLayer,
@@ -134,8 +135,11 @@ def block_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=layer_norm,
             self_attention=ModuleSpec(
-                module=WindowSelfAttention if fused_windows else SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
+                module=TowerSelfAttention if own_kernels else SelfAttention,
+                params={
+                    "attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask,
+                    **({"fused_windows": fused_windows} if own_kernels else {}),
+                },
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=column,
                     core_attention=attention,

@@ -141,7 +141,8 @@ class VisionTower(nn.Module):
         recompute_activation: bool = False,
     ) -> None:
         super().__init__()
-        self.vision, self.frozen, self.fused_windows = vision, frozen, fused_windows
+        self.vision, self.frozen = vision, frozen
+        self.rotating_kernels = fused_windows or attention_backend == "triton"
         # Products in FP8 contract over whole tiles of patches; what is added is one more segment of zeros, cut off at the end.
         self.padded_to = {None: 1, "blockwise": 128}.get(config.fp8_recipe if config.fp8 else None, 16)
         self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
@@ -182,7 +183,7 @@ class VisionTower(nn.Module):
                 full, window = (segments.padded(hidden.shape[0], extra) for segments in (full, window))
             hidden = hidden[:, None]
             half = angles[:, 0, 0, : self.vision.head_dim // 2]
-            cos_sin = (half.cos().contiguous(), half.sin().contiguous()) if self.fused_windows else None
+            cos_sin = (half.cos().contiguous(), half.sin().contiguous()) if self.rotating_kernels else None
             hidden = self.decoder(
                 hidden_states=hidden,
                 attention_mask=None,

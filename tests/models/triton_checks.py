@@ -56,10 +56,10 @@ def windows(qkv: Tensor, angles: Tensor, bounds: list[int], heads: int) -> Tenso
 
 def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
     """The largest difference of values and gradients, relative to the largest reference."""
-    weight = torch.randn_like(reference)
+    weight = torch.randn_like(reference).to(ours.dtype)
     pairs = [(ours, reference)]
     # They may share the way from the inputs.
-    gradients = (torch.autograd.grad(out, inputs, weight, retain_graph=True) for out in (ours, reference))
+    gradients = (torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True) for out in (ours, reference))
     pairs += list(zip(*gradients, strict=True))
     return max(float((a - b).detach().abs().max() / b.abs().max()) for a, b in pairs)
 

@@ -238,6 +238,8 @@ class _Sizes:
         model, tp = self.config.model, self.layout.tp
         if not v.is_full_attention(layer) and model.window_attention != "backend":
             attention = 4.0 * v.hidden_size  # one kernel from the fused QKV output to the attention's output
+        elif model.vision_attention == "triton":  # likewise, from rotated copies
+            attention = 4.0 * v.hidden_size + v.num_heads * 4 / self.element
         else:
             fused = v.hidden_size if model.vision_attention == "te" else 3 * v.hidden_size
             attention = 3 * v.hidden_size + fused + v.num_heads * 4 / self.element
