@@ -146,6 +146,7 @@ def sweep(case: Case) -> None:
     def compiled(job: tuple[Callable[[Tile], object], Tile]) -> str:
         try:
             job[0](job[1])
+            torch.cuda.synchronize()
         except Exception as error:  # a tile that does not fit is a finding, not the end
             return repr(error)[:120]
         return ""
