@@ -147,8 +147,9 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, di
 
 
 def test_what_a_language_model_must_judge_says_so(pair, dialogues, tmp_path, capsys):
-    code, report = evaluate(pair("qwen2_5_vl"), "MMDU", dialogues, tmp_path / "out", "--max-new-tokens", "1")
-    assert code == 1 and [gate["passed"] for gate in report["gates"]] == [True, True, True, False]
+    code, report = evaluate(pair("qwen2_5_vl"), "MMDU", dialogues, tmp_path / "out", "--max-new-tokens", "1", "--json")
+    assert code == 1 and json.loads(capsys.readouterr().out) == report
+    assert [gate["passed"] for gate in report["gates"]] == [True, True, True, False]
     assert "--judge-base-url" in report["gates"][3]["details"][0] and not report["checkpoints"]["original"]["metrics"]
 
 
@@ -168,11 +169,10 @@ def test_several_tables_in_one_and_damage(pair, tmp_path):
         write_table(tmp_path / "LMUData" / f"MMMB_{language}.tsv", rows, columns)
     out = tmp_path / "MMMB"  # VLMEvalKit replaces the name of the set wherever it is in a path
     pair_ = (original, damage(converted, tmp_path / "damaged"))
-    code, report = evaluate(
-        pair_, "MMMB", tmp_path / "LMUData", out, "--limit", "12", "--max-new-tokens", "1", "--keep-going", "--processes", "2"
-    )
+    code, report = evaluate(pair_, "MMMB", tmp_path / "LMUData", out, "--limit", "12", "--max-new-tokens", "1", "--keep-going")
     assert code == 1 and report["questions"] == 12
     assert [gate["passed"] for gate in report["gates"]][:2] == [False, False]
+    assert report["gates"][1]["measured"].startswith("4 of 4 prompts differ")
     lines = answers_of(out, "original")
     assert [line["question"].count("(tr)") for line in lines[-2:]] == [1, 1]
     metrics = report["checkpoints"]["original"]["metrics"]
