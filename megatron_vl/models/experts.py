@@ -141,7 +141,7 @@ class GroupedExperts(TEGroupedMLP):
         middle, _ = self.linear_fc1(hidden, where)
         if not self.activation_recompute:
             return self.linear_fc2(swiglu(middle, probs), where)
-        checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)  # ask Transformer Engine for no state of FP8
         out, _ = self.linear_fc2(checkpoint.checkpoint(swiglu, middle, probs), where)
         checkpoint.discard_output_and_register_recompute(out)
         return out, None
@@ -149,10 +149,11 @@ class GroupedExperts(TEGroupedMLP):
     def report_to(self, ddp: DistributedDataParallel) -> None:
         """Lets weights tell ``ddp`` that their gradients are ready, in place of one hook each.
 
-        For weights that get their gradients in ``main_grad`` (``fuse_wgrad_accumulation``).
+        Weights that do not get their gradients in ``main_grad`` (``fuse_wgrad_accumulation``) keep their hooks.
         """
-        if self.planned:
-            self.linear_fc1.expert_weights.ddp = self.linear_fc2.expert_weights.ddp = ddp
+        for linear in (self.linear_fc1, self.linear_fc2):
+            if self.planned and getattr(linear, "fuse_wgrad_accumulation", False):
+                linear.expert_weights.ddp = ddp
 
 
 class DeviceCountsDispatcher(MoEAlltoAllTokenDispatcher):
