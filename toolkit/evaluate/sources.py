@@ -149,6 +149,9 @@ class Sources:
 
     def _download(self, *arguments: Any, **more: Any) -> Any:
         """Stands for every function that VLMEvalKit downloads with."""
+        short = str(more.get("repo_id") or more.get("dataset_id") or "").rpartition("/")[2]
+        if self.missing is None and short and not (self.root / short).exists():
+            self.missing = self.data / short
         wanted = more.get("repo_id") or more.get("dataset_id") or (arguments[0] if arguments else "")
         if self.missing is not None:
             raise TableError(f"--data {self.name}: {self.real(str(self.missing))} is missing; {self._how(str(wanted))}")
@@ -196,6 +199,7 @@ class Sources:
                     if getattr(module, attribute, None) in (OWN[attribute], NOW.get(attribute, OWN[attribute])):
                         setattr(module, attribute, function)
         NOW.update(new)
+        huggingface_hub.snapshot_download = self._download  # VDC takes it from there while it runs
         huggingface_hub.login = lambda *_, **__: None  # MVBench logs in before it downloads
         vlmeval.dataset.vdc.modelscope_flag_set = misc.modelscope_flag_set  # which it does not import
         # Sets of several video sets lack an abstract method that they do not use.
