@@ -80,6 +80,29 @@ class Row:
         return self.tokens.numel()
 
 
+LOSS_INDEX_MULTIPLE = 128
+"""Tiles of a matrix product on GPUs are 128 rows high, so less padding than that would save nothing; and rows of S tokens
+have no more than S / 128 different numbers of logits, whose memory the allocator can use again."""
+
+
+def loss_index(loss_mask: Tensor) -> Tensor | None:
+    """Tokens for which the output layer is computed: int64 [N], ascending; None when they are all of the row.
+
+    These are the tokens that bear loss, and as many that do not as make N a multiple of :data:`LOSS_INDEX_MULTIPLE`. The
+    latter weigh nothing by the mask itself. A row without loss has some too: gradients of the last layers are then zero
+    instead of missing.
+
+    Args:
+        loss_mask: [S], on the host.
+    """
+    learnt = loss_mask.bool()
+    count = max(1, -(-int(learnt.sum()) // LOSS_INDEX_MULTIPLE)) * LOSS_INDEX_MULTIPLE
+    if count >= len(learnt):
+        return None
+    # A stable sort puts the loss tokens first and leaves the others in order.
+    return learnt.logical_not().byte().argsort(stable=True)[:count].sort().values
+
+
 def pin(row: Row) -> Row:
     """The same row in pinned memory, when CUDA is there."""
     if not torch.cuda.is_available():

@@ -7,6 +7,7 @@ anywhere in a row and any tensor-parallel rank may own any token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from .attention import Segments, packed_row
 from .deepstack import levels_before
+from .head import selected_losses
 from .kv_cache import CacheUse
 from .vision import VisionInput, VisionTower
 
@@ -35,6 +37,8 @@ class DeviceRow:
     vision: VisionInput | None
     """None on ranks without the vision tower."""
     feature_index: Tensor | None
+    loss_index: Tensor | None = None
+    """int64 [N], ascending: the tokens for which logits are computed where losses are asked for; None: all."""
     cache: CacheUse | None = None
     """While text is generated: the keys and values that are kept."""
 
@@ -85,8 +89,14 @@ class VisionLanguageModel(MegatronModule):
 
     def forward(self, row: DeviceRow, labels: bool = True) -> Tensor:
         """Per-token losses [1, S] (logits [1, S, V / tp] when ``labels`` is False) on the last chunk, else a pipeline message:
-        hidden state and levels of DeepStack, [(1 + message_levels) * S (/ tp), 1, H]."""
+        hidden state and levels of DeepStack, [(1 + message_levels) * S (/ tp), 1, H].
+
+        Losses outside ``row.loss_index`` are 0.
+        """
         decoder_input = self._embed(row) if self.pre_process else None
+        selection: dict[str, Any] = {}
+        if labels and row.loss_index is not None:
+            selection = {"output_processor": selected_losses, "output_processor_context": row.loss_index}
         out = self.language_model(
             input_ids=row.tokens[None],
             position_ids=row.position_ids[:, None],
@@ -95,6 +105,7 @@ class VisionLanguageModel(MegatronModule):
             labels=row.labels[None] if labels else None,
             packed_seq_params=packed_row(row.segments, cache=row.cache),
             padding_mask=self._padding_mask(row),
+            **selection,
         )
         unused = 0 if self.post_process else self.message_levels - self.levels_out
         if unused:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.row import Row
+from megatron_vl.data.row import Row, loss_index
 from megatron_vl.models.attention import Segments
 from megatron_vl.models.vision import VisionInput
 from megatron_vl.models.vlm import DeviceRow
@@ -38,6 +38,8 @@ class StepData:
     """Document lengths in tokens of each row, without the padded tail, for FLOP counts."""
     vision_lengths: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """(full-attention lengths, window lengths) in patches of each row; empty lists for a text-only row."""
+    loss_tokens: list[int] = field(default_factory=list)
+    """Tokens that bear loss, of each row."""
     keys: list[list[str]] = field(default_factory=list)
     """Keys of the samples of each row."""
     dropped: list[dict[str, str]] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Feed:
             counts,
             [d["lengths"] for d in described],
             [d["vision_lengths"] for d in described],
+            [d["loss_tokens"] for d in described],
             [d["keys"] for d in described],
             [sample for d in described for sample in d["dropped"]],
             wait,
@@ -192,8 +195,8 @@ class Feed:
             row.feature_index = fields["feature_index"].long()
 
 
-def _describe(row: Row) -> dict[str, Any]:
-    """What the other ranks must know of a row before its tensors arrive."""
+def _describe(row: Row, selected: int) -> dict[str, Any]:
+    """What the other ranks must know of a row before its tensors arrive; ``selected``: length of its :func:`loss_index`."""
     vision = row.vision
     counts = {"samples": row.num_samples, "images": row.num_images, "patches": row.num_patches}
     counts |= {f"dropped/{reason}": n for reason, n in row.dropped.items()}
@@ -202,6 +205,8 @@ def _describe(row: Row) -> dict[str, Any]:
     return {
         "seq_len": row.seq_len,
         "segments": row.cu_seqlens.numel(),
+        "selected": selected,
+        "loss_tokens": int(row.loss_mask.sum()),
         "max_seqlen": int(row.max_seqlen),
         "lengths": lengths,
         "vision": {n: tuple(getattr(vision, n).shape) for n in ("planes", *_VISION_INTS)},
@@ -215,9 +220,11 @@ def _describe(row: Row) -> dict[str, Any]:
 
 def _flatten(row: Row) -> _Buffers:
     """The row in host memory (pinned when there is a GPU): pixels as they are, the small rest as two buffers."""
-    text = [row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens]
+    selected = loss_index(row.loss_mask)
+    selected = row.tokens.new_empty(0) if selected is None else selected
+    text = [row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens, selected]
     ints = [getattr(row.vision, n) for n in _VISION_INTS]
-    return _Buffers(_describe(row), _joined(text), _joined(ints), _pinned(row.vision.planes.flatten()))
+    return _Buffers(_describe(row, len(selected)), _joined(text), _joined(ints), _pinned(row.vision.planes.flatten()))
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -240,8 +247,8 @@ def _empty(described: dict[str, Any]) -> _Buffers:
 
 
 def _text_size(described: dict[str, Any]) -> int:
-    """Tokens, labels, mask, positions (3) and segment bounds."""
-    return 6 * described["seq_len"] + described["segments"]
+    """Tokens, labels, mask, positions (3), segment bounds and the tokens whose logits are computed."""
+    return 6 * described["seq_len"] + described["segments"] + described["selected"]
 
 
 def _ints_size(described: dict[str, Any]) -> int:
@@ -254,7 +261,8 @@ def _planes_size(described: dict[str, Any]) -> int:
 
 def _device_row(described: dict[str, Any], buffer: Tensor) -> DeviceRow:
     s = described["seq_len"]
-    tokens, labels, mask, positions, cu_seqlens = buffer.split([s, s, s, 3 * s, described["segments"]])
+    sizes = [s, s, s, 3 * s, described["segments"], described["selected"]]
+    tokens, labels, mask, positions, cu_seqlens, selected = buffer.split(sizes)
     return DeviceRow(
         tokens=tokens.long(),
         labels=labels.long(),
@@ -264,6 +272,7 @@ def _device_row(described: dict[str, Any], buffer: Tensor) -> DeviceRow:
         segments=Segments(cu_seqlens.contiguous(), described["max_seqlen"]),
         vision=None,
         feature_index=None,
+        loss_index=selected.long() if len(selected) else None,
     )
 
 

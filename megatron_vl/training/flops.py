@@ -1,9 +1,10 @@
 """FLOPs of a packed row: the model's, for MFU, and those of recomputation, which come on top for HFU.
 
-Counted: every matrix product of both towers (fused QKV, projections, MLPs, patch embedding, merger, output layer) over
-real tokens and patches, and attention over true document, frame and window lengths, the causal half only where the
-mask is causal. Not counted: embeddings look-ups, norms, RoPE, softmax, activations, padding (rows' tails, padded FFN
-columns) and what attention kernels recompute inside themselves.
+Counted: every matrix product of both towers (fused QKV, projections, MLPs, patch embedding, merger) over real tokens and
+patches, the output layer over the tokens that bear loss, which is all that training needs, and attention over true document,
+frame and window lengths, the causal half only where the mask is causal. Not counted: embeddings look-ups, norms, RoPE,
+softmax, activations, padding (rows' tails, padded FFN columns, the tokens that fill up the output layer's) and what attention
+kernels recompute inside themselves.
 
 The backward pass of a matrix product costs one forward for the gradient of its weight, where that is trained, and one
 for the gradient of its input, where something before it is trained; that of attention, which has no weights, two.
@@ -74,15 +75,15 @@ class VisionForward:
         return self.patch_embed + self.blocks + self.mergers
 
 
-def language_parts(m: LanguageSpec, lengths: list[int]) -> LanguageForward:
-    """Forward FLOPs of documents of these lengths in tokens."""
+def language_parts(m: LanguageSpec, lengths: list[int], head_tokens: int) -> LanguageForward:
+    """Forward FLOPs of documents of these lengths in tokens, ``head_tokens`` of them with logits."""
     tokens, heads = sum(lengths), m.num_heads * m.head_dim
     projections = m.hidden_size * (heads + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size
     return LanguageForward(
         projections=2.0 * m.num_layers * projections * tokens,
         attention=2.0 * m.num_layers * heads * sum(n * n for n in lengths),
         mlp=2.0 * sum(_mlp_weights(m, layer) for layer in range(m.num_layers)) * tokens,
-        head=2.0 * m.hidden_size * m.vocab_size * tokens,
+        head=2.0 * m.hidden_size * m.vocab_size * head_tokens,
     )
 
 
@@ -108,14 +109,18 @@ def vision_parts(v: VisionSpec, full: list[int], window: list[int]) -> VisionFor
     )
 
 
-def row_flops(spec: ModelSpec, model: ModelConfig, lengths: list[int], full: list[int], window: list[int]) -> Flops:
-    """Model FLOPs of forward and backward of one row.
+def row_flops(
+    spec: ModelSpec, model: ModelConfig, lengths: list[int], full: list[int], window: list[int], head_tokens: int
+) -> Flops:
+    """FLOPs of forward and backward of one row.
 
     Args:
         lengths: real document lengths in tokens (without the padded tail).
         full, window: frame and window lengths in patches; empty for a text-only row.
+        head_tokens: tokens for which the output layer is computed. Model FLOPs are those of the tokens that bear loss; many
+            programs compute and count all of them.
     """
-    language, vision = language_parts(spec.language, lengths), vision_parts(spec.vision, full, window)
+    language, vision = language_parts(spec.language, lengths, head_tokens), vision_parts(spec.vision, full, window)
     tower, merger, decoder = not model.freeze_vision, not model.freeze_merger, not model.freeze_language
     return Flops(
         # Embeddings are part of the language model: something before its layers is trained in any case.
@@ -131,8 +136,8 @@ def row_flops(spec: ModelSpec, model: ModelConfig, lengths: list[int], full: lis
 def recompute_flops(
     spec: ModelSpec, model: ModelConfig, recompute: RecomputeConfig, lengths: list[int], full: list[int], window: list[int]
 ) -> Flops:
-    """FLOPs that recomputation adds to :func:`row_flops`: what the backward pass runs forward again."""
-    language, vision = language_parts(spec.language, lengths), vision_parts(spec.vision, full, window)
+    """FLOPs that recomputation adds to :func:`row_flops`: what the backward pass runs forward again, never the output layer."""
+    language, vision = language_parts(spec.language, lengths, head_tokens=0), vision_parts(spec.vision, full, window)
     again = 0.0
     if recompute.language == "full":
         again = language.layers

@@ -61,9 +61,10 @@ class MetricsLog:
         if not self.grid.owns_loader:
             return
         self.wait_s += data.wait_s
-        for lengths, (full, window) in zip(data.segment_lengths, data.vision_lengths, strict=True):
+        rows = zip(data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True)
+        for lengths, (full, window), loss_tokens in rows:
             self.tokens += sum(lengths)
-            self.flops = self.flops + row_flops(self.spec, self.config.model, lengths, full, window)
+            self.flops = self.flops + row_flops(self.spec, self.config.model, lengths, full, window, loss_tokens)
         if self.config.log.samples:
             self.keys += data.keys
         self.dropped += data.dropped

@@ -12,6 +12,8 @@ TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "sho
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
 UNEVEN = [["text"], ["text", "short_text"], ["two_images", "mixed"], ["image"]]
+WITHOUT_LOSS = [["image", "without_loss"], ["without_loss"], ["text", "short_text"], ["without_loss", "without_loss"]]
+"""On one or two data-parallel ranks the last micro-batch has no token that bears loss."""
 FULL = {"language": "full", "vision": "full"}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
@@ -85,12 +87,18 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("full recompute, experts", MOE, recompute=FULL),
         case("selective recompute, experts", MOE, recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]}),
         case("training, experts", MOE, steps=TRAINING, train=True),
+        case("one rank, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
+        case("one rank, logits of every token", seq_len=128, steps=[[["text"], ["image"]]]),
         case("overlap, three steps, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
     ],
     2: [
         *(case(f"TP2, {family}", family, tp=2) for family in (Q25, Q2)),
         case("TP2 + SP", tp=2, sequence_parallel=True),
         case("TP2 + SP, tied, text and image rows", tied=True, tp=2, sequence_parallel=True, steps=[[["text"], ["image"]]]),
+        case("TP2, rows without loss, overlap", tp=2, overlap=True, steps=[WITHOUT_LOSS] * 3),
+        case("TP2 + SP, rows without loss, overlap", tp=2, sequence_parallel=True, overlap=True, steps=[WITHOUT_LOSS] * 3),
+        case("TP2 + SP, logits of every token", tp=2, sequence_parallel=True, seq_len=128, steps=[[["text"], ["image"]]]),
+        case("TP2 + SP, language frozen", tp=2, sequence_parallel=True, freeze=["language"]),
         case("TP2 + SP, full recompute", tp=2, sequence_parallel=True, recompute={"language": "full", "vision": "full"}),
         case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
         case("TP2 + SP, activation recompute", tp=2, sequence_parallel=True, recompute=ACTIVATION),
@@ -99,6 +107,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),
         case("PP2 tied", tied=True, pp=2, layers=[1, 3]),
         case("PP2 x VPP2", pp=2, vpp=2),
+        case("PP2 x VPP2, tied, rows without loss", tied=True, pp=2, vpp=2, overlap=True, steps=[WITHOUT_LOSS] * 3),
+        case("DP2, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
         case("PP2 x VPP2 uneven, tied", tied=True, pp=2, vpp=2, layers=[0, 1, 1, 2]),
         case("PP2, vision and merger frozen", pp=2, freeze=["vision", "merger"]),
         case("PP2, language frozen", pp=2, freeze=["language"]),

@@ -51,12 +51,13 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     for workload in ("images", "text"):
         drawn = rows(spec, SEQ_LEN, images=workload == "images", seed=17)
         timed = list(itertools.islice(drawn, WARM_UP * ROWS, (WARM_UP + TIMED) * ROWS))
-        tokens, model, again = 0, Flops(0, 0), Flops(0, 0)
+        tokens, model, all_tokens, again = 0, Flops(0, 0), Flops(0, 0), Flops(0, 0)
         for row in timed:
             lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
             vision = [t.diff().tolist() if row.num_images else [] for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
             tokens += sum(lengths)
-            model = model + row_flops(spec, ModelConfig(), lengths, *vision)
+            model = model + row_flops(spec, ModelConfig(), lengths, *vision, int(row.loss_mask.sum()))
+            all_tokens = all_tokens + row_flops(spec, ModelConfig(), lengths, *vision, sum(lengths))
             again = again + recompute_flops(spec, ModelConfig(), RecomputeConfig(vision="full"), lengths, *vision)
         w = figures["workloads"][workload]
         seconds = w["step_s"] * TIMED
@@ -66,6 +67,8 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         assert w["images_per_s"] * seconds == pytest.approx(w["work"]["images"])
         assert w["mfu_vision"] * seconds * RANKS * 0.5e12 == pytest.approx(model.vision)
         assert w["mfu"] == pytest.approx(w["mfu_vision"] + w["mfu_language"])
+        assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(all_tokens.total / model.total)
+        assert w["work"]["loss_tokens_per_row"] == sum(int(row.loss_mask.sum()) for row in timed) / len(timed)
         assert w["hfu"] / w["mfu"] == pytest.approx((model + again).total / model.total)
     images, text = figures["workloads"]["images"], figures["workloads"]["text"]
     assert figures["image_over_text"] == pytest.approx(images["mfu"] / text["mfu"])

@@ -15,10 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.data.row import LOSS_INDEX_MULTIPLE
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.training.flops import language_parts, recompute_flops, row_flops, vision_parts
 from tests.training.process import run_single
 from tests.training.test_optimizer import STEP
+from toolkit.bench.report import Work
 from toolkit.parity.batches import make_sample
 from toolkit.parity.reference import hf_inputs
 
@@ -41,11 +43,17 @@ def load(hf) -> torch.nn.Module:
     return AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager", **experts)
 
 
-def lengths(sample: Sample, spec: ModelSpec) -> tuple[list[int], list[int], list[int]]:
-    """Document, frame and window lengths, the latter two empty without media."""
-    row = pack_row([sample], spec, len(sample))
+def lengths(samples: list[Sample], spec: ModelSpec) -> tuple[list[int], list[int], list[int]]:
+    """Document, frame and window lengths of a full row, the latter two empty without media."""
+    documents = [len(sample) for sample in samples]
+    row = pack_row(samples, spec, sum(documents))
     vision = [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
-    return [len(sample)], *(vision if sample.media else ([], []))
+    return documents, *(vision if row.num_images else ([], []))
+
+
+def learnt(sample: Sample) -> torch.Tensor:
+    """The tokens that bear loss."""
+    return sample.loss_mask[1:].nonzero()[:, 0]
 
 
 def rotary(spec: ModelSpec, tokens: int) -> float:
@@ -59,12 +67,13 @@ def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     sample = make_sample(kind, spec, 0)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        load(hf)(**hf_inputs(sample, spec, norm), use_cache=False)
-    documents, full, window = lengths(sample, spec)
-    language = language_parts(spec.language, documents)
-    ours = language.total + language.attention + vision_parts(spec.vision, full, window).total
-    assert counter.get_total_flops() - ours == rotary(spec, len(sample))
+    documents, full, window = lengths([sample], spec)
+    for wanted in (learnt(sample), torch.arange(len(sample))):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            load(hf)(**hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=wanted)
+        language = language_parts(spec.language, documents, len(wanted))
+        ours = language.total + language.attention + vision_parts(spec.vision, full, window).total
+        assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,10 +87,10 @@ def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str)
         part = "merger" if ".merger" in name or "deepstack_merger" in name else "vision" if ".visual." in name else "language"
         parameter.requires_grad_(not getattr(freeze, f"freeze_{part}"))
     with FlopCounterMode(display=False) as counter:
-        model(**hf_inputs(sample, spec, norm), use_cache=False).logits.sum().backward()
+        model(**hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=learnt(sample)).logits.sum().backward()
     model.requires_grad_(True).zero_grad()
-    where = lengths(sample, spec)
-    ours = row_flops(spec, freeze, *where).total + 3 * language_parts(spec.language, where[0]).attention
+    where = lengths([sample], spec)
+    ours = row_flops(spec, freeze, *where, len(learnt(sample))).total + 3 * language_parts(spec.language, where[0], 0).attention
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -101,15 +110,22 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
             model(**hf_inputs(sample, spec, norm), use_cache=False).logits.sum().backward()
         counts.append(counter.get_total_flops())
     model.gradient_checkpointing_disable()
-    where = lengths(sample, spec)
+    where = lengths([sample], spec)
     ours = recompute_flops(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where)
-    squares = language_parts(spec.language, where[0]).attention if part == "language" else 0.0
+    attention = language_parts(spec.language, where[0], 0).attention
+    squares = attention if part == "language" else 0.0
     assert counts[1] - counts[0] == ours.total + squares
+    done = Work()  # as the benchmark counts what this model does with its logits of every token
+    done.add(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where, len(learnt(sample)), whole_head=True)
+    assert counts[1] - done.executed.total == 3 * attention + squares + rotary(spec, len(sample))
     assert (ours.vision if part == "language" else ours.language) == 0.0
 
 
 def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
-    """What Megatron-core runs again under each kind of recompute, and what its modules run at all."""
+    """What Megatron-core runs again under each kind of recompute, and what its modules run at all.
+
+    The output layer runs for the tokens that bear loss and those that fill up their number.
+    """
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     kinds = [
         RecomputeConfig(),
@@ -126,32 +142,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from megatron_vl.training.step import run_schedule
 RESULT = []
-sample = make_sample("mixed", spec, 0)
+samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
+length = sum(map(len, samples))
 for kind in KINDS:
     c = dataclasses.replace(config, recompute=RecomputeConfig(**kind))
     built = build_chunks(platform, spec, layout, c, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
     built[0].config.finalize_model_grads_func = None
-    row = Feed(grid, platform, iter([pack_row([sample], spec, len(sample))]), 1, balanced=False).next_step().rows
+    row = Feed(grid, platform, iter([pack_row(samples, spec, length)]), 1, balanced=False).next_step().rows
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        run_schedule(built, row, seq_len=len(sample))
+        run_schedule(built, row, seq_len=length)
     RESULT.append(counter.get_total_flops())
 """,
         HF=str(hf),
         KINDS=[{"language": k.language, "language_modules": k.language_modules, "vision": k.vision} for k in kinds],
     )
     spec = read_spec(hf)
-    sample = make_sample("mixed", spec, 0)
-    where = lengths(sample, spec)
-    v, squares = spec.vision, language_parts(spec.language, where[0]).attention
+    samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
+    where, loss_tokens = lengths(samples, spec), sum(len(learnt(sample)) for sample in samples)
+    v, squares = spec.vision, language_parts(spec.language, where[0], 0).attention
+    assert loss_tokens < LOSS_INDEX_MULTIPLE < sum(where[0])
+    filled_up = 3 * language_parts(spec.language, where[0], LOSS_INDEX_MULTIPLE - loss_tokens).head
     padding = 2.0 * v.num_layers * 3 * v.hidden_size * (v.padded_ffn_hidden_size - v.ffn_hidden_size) * sum(where[1])
-    model = row_flops(spec, ModelConfig(), *where).total
+    model = row_flops(spec, ModelConfig(), *where, loss_tokens).total
     for kind, count in zip(kinds, counted, strict=True):
         again = recompute_flops(spec, ModelConfig(), kind, *where).total
-        left_out = (3 + (kind.language != "none")) * squares + (3 + (kind.vision == "full")) * padding
+        left_out = filled_up + (3 + (kind.language != "none")) * squares + (3 + (kind.vision == "full")) * padding
         assert count == model + again + left_out, kind
 
 
 def test_documents_do_not_attend_to_each_other(tiny_checkpoint) -> None:
     m = read_spec(tiny_checkpoint("qwen2_5_vl")).language
-    apart, joined = language_parts(m, [100, 100]).total, language_parts(m, [200]).total
+    apart, joined = language_parts(m, [100, 100], 0).total, language_parts(m, [200], 0).total
     assert joined - apart == m.num_layers * 2 * m.num_heads * m.head_dim * (200**2 - 2 * 100**2)

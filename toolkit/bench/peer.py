@@ -294,7 +294,7 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
         loss = trainer.step(rows)  # reads the loss from the device
         clock.append(time.perf_counter())
         for row in rows:
-            work.add(spec, ModelConfig(), recompute, *row.lengths)
+            work.add(spec, ModelConfig(), recompute, *row.lengths, row.loss_tokens, whole_head=True)
             work.images += row.images
     figures = report.headline(
         sum(report.gather(work), start=report.Work()),

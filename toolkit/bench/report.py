@@ -1,7 +1,8 @@
 """Figures of a benchmark: the work done, what it makes of the time it took, JSON and a table.
 
 Ours and the peer's come from the same code, so their FLOPs are counted alike: true document, frame and window lengths,
-no padding (see :mod:`megatron_vl.training.flops`).
+no padding, the output layer for the tokens that bear loss (see :mod:`megatron_vl.training.flops`). ``mfu_all_tokens`` counts
+the output layer for every token, needed or not, as most published figures do.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ class Work:
     images: int = 0
     patches: list[int] = field(default_factory=list)
     """Of each row."""
+    loss_tokens: int = 0
+    """Tokens that bear loss."""
     model: Flops = Flops(0.0, 0.0)
-    recomputed: Flops = Flops(0.0, 0.0)
+    """What training needs: the output layer for the tokens that bear loss."""
+    model_all_tokens: Flops = Flops(0.0, 0.0)
+    """The same with the output layer for every token."""
+    executed: Flops = Flops(0.0, 0.0)
+    """What the system did: recomputation, and the output layer for as many tokens as it computes it for."""
 
     def add(
         self,
@@ -44,14 +51,26 @@ class Work:
         lengths: list[int],
         full: list[int],
         window: list[int],
+        loss_tokens: int,
+        *,
+        whole_head: bool = False,
     ) -> None:
-        """Counts a row, given its document, frame and window lengths."""
+        """Counts a row, given its document, frame and window lengths.
+
+        Args:
+            whole_head: the system computes the output layer for every token.
+        """
         self.rows += 1
         self.tokens += sum(lengths)
         self.samples += len(lengths)
         self.patches.append(sum(full))
-        self.model = self.model + row_flops(spec, model, lengths, full, window)
-        self.recomputed = self.recomputed + recompute_flops(spec, model, recompute, lengths, full, window)
+        self.loss_tokens += loss_tokens
+        needed = row_flops(spec, model, lengths, full, window, loss_tokens)
+        all_tokens = row_flops(spec, model, lengths, full, window, sum(lengths))
+        self.model = self.model + needed
+        self.model_all_tokens = self.model_all_tokens + all_tokens
+        again = recompute_flops(spec, model, recompute, lengths, full, window)
+        self.executed = self.executed + (all_tokens if whole_head else needed) + again
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -60,8 +79,10 @@ class Work:
             self.samples + other.samples,
             self.images + other.images,
             self.patches + other.patches,
+            self.loss_tokens + other.loss_tokens,
             self.model + other.model,
-            self.recomputed + other.recomputed,
+            self.model_all_tokens + other.model_all_tokens,
+            self.executed + other.executed,
         )
 
 
@@ -98,13 +119,15 @@ def headline(work: Work, step_seconds: list[float], world: int, peak: float) -> 
         "mfu": share(work.model.total),
         "mfu_language": share(work.model.language),
         "mfu_vision": share(work.model.vision),
-        "hfu": share(work.model.total + work.recomputed.total),
+        "mfu_all_tokens": share(work.model_all_tokens.total),
+        "hfu": share(work.executed.total),
         "vision_flops_share": work.model.vision / work.model.total if work.model.total else 0.0,
         "work": {
             "rows": work.rows,
             "samples": work.samples,
             "images": work.images,
             "tokens_per_row": work.tokens / work.rows,
+            "loss_tokens_per_row": work.loss_tokens / work.rows,
             "patches_per_row": {
                 "min": min(work.patches),
                 "mean": sum(work.patches) / work.rows,
@@ -186,7 +209,8 @@ def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
     speed = f"{w['tflops_per_gpu']:.3f} TFLOP/s/GPU"
     if w["mfu"] is not None:
         speed = (
-            f"MFU {w['mfu']:.1%} (language {w['mfu_language']:.1%} + vision {w['mfu_vision']:.1%}), HFU {w['hfu']:.1%}, "
+            f"MFU {w['mfu']:.1%} (language {w['mfu_language']:.1%} + vision {w['mfu_vision']:.1%}; "
+            f"{w['mfu_all_tokens']:.1%} with the output layer counted for every token), HFU {w['hfu']:.1%}, "
             f"{w['tflops_per_gpu']:.0f} TFLOP/s/GPU"
         )
     memory = w["memory"]

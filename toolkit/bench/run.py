@@ -154,8 +154,8 @@ def _without_tensors(data: StepData) -> StepData:
 
 def count(work: report.Work, live: Live, data: StepData) -> None:
     config = live.options.config
-    for lengths, (full, window) in zip(data.segment_lengths, data.vision_lengths, strict=True):
-        work.add(live.spec, config.model, config.recompute, lengths, full, window)
+    for lengths, (full, window), loss_tokens in zip(data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True):
+        work.add(live.spec, config.model, config.recompute, lengths, full, window, loss_tokens)
     work.images += data.counts.get("images", 0)
 
 

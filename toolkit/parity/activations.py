@@ -2,14 +2,15 @@
 
 Both sides are watched with hooks while they do what they do for the loss; nothing is recomputed. Patches are in the
 tower's order (windows, where the family has them), which is that of ``transformers`` too. Tokens are those of the samples
-one behind the other, without the padded tails of rows.
+one behind the other, without the padded tails of rows. Logits are compared for the tokens that the trainer computes them
+for: those that bear loss (:func:`megatron_vl.data.row.loss_index`), and a few more.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDI
 Keep = Callable[[str, Any], None]
 VISUAL = (PATCH, MERGER, "vision layer", "DeepStack merger")
 """What the names of places in the vision tower begin with."""
+SELECTED = "selected"
+"""Beside the places: the tokens whose logits a row has."""
 
 
 def relative_error(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -146,6 +149,7 @@ class Recorder(Watch):
         self.kept.clear()
         if mine:
             mine["lengths"] = torch.tensor([sum(lengths) for lengths in data.segment_lengths])
+            mine |= {f"{SELECTED}/{i}": row.loss_index.cpu() for i, row in enumerate(data.rows) if row.loss_index is not None}
         parts = gather_on_first({(grid.dp_rank, grid.pp_rank, grid.tp_rank): mine} if mine else {}, grid)
         return compare_places(parts, Path(folder), dtype) if grid.rank == 0 else {}
 
@@ -162,9 +166,10 @@ def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str,
     for place in want:
         difference = scale = 0.0
         start = 0
-        for got in joined(parts, place):
-            stop = start + got.shape[0]
-            both = relative_error(got, want.part(place, start, stop))
+        for got, tokens, computed in joined(parts, place):
+            stop = start + tokens
+            wanted = want.part(place, start, stop)
+            both = relative_error(got, wanted if computed is None else wanted[computed])
             difference, scale, start = difference + both[0], scale + both[1], stop
         error = math.sqrt(difference / scale) if scale else math.sqrt(difference)
         complete = start == want[place].shape[0]
@@ -182,13 +187,21 @@ def activation_limit(place: str, *, noise: dict[str, float], dtype: str) -> floa
     return ACTIVATION_TOLERANCE if dtype == "float32" else BF16_ACTIVATION_RATIO * max(noise[place], BF16_ROUNDING)
 
 
-def joined(parts: dict[Any, Any], place: str) -> Any:
-    """The rows of a place in the order of the samples, [tokens or patches, width] each, from (dp, pp, tp) -> tensors."""
+def joined(parts: dict[Any, Any], place: str) -> Iterator[tuple[Tensor, int, Tensor | None]]:
+    """The rows of a place in the order of the samples, from (dp, pp, tp) -> tensors.
+
+    Of each row: what was computed, [tokens or patches, width]; how many it has; which of them were computed, None: all.
+    """
     for dp in sorted({key[0] for key in parts}):
         ranks = [parts[key] for key in sorted(key for key in parts if key[0] == dp)]
         holders = [rank for rank in ranks if any(name.startswith(f"{place}/") for name in rank)]
         names = sorted({n for rank in holders for n in rank if n.startswith(f"{place}/")}, key=lambda n: int(n.split("/")[1]))
         for name in names:
-            row = torch.cat([rank[name] for rank in holders], dim=-1 if place == LOGITS else 0)
-            used = None if place.startswith(VISUAL) else int(holders[0]["lengths"][int(name.split("/")[1])])
-            yield row[:used]
+            row, number = torch.cat([rank[name] for rank in holders], dim=-1 if place == LOGITS else 0), int(name.split("/")[1])
+            used = len(row) if place.startswith(VISUAL) else int(holders[0]["lengths"][number])
+            if place == LOGITS and f"{SELECTED}/{number}" in holders[0]:
+                computed = holders[0][f"{SELECTED}/{number}"]
+                real = computed < used  # the rest of the row is padding
+                yield row[real], used, computed[real]
+            else:
+                yield row[:used], used, None

@@ -21,12 +21,13 @@ KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "video": [("video", VIDEO), "text"],
     "video_between": [("image", IMAGE_A), "short", ("video", VIDEO), "short", ("image", IMAGE_B), "text"],
     "mixed": ["short", ("image", IMAGE_B), "short", ("video", VIDEO), ("image", IMAGE_A), "text"],
+    "without_loss": [("image", IMAGE_B), "question"],
 }
 """Name -> what the sample is made of, in order."""
 
 
 def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
-    """A sample of ``kind`` with random tokens and pixels; about half of its text is learnt."""
+    """A sample of ``kind`` with random tokens and pixels; about half of its text is learnt, of a question nothing."""
     generator = torch.Generator().manual_seed(seed * 1000 + sorted(KINDS).index(kind))
     tokens: list[torch.Tensor] = []
     learnt: list[torch.Tensor] = []
@@ -36,6 +37,7 @@ def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
             ids = _text(spec, 9 if part == "short" else 30, generator)
             mask = torch.rand(len(ids), generator=generator) < 0.5
             mask[-1] = True
+            mask &= part != "question"
         else:
             ids, item = _medium(spec, *part, generator)
             mask = torch.zeros(len(ids), dtype=torch.bool)

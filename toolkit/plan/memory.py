@@ -12,9 +12,9 @@ modules keep for their backward pass. Elements for each token (or patch) of a la
     ====================================  ==========  ==================================================================
 
 How many micro-batches are in flight comes from playing the schedule (1F1B or interleaved) through. The loss holds the logits
-twice, because Transformer Engine's cross entropy copies them. Experts are taken to be evenly loaded; FP8 is not modelled.
-Not counted, hence :data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. ``docs/log.md``
-has the measurements that the formula was compared with.
+twice, because Transformer Engine's cross entropy copies them, and of every token, as in a row that is all answers. Experts are
+taken to be evenly loaded; FP8 is not modelled. Not counted, hence :data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and
+what the allocator cannot use. ``docs/log.md`` has the measurements that the formula was compared with.
 """
 
 from __future__ import annotations

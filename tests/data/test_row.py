@@ -1,0 +1,34 @@
+"""Which tokens of a row get logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_vl.data.row import LOSS_INDEX_MULTIPLE, loss_index
+
+
+@pytest.mark.parametrize("seq_len", [1024, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 0.8])
+def test_every_loss_token_is_chosen_and_the_rest_weighs_nothing(seq_len: int, share: float) -> None:
+    for seed in range(20):
+        mask = (torch.rand(seq_len, generator=torch.Generator().manual_seed(seed)) < share).float()
+        index = loss_index(mask)
+        assert index is not None and index.dtype == torch.int64
+        assert (index.diff() > 0).all() and 0 <= index[0] and index[-1] < seq_len
+        assert mask[index].sum() == mask.sum()
+        assert len(index) % LOSS_INDEX_MULTIPLE == 0
+        assert len(index) - max(1, mask.sum()) < LOSS_INDEX_MULTIPLE
+
+
+@pytest.mark.parametrize("learnt", [1024, 1000, 897])
+def test_a_row_of_loss_tokens_is_not_copied(learnt: int) -> None:
+    mask = torch.zeros(1024)
+    mask[:learnt] = 1.0
+    assert loss_index(mask) is None
+    mask[896:] = 0.0
+    assert loss_index(mask).tolist() == list(range(896))
+
+
+def test_a_short_row_is_not_copied() -> None:
+    assert loss_index(torch.zeros(LOSS_INDEX_MULTIPLE)) is None
