@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from .kv_cache import CacheUse
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
-TOWER_BACKEND = "torch_varlen"
-"""What ``auto`` is for towers in bfloat16 on CUDA whose heads are no multiple of 64: torch_varlen or triton."""
+TOWER_BACKEND = "triton"
+"""What ``auto`` is for towers in bfloat16 on CUDA whose heads are no multiple of 64."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 """(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""
@@ -122,13 +122,11 @@ class PackedAttention(nn.Module):
         return out.reshape(out.shape[0], 1, -1)
 
 
-def choose_backend(
-    name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
-) -> str:
+def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16) -> str:
     """The backend for ``auto``: the fastest measured on the platform; otherwise ``name``, checked.
 
-    Measured on H200 (docs/log.md): the vision tower's short segments and its head dimension of 80 are fastest with
-    FlashAttention-2, the language model's long causal segments with cuDNN through Transformer Engine.
+    Measured on H200 (docs/log.md): the vision tower's heads of 72 and 80 are fastest with our kernels, its short segments of
+    other heads with FlashAttention-2, the language model's long causal segments with cuDNN through Transformer Engine.
 
     Raises:
         ValueError: the name is unknown or cannot run on this platform, or not for this attention.

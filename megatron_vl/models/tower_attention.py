@@ -20,6 +20,7 @@ backward kernels find both members in one thread when they turn the gradients ba
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +48,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of the three kernels."""
+    """Of the three kernels; the fastest measured on H200 for heads of 72 (docs/log.md)."""
 
     forward: Tile = Tile(128, 64, 8, 3)
-    query: Tile = Tile(128, 64, 8, 2)
+    query: Tile = Tile(64, 32, 4, 3)
     """dQ"""
-    key: Tile = Tile(128, 64, 8, 2)
+    key: Tile = Tile(64, 64, 4, 2, 168)
     """dK and dV"""
 
 
@@ -292,10 +293,25 @@ def _described(planes: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescr
     return first, second
 
 
+_THREAD = threading.local()
+
+
+def _make_context_current(device: torch.device) -> None:
+    """Makes CUDA's context current in this thread, which any kernel of torch's does.
+
+    Triton 3.6 makes descriptors on the host before it looks for a context, and finds none (``invalid device context``) in a
+    thread where CUDA did nothing yet, if the kernel was loaded by another. Threads of autograd begin like that on device 0.
+    """
+    if not getattr(_THREAD, "current", False):
+        torch.zeros(1, device=device)
+        _THREAD.current = True
+
+
 def _launch(kernel: Any, tile: Tile, packed: Tensor, described: tuple[TensorDescriptor, ...], tensors: tuple[Tensor, ...],
             *numbers: float, **more: Any) -> None:  # fmt: skip
     """``tensors`` end with cu_seqlens."""
     _, heads, patches, d = packed.shape
+    _make_context_current(packed.device)
     segments, (first, second) = tensors[-1].numel() - 1, _parts(d)
     kernel[(patches // tile.own + segments, heads)](
         *described, *tensors, segments, d**-0.5 * math.log2(math.e), *numbers,

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.layout import make_layout
@@ -31,7 +33,8 @@ def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
     return config, read_spec(HF_CONFIGS / f"{Path(config.model.hf).name}.json"), 8 * nodes
 
 
-# docs/log.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before windows had a kernel; patches of the fullest row.
+# docs/log.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels; patches of the fullest row.
+BEFORE = "--model.window_attention backend --model.vision_attention torch_varlen".split()
 PIPELINE = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true --global_batch_size 8"
 MEASURED = [
     ("4 layers, text", 55.6, 1, "--global_batch_size 2", 4, 0),
@@ -46,7 +49,7 @@ MEASURED = [
 )
 def test_estimate_equals_measurements(measured, world, options, layers, patches):
     spec = read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(language=layers)
-    config = parse_config(["--data.seq_len", "8192", "--model.window_attention", "backend", *options.split()])
+    config = parse_config(["--data.seq_len", "8192", *BEFORE, *options.split()])
     assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
 
 
@@ -58,7 +61,7 @@ FUSED = [
     ("a quarter of Qwen3-VL-8B, images", 73.6, "Qwen3-VL-8B", 1, "--global_batch_size 4", {"language": 9, "vision": 7}, 20000),
     ("4 layers of 30B-A3B, images", 65.0, "Qwen3-VL-30B-A3B", 1, "--global_batch_size 2", {"language": 4, "vision": 3}, 20000),
 ]
-"""With the window kernel and our SwiGLU; docs/log.md, speed of packed image rows on H200."""
+"""With the window kernel and our SwiGLU, full attention by FlashAttention-2; docs/log.md, speed of packed image rows on H200."""
 
 
 @pytest.mark.parametrize(
@@ -66,8 +69,22 @@ FUSED = [
 )
 def test_estimate_equals_measurements_with_fused_kernels(measured, size, world, options, layers, patches):
     spec = read_spec(HF_CONFIGS / f"{size}-Instruct.json").replace_layers(**layers)
-    config = parse_config(["--data.seq_len", "8192", *options.split()])
+    config = parse_config(["--data.seq_len", "8192", "--model.vision_attention", "torch_varlen", *options.split()])
     assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 36, 40, 64, 72, 80, 96, 120, 128, 136])
+def test_auto_is_estimated_as_the_backend_that_it_is(head_dim):
+    spec = read_spec(HF_CONFIGS / "Qwen3-VL-8B-Instruct.json")
+    vision = dataclasses.replace(spec.vision, num_heads=4, hidden_size=4 * head_dim)
+    spec = dataclasses.replace(spec, vision=vision)
+    for dtype in ("bfloat16", "float32"):
+        chosen = choose_backend("auto", platform="cuda", head_dim=head_dim, causal=False, dtype=getattr(torch, dtype))
+        auto, same, other = (
+            estimate(parse_config(["--dtype", dtype, "--model.vision_attention", name]), spec, 1)[0].vision
+            for name in ("auto", chosen, "sdpa" if chosen == "triton" else "triton")
+        )
+        assert auto == same != other
 
 
 SCHEDULES = [(2, 1, 6), (4, 1, 3), (4, 1, 9), (2, 2, 4), (4, 2, 8), (4, 3, 12), (2, 4, 2)]

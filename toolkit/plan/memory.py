@@ -7,7 +7,8 @@ modules keep for their backward pass. Elements for each token (or patch) of a la
     input and output of both norms        4 h         shared over tensor-parallel ranks only under sequence parallelism,
                                                       which the vision tower does not have
     q and k after RoPE, v, attention      heads, kv   with Transformer Engine v is a copy; FlashAttention's v is a view that
-                                                      keeps the whole fused QKV output; window layers keep that and the output
+                                                      keeps the whole fused QKV output; window layers keep that and the output,
+                                                      our kernels for full attention a rotated copy of it and the output
     MLP: linear and activation            3 f or 2 f  with and without a gate; for experts ``top_k`` times, and their inputs
     ====================================  ==========  ==================================================================
 
@@ -238,13 +239,19 @@ class _Sizes:
         model, tp = self.config.model, self.layout.tp
         if not v.is_full_attention(layer) and model.window_attention != "backend":
             attention = 4.0 * v.hidden_size  # one kernel from the fused QKV output to the attention's output
-        elif model.vision_attention == "triton":  # likewise, from rotated copies
+        elif model.vision_attention == "triton" or model.vision_attention == "auto" and self._own_kernels(v):
+            # likewise, from rotated copies
             attention = 4.0 * v.hidden_size + v.num_heads * 4 / self.element
         else:
             fused = v.hidden_size if model.vision_attention == "te" else 3 * v.hidden_size
             attention = 3 * v.hidden_size + fused + v.num_heads * 4 / self.element
         mlp = (3 if v.gated_mlp else 2) - (self.config.recompute.vision == "activation")
         return 4 * v.hidden_size + (attention + mlp * v.padded_ffn_hidden_size) / tp
+
+    def _own_kernels(self, v: VisionSpec) -> bool:
+        """Whether ``auto`` is ``triton`` on GPUs, as :func:`megatron_vl.models.attention.choose_backend` has it, whose module
+        takes seconds to import."""
+        return self.element == 2 and v.head_dim % 64 > 0 and v.head_dim % 8 == 0 and 16 <= v.head_dim <= 128
 
     def row(self, pixels: bool) -> float:
         """One row on the device: 68 bytes a token (int32 buffers and int64 copies), and uint8 planes of every patch."""
