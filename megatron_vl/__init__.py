@@ -14,6 +14,8 @@ for _message in (
     ".*full scope is deprecated.*",
     ".*MimoModelConfig is experimental.*",
     ".*attribute of a Tensor that is not a leaf.*",
+    # Of experts' layers, which are cut by etp: parallel.sequence_parallel without parallel.tp is refused before.
+    ".*`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
 ):
     warnings.filterwarnings("ignore", message=_message)
 # Core's imports look for a CUDA toolkit to compile with; without a GPU there is none, and nothing is compiled.

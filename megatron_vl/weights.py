@@ -393,7 +393,10 @@ def find_weights(path: str | Path) -> Path:
     elif (path / UNFINISHED).is_file():
         raise FileNotFoundError(f"{path} holds a conversion that is not finished; run it again to let it go on")
     if not steps:
-        raise FileNotFoundError(f"{path} holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {LATEST}")
+        looks = f"holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {LATEST}"
+        if (path / "config.json").is_file():
+            looks = f"is a Hugging Face folder, not Megatron weights; `megatron-vl convert --hf {path} --out DIR` writes those"
+        raise FileNotFoundError(f"{path} {looks}")
     # As resuming does: a run that was killed between naming a checkpoint and writing latest.json has a newer one.
     weights = path / f"step_{max(steps):08d}" / "weights"
     if not (weights / MANIFEST).is_file():

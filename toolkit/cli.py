@@ -44,7 +44,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = "; fields of a run go behind `--`" if args.command == "doctor" else f"; see megatron-vl {args.command} --help"
+        parser.error(f"{args.command}: unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         _check_inputs(args)
         return args.run(args) or 0

@@ -30,7 +30,8 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
     if not (Path(config.model.hf) / "config.json").is_file():
         raise RunConfigError(
-            f"model.hf {config.model.hf} holds no config.json; give the Hugging Face folder that the model comes from"
+            f"model.hf {config.model.hf} holds no config.json; give the folder of a downloaded checkpoint "
+            "(hf download REPOSITORY --local-dir FOLDER)"
         )
     spec = read_spec(config.model.hf)
     layout = run_layout(spec, config.parallel)
@@ -109,7 +110,11 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
 
     reader = WeightReader(config.model.checkpoint)
     if reader.spec.family != spec.family or reader.spec.vision != spec.vision or reader.spec.language != spec.language:
-        raise RunConfigError(f"model.checkpoint {config.model.checkpoint} holds another model than model.hf {config.model.hf}")
+        theirs, ours = reader.spec.family, spec.family
+        sizes = f"both {ours}, other sizes" if theirs == ours else f"{theirs}, {ours}"
+        raise RunConfigError(
+            f"model.checkpoint {config.model.checkpoint} holds another model than model.hf {config.model.hf} ({sizes})"
+        )
     return reader
 
 

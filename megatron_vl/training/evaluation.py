@@ -59,7 +59,7 @@ class Evaluator:
     """Holds the rows and prompts that are evaluated. Collective to build.
 
     Raises:
-        ValueError: on the ranks that own a loader, when the split cannot be read.
+        ValueError: on all ranks, when the split cannot be read or none of its samples be used.
     """
 
     def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform) -> None:
@@ -69,13 +69,20 @@ class Evaluator:
         self.answers: list[Answer] = []
         self.tokenizer: Any = None
         self.stop: list[int] = []
+        failure, cause = "", None
         if grid.owns_loader:
-            with _random_state_kept():
-                self._read(spec)
-        counts: list[Any] = [(len(self.rows), len(self.prompts), self.stop)]
+            try:
+                with _random_state_kept():
+                    self._read(spec)
+            except (ValueError, OSError, RuntimeError) as error:
+                # Told by all ranks: the others would wait, and then say that a peer is gone.
+                failure, cause = str(error) or repr(error), error
+        counts: list[Any] = [(failure, len(self.rows), len(self.prompts), self.stop)]
         if grid.tp * grid.pp > 1:
             dist.broadcast_object_list(counts, src=grid.replica_source, group=grid.replica_gloo)
-        self.row_count, self.prompt_count, self.stop = counts[0]
+        failure, self.row_count, self.prompt_count, self.stop = counts[0]
+        if failure:
+            raise ValueError(failure) from cause
 
     def _read(self, spec: ModelSpec) -> None:
         from megatron_vl.data.chat import ChatEncoder, stop_tokens
@@ -104,7 +111,8 @@ class Evaluator:
         grid, data = self.grid, self.config.data
         if not rows:
             raise ValueError(
-                f"{data.path}: no sample of the split {self.config.eval.split!r} can be used; set eval.interval to 0"
+                f"{data.path}: no sample of the split {self.config.eval.split!r} can be used, for the reasons above; mend the "
+                f"data set, raise data.seq_len (now {data.seq_len}), or set eval.interval to 0"
             )
         count = -(-len(rows) // grid.dp)
         if grid.vpp > 1:  # the interleaved schedule takes multiples of the stages

@@ -142,6 +142,8 @@ def train(config: TrainConfig) -> None:
     for remark in remarks(config, run.platform.name):
         say(run.grid, f"NOTE: {remark}")
     log = MetricsLog(config, run.spec, run.grid, run.platform)
+    if run.step >= _last_step(config):
+        say(run.grid, f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to go on")
     try:
         signalled = _steps(run, log)
         if run.saver is not None:
@@ -157,11 +159,15 @@ def train(config: TrainConfig) -> None:
             run.loader.close()
 
 
+def _last_step(config: TrainConfig) -> int:
+    return min(config.steps, config.stop_after or config.steps)
+
+
 def _steps(run: Run, log: MetricsLog) -> bool:
     """All steps that are left, with their checkpoints. Returns whether a signal ended them before."""
     config, grid, c = run.config, run.grid, run.config.checkpoint
     feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp, balanced=config.data.balance)
-    last = min(config.steps, config.stop_after or config.steps)
+    last = _last_step(config)
     bad = 0
     if run.step == 0:
         evaluate(run, log, last)

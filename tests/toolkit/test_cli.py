@@ -39,6 +39,11 @@ for words in ("--parallel.tp 3", "--model.hf nowhere", "--data.path nowhere --mo
     assert train(words.split()) == 1, words
 assert "torch" not in sys.modules
 assert main(["data", "verify", "pyproject.toml"]) == 1  # a file where a folder belongs
+for words in ("doctor --config run.yaml --data.seq_len 64", "verify a b --forse"):
+    try:
+        main(words.split())
+    except SystemExit as end:
+        assert end.code == 2, words
 """
 
 
@@ -46,7 +51,10 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not exist") == len(WRONG)
+    assert "unrecognized arguments: --data.seq_len; fields of a run go behind `--`" in done.stderr
+    assert "verify: unrecognized arguments: --forse; see megatron-vl verify --help" in done.stderr
     assert "data.path docs is no data set (it holds no .nv-meta)" in done.stderr
     assert "data.path pyproject.toml is neither a data set's folder nor a metadataset" in done.stderr
-    assert done.stderr.count("hf download") == sum("--hf nowhere" in words for words in WRONG)
+    trainer = 2  # its model.hf, missing in two of the three lines
+    assert done.stderr.count("hf download") == sum("--hf nowhere" in words for words in WRONG) + trainer
     assert done.stderr.count("megatron_vl.train: rank 0: ") == 3

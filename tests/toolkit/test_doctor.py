@@ -20,7 +20,7 @@ from tests.training.small_run import prepare
 from toolkit.commands.doctor import _show
 from toolkit.doctor import Finding
 from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
-from toolkit.doctor.run import check_checkpoint, check_data, check_run
+from toolkit.doctor.run import _resume, check_checkpoint, check_data, check_run
 from toolkit.plan.memory import StageMemory, estimate, peak_gib
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,13 +101,27 @@ def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_p
     convert(tiny_checkpoint("qwen2_5_vl", tied=True), tmp_path / "other")
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "other")])
     [finding] = _start_weights(config, read_spec(run["hf"]))
-    assert finding.state == "broken" and "another model" in finding.found
+    assert finding.state == "broken" and "another model" in finding.found and "both qwen2_5_vl, other sizes" in finding.found
+    config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(run["hf"])])
+    [finding] = _start_weights(config, read_spec(run["hf"]))
+    assert finding.state == "broken" and f"`megatron-vl convert --hf {run['hf']} --out DIR`" in finding.found
     assert check_checkpoint(tmp_path / "other").state == "ok"
     file = next((tmp_path / "other").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     assert check_checkpoint(tmp_path / "other").state == "broken"
+
+
+def test_experts_in_the_layout_and_a_run_that_is_done(run, monkeypatch):
+    report = check_run(["--config", str(run["yaml"]), "--parallel.ep", "2"], 4, [])
+    assert report.findings[0].found == "4 ranks: tp 2 x pp 2 x vpp 1 x dp 1, experts ep 2 x etp 1"
+
+    monkeypatch.setattr("toolkit.doctor.run.step_to_resume", lambda config: 7)
+    for steps, state, said in ((7, "note", "step 7 of 7: nothing is left to do"), (8, "ok", "step 7; the run goes on")):
+        config = parse_config(["--config", str(run["yaml"]), "--steps", str(steps)])
+        finding = _resume(config, read_spec(run["hf"]), 1)[-1]
+        assert finding.state == state and said in finding.found
 
 
 def test_a_damaged_data_set_is_found(run, tmp_path):

@@ -140,7 +140,7 @@ def test_resumed_run_equals_the_undisturbed_one(prepared: dict[str, Path], whole
     for options in (["--stop_after", "3"], []):
         done = train(prepared, run, *LAYOUT, *options)
         assert done.returncode == 0, done.stderr[-4000:]
-    assert "resumed at step 3" in done.stdout
+    assert "resumed at step 3" in done.stdout and "nothing to do" not in done.stdout
     assert [[line[k] for k in EXACT] for line in metrics(run)] == [[line[k] for k in EXACT] for line in metrics(whole)]
     a, b = WeightReader(run), WeightReader(whole)
     for name in a.names():
@@ -214,6 +214,19 @@ def test_a_damaged_checkpoint_is_refused_by_name(prepared: dict[str, Path], vict
     problems = verify_checkpoint(broken)
     assert problems and any(path.name in problem for problem in problems), problems
     assert not verify_checkpoint(source)
+
+
+def test_a_run_that_is_done_says_so(prepared: dict[str, Path]) -> None:
+    done = train(prepared, prepared["folder"] / "resumed", *LAYOUT)
+    assert done.returncode == 0 and "nothing to do: step 6 of 6 is done; raise steps" in done.stdout, done.stdout
+
+
+def test_a_validation_split_that_cannot_be_used_is_told_once(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """The ranks without a loader must not say that a peer is gone, and too short a row is no reason to leave validation out."""
+    done = train(prepared, tmp_path / "run", *LAYOUT, *EVALUATION, "--data.seq_len", "16")
+    assert done.returncode != 0
+    assert "no sample of the split 'val' can be used" in done.stderr and "raise data.seq_len (now 16)" in done.stderr
+    assert done.stderr.count("megatron_vl.train: rank") == 1, done.stderr
 
 
 def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], whole: Path) -> None:

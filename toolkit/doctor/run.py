@@ -90,7 +90,8 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     except RunConfigError as error:
         say(broken("config", str(error), "change the field, or give the number of GPUs with --world-size"))
         return report
-    say(ok("config", f"{world_size} ranks: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}"))
+    experts = f", experts ep {p.ep} x etp {p.etp}" if p.ep * p.etp > 1 else ""
+    say(ok("config", f"{world_size} ranks: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}"))
     try:
         spec, layout = check(config, world_size)
         say(ok("model and layout", f"{spec.family}, decoder layers {list(layout.layers)} on {p.pp} stages"))
@@ -220,7 +221,9 @@ def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
         step = step_to_resume(config)
     except (ValueError, OSError, RuntimeError) as error:
         return [*findings, broken("resume", str(error), "mend or remove the file that the message names")]
-    if step is not None:
+    if step is not None and step >= config.steps:
+        findings.append(note("resume", f"{c.dir} holds step {step} of {config.steps}: nothing is left to do", "raise steps"))
+    elif step is not None:
         findings.append(ok("resume", f"{c.dir} holds step {step}; the run goes on from there"))
     return findings
 
