@@ -15,7 +15,7 @@ import pytest
 from tests.data.media import encoded, write
 from tests.data_tools.test_convert import bomb
 from toolkit.evaluate.model import Checkpoint
-from toolkit.evaluate.table import TableError, check_rows, check_video_rows
+from toolkit.evaluate.table import TableError, check_own, check_rows, check_video_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST = 10**6
@@ -76,8 +76,22 @@ def test_cells_that_lead_away_or_explode_are_refused(tmp_path, fields, said):
 
 
 def test_two_rows_of_one_index_are_refused(tmp_path):
-    with pytest.raises(TableError, match="twice"):
-        check_rows([row(), row()], tmp_path, LARGEST)
+    with pytest.raises(TableError, match="^mine.tsv: row 2: index '1' is there twice"):
+        check_rows([row(), row()], tmp_path, LARGEST, "mine")
+
+
+def test_a_table_of_ones_own_that_lacks_what_is_needed_is_refused():
+    """VLMEvalKit ends with "KeyError: 'answer'" behind the last answer, and with an empty AssertionError at the picture."""
+    good = row(question="What?", A="a cat", B="a cup", answer="A")
+    check_own([good, good | {"index": 2, "image": "1"}], "mine", scored=True)
+    unanswered = {name: cell for name, cell in good.items() if name != "answer"}
+    check_own([unanswered], "mine", scored=False)
+    with pytest.raises(TableError, match="^mine.tsv: no column answer; it has index, image, question, A, B$"):
+        check_own([unanswered], "mine", scored=True)
+    with pytest.raises(TableError, match="no column index, question; it has id"):
+        check_own([{"id": "1", "prompt": "What?"}], "mine", scored=True)
+    with pytest.raises(TableError, match="row 2: column image: 'photo.jpg' is neither"):
+        check_own([good, good | {"index": "2", "image": "photo.jpg"}], "mine", scored=True)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ def test_one_permuted_projection_fails_before_a_question_is_asked(original, dama
     assert [gate["passed"] for gate in report["gates"]] == [False, None, None, None]
     assert "k_proj" in report["gates"][0]["details"][0] and "k_proj" in capsys.readouterr().out
     assert not list((tmp_path / "out" / "work").glob("*/answers*"))
+    assert "no question asked" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, capsys):
@@ -182,6 +183,7 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
         return capsys.readouterr().err
 
     assert "other.tsv does not exist" in refused("--data", "other")
+    assert "without .tsv; --lmu-data takes the folder" in refused("--data", table.name)
     assert "config.json is missing" in refused(hf=tmp_path)
     assert "--limit 0 must be at least 1" in refused("--limit", "0")
     assert "must be on this machine" in refused("--judge", "gpt", "--judge-base-url", "https://example.com/v1")

@@ -27,7 +27,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--data",
         required=True,
         metavar="NAME",
-        help="a data set of VLMEvalKit (of videos too: Video-MME_8frame) or a table of your own: NAME.tsv",
+        help="a data set of VLMEvalKit (of videos too: Video-MME_8frame), or NAME.tsv of your own: tabs between columns, "
+        "multiple choice with index, image (base64), question, A to D, answer",
     )
     parser.add_argument(
         "--lmu-data",

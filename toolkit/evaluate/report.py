@@ -31,10 +31,14 @@ td.other { background: #fdecef; } pre { white-space: pre-wrap; margin: 0; } .num
 """
 
 
+def _asked(result: Result) -> str:
+    return f"{result.questions} questions" if result.questions else "no question asked"
+
+
 def print_report(result: Result, out: Path) -> None:
     """Gates and scores in the terminal."""
     console = Console(highlight=False, width=max(100, Console().width))
-    table = Table("gate", "", "measured", title=f"{result.data}, {result.questions} questions", title_justify="left")
+    table = Table("gate", "", "measured", title=f"{result.data}, {_asked(result)}", title_justify="left")
     for gate in result.gates:
         colour = {True: "green", False: "red", None: "yellow"}[gate.passed]
         table.add_row(gate.name, f"[{colour}]{WORDS[gate.passed]}[/]", gate.measured)
@@ -69,7 +73,7 @@ def write_html(result: Result, path: Path) -> None:
     title = f"{result.data}: {'passed' if result.passed else 'failed'}"
     body = [
         f"<h1>{escape(result.data)}: <span class={_class(result.passed)}>{WORDS[result.passed]}</span></h1>",
-        f"<p>{result.questions} questions, {result.seconds:.0f} s.</p>",
+        f"<p>{_asked(result)}, {result.seconds:.0f} s.</p>",
         "<h2>Is the converted checkpoint the original?</h2>",
         _table(("gate", "", "measured"), [_gate_cells(gate) for gate in result.gates]),
         *(_details(gate) for gate in result.gates if gate.details),

@@ -190,8 +190,10 @@ def _settings(options: Options) -> dict[str, Any]:
             raise UsageError(f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt") from error
     if not options.lmu_data.is_dir():
         raise UsageError(f"--lmu-data {options.lmu_data} is not a folder; tables and videos are read from there")
-    if "/" in options.data or not options.data.strip("."):
-        raise UsageError(f"--data {options.data}: give the name of a data set, without a folder and without .tsv")
+    if "/" in options.data or not options.data.strip(".") or options.data.endswith(".tsv"):
+        raise UsageError(
+            f"--data {options.data}: give the name of a data set, without a folder and without .tsv; --lmu-data takes the folder"
+        )
     if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
         raise UsageError(f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})")
     if bool(options.judge_url) != (options.judge != NO_JUDGE):

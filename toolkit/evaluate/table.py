@@ -30,27 +30,57 @@ class TableError(ValueError):
     """A table that is not used; the message names row and column."""
 
 
-def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int) -> None:
+def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int, name: str = "") -> None:
     """Raises TableError at the first row with a path that leaves its folder or a picture that cannot be used.
 
     Args:
         rows: column -> value, as VLMEvalKit has read them; ``image`` and ``image_path`` may be lists.
         root: folder of the data sets; pictures that lie in files must be inside it.
         max_pixels: largest picture, by its header.
+        name: of the table, for the message.
     """
-    indices = set()
+    indices: set[str] = set()
     for number, row in enumerate(rows, 1):
-        index = str(row.get("index"))
-        if not INDEX.fullmatch(index):
-            raise TableError(f"row {number}: index {index[:80]!r} cannot be part of a file name; letters, digits and _ can")
-        if index in indices:
-            raise TableError(f"row {number}: index {index!r} is there twice")
-        indices.add(index)
-        images = _listed(row.get("image"), number)
-        for data in images:
-            _check_picture(data, number, max_pixels)
-        for path in _listed(row.get("image_path"), number):
-            _check_path(path, number, root, written=bool(images), max_pixels=max_pixels)
+        try:
+            _check_row(row, number, indices, root, max_pixels)
+        except TableError as error:
+            raise TableError(f"{name}.tsv: {error}" if name else str(error)) from error
+
+
+def _check_row(row: Mapping[str, Any], number: int, indices: set[str], root: Path, max_pixels: int) -> None:
+    """``indices``: those of the rows before; this one's is added."""
+    index = str(row.get("index"))
+    if not INDEX.fullmatch(index):
+        raise TableError(f"row {number}: index {index[:80]!r} cannot be part of a file name; letters, digits and _ can")
+    if index in indices:
+        raise TableError(f"row {number}: index {index!r} is there twice")
+    indices.add(index)
+    images = _listed(row.get("image"), number)
+    for data in images:
+        _check_picture(data, number, max_pixels)
+    for path in _listed(row.get("image_path"), number):
+        _check_path(path, number, root, written=bool(images), max_pixels=max_pixels)
+
+
+def check_own(rows: list[dict[str, Any]], name: str, scored: bool) -> None:
+    """Raises TableError where VLMEvalKit would end with a bare KeyError or AssertionError on a user's own table.
+
+    Args:
+        rows: column -> cell, as in the file.
+        scored: multiple choice is to be scored, for which it takes the column ``answer``.
+    """
+    columns = list(rows[0]) if rows else []
+    needed = ["index", "question", *(["answer"] if scored and {"A", "B"} <= set(columns) else [])]
+    if rows and (missing := [column for column in needed if column not in columns]):
+        raise TableError(f"{name}.tsv: no column {', '.join(missing)}; it has {', '.join(map(str, columns))[:300]}")
+    indices = {str(row.get("index")) for row in rows}
+    for number, row in enumerate(rows, 1):
+        image = row.get("image")
+        if isinstance(image, str) and 0 < len(image) <= REFERENCE and image not in indices and not image.startswith("["):
+            raise TableError(
+                f"{name}.tsv: row {number}: column image: {image!r} is neither a picture in base64 nor the index of a row that "
+                "has one; paths of pictures go into a column image_path"
+            )
 
 
 def check_video_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from toolkit.evaluate.table import TableError, check_rows, check_video_rows
+from toolkit.evaluate.table import TableError, check_own, check_rows, check_video_rows
 
 QUESTIONS = "questions.txt"
 """File of the work folder with the number of questions."""
@@ -110,7 +110,7 @@ class NoJudge:
 
 def build(job: dict[str, Any], sources: Any = None) -> Any:
     """VLMEvalKit's data set from files of this machine, its table checked. Raises TableError."""
-    from vlmeval.dataset import build_dataset
+    from vlmeval.dataset import SUPPORTED_DATASETS, build_dataset
 
     from toolkit.evaluate.sources import Sources, parts_of
 
@@ -124,7 +124,9 @@ def build(job: dict[str, Any], sources: Any = None) -> Any:
     for part in sources.parts if kind != "video" else []:
         table = sources.table(part)
         if kind == "tables":  # VLMEvalKit writes their pictures while it builds the data set
-            check_rows(_read_table(table), root, largest)
+            check_rows(_read_table(table), root, largest, part)
+        elif name not in SUPPORTED_DATASETS:
+            check_own(_read_table(table), name, job.get("scores", True))
     sources.install()
     try:
         with sources.watched():
@@ -144,7 +146,7 @@ def build(job: dict[str, Any], sources: Any = None) -> Any:
     if kind == "video":
         check_video_rows(rows, sources.data)
     if kind == "table":
-        check_rows(rows, root, largest)
+        check_rows(rows, root, largest, name)
     _check_media(dataset, job, sources)
     return dataset
 
