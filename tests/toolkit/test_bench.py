@@ -40,6 +40,7 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     words = [sys.executable, *map(str, command)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "gpuGetDeviceCount failed" not in done.stderr
     return json.loads(done.stdout)
 
 

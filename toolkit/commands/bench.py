@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
         _check_gpus(args.gpus)
     systems = []
     for run in runs:
-        figures = _launch(args.gpus or args.processes, run, quiet=args.json)
+        figures = _launch(args.gpus or args.processes, run, quiet=args.json, cpu=bool(args.processes))
         if isinstance(figures, int):
             return figures
         systems.append(figures)
@@ -77,8 +77,10 @@ def _check_gpus(wanted: int) -> None:
         raise ValueError(f"--gpus {wanted}: torch sees {found} GPUs here; for small models on CPU use --processes {wanted}")
 
 
-def _launch(processes: int, options: list[str], quiet: bool) -> dict[str, Any] | int:
+def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[str, Any] | int:
     """Starts one process a GPU; the figures of rank 0, or the exit code of a failure."""
+    # Torch's profiler says "ERROR: gpuGetDeviceCount failed" on each rank where there is no GPU to count.
+    variables = {"KINETO_LOG_LEVEL": "5"} if cpu else {}
     with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as folder:
         out = Path(folder) / "figures.json"
         done = run_group(
@@ -87,7 +89,7 @@ def _launch(processes: int, options: list[str], quiet: bool) -> dict[str, Any] |
             processes,
             show="errors" if quiet else "all",
             # Without it, packed rows of changing sizes fragment the GPU's memory.
-            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | variables,
         )
         if done.returncode:
             return done.returncode
