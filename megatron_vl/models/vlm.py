@@ -7,7 +7,7 @@ anywhere in a row and any tensor-parallel rank may own any token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +21,9 @@ from .deepstack import levels_before
 from .head import selected_losses
 from .kv_cache import CacheUse
 from .vision import VisionInput, VisionTower
+
+if TYPE_CHECKING:
+    from megatron_vl.parallel.ddp import AbsentTower
 
 
 @dataclass
@@ -69,6 +72,8 @@ class VisionLanguageModel(MegatronModule):
         self.deepstack, self.message_levels = deepstack, message_levels
         self.levels_in, self.levels_out = levels_before(layers.start, deepstack), levels_before(layers.stop, deepstack)
         self.vision_model = vision
+        self.absent_tower: AbsentTower | None = None
+        """Set where rows without pictures may skip the tower; without it they run it on a dummy picture."""
         self.language_model = language
         self.model_type = language.model_type
         self.pre_process = language.pre_process
@@ -127,21 +132,34 @@ class VisionLanguageModel(MegatronModule):
 
         Scattered when sequence parallel, each part on its own.
         """
-        embedded = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
-        parts = [embedded, *(torch.zeros_like(embedded) for _ in range(self.deepstack))]
-        if self.vision_model is not None and row.vision is not None:
+        features = None
+        if self.absent_tower is not None:
+            self.absent_tower.gather()
+        if self.vision_model is not None and row.vision is not None and not self._may_skip_tower(row):
+            # Before the embedding, as parameters are registered: in that order they are gathered and gradients reduced.
             features = self.vision_model(row.vision)
+        embedded = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
+        if features is None and self.absent_tower is not None:
+            embedded = self.absent_tower.skip(embedded)
+        parts = [embedded, *(torch.zeros_like(embedded) for _ in range(self.deepstack))]
+        if features is not None:
             parts = [place_features(part, f, row.feature_index) for part, f in zip(parts, features, strict=True)]
         if self.config.sequence_parallel:
             parts = [scatter_to_sequence_parallel_region(part) for part in parts]
         return torch.cat(parts) if self.deepstack else parts[0]
 
+    def _may_skip_tower(self, row: DeviceRow) -> bool:
+        """Whether the row has no picture and the backward pass will come by the embedding, where the tower is reported."""
+        if self.absent_tower is None or row.feature_index is None or row.feature_index.numel():
+            return False
+        return not torch.is_grad_enabled() or any(p.requires_grad for p in self.language_model.embedding.parameters())
+
 
 def place_features(embedded: Tensor, features: Tensor, feature_index: Tensor | None) -> Tensor:
     """Puts features [N, H] at tokens ``feature_index`` of embedded [S, 1, H].
 
-    A text-only row has no index: its dummy features are added as zero, so that the tower's gradients exist on every
-    rank in every step (overlapped reduction waits for each of them).
+    A text-only row that ran the tower has no index: its dummy features are added as zero, so that the tower's gradients exist
+    on every rank in every step (overlapped reduction waits for each of them).
     """
     assert feature_index is not None
     features = features.to(embedded.dtype)

@@ -21,9 +21,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.core_fixes.own_gradients import OwnSliceDDP
 from megatron_vl.models.moe import begin_step, expert_load, report_directly
 from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
+from megatron_vl.parallel.ddp import ReplicaDDP, connect_tower
 from megatron_vl.parallel.grid import Grid
 
 from .optimizer import update
@@ -47,7 +47,7 @@ class StepResult:
     """Whether any rank was asked to stop."""
 
 
-def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[OwnSliceDDP]:
+def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[ReplicaDDP]:
     """Chunks in Megatron-core's DDP, and the schedule's hooks set on the language config."""
     p = config.parallel
     ddp_config = DistributedDataParallelConfig(
@@ -58,9 +58,13 @@ def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[OwnSlic
         bucket_size=p.bucket_size,
     )
     core = chunks[0].config
-    wrapped = [OwnSliceDDP(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    wrapped = [ReplicaDDP(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    # Delayed scaling reduces the maxima of all layers over all ranks: every rank has to run them in every row.
+    tower_may_rest = not (config.fp8.recipe == "delayed" and config.fp8.vision)
     for chunk in wrapped:
         report_directly(chunk)
+        if tower_may_rest:
+            connect_tower(chunk)
     if p.overlap_grad_reduce:
         hooks = [chunk.no_sync for chunk in wrapped]
         core.no_sync_func = hooks if len(hooks) > 1 else hooks[0]

@@ -26,8 +26,8 @@ from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E40
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_vl.core_fixes.own_gradients import OwnSliceDDP  # noqa: E402
 from megatron_vl.models.experts import GroupedExperts, PlannedLinear  # noqa: E402
+from megatron_vl.parallel.ddp import ReplicaDDP  # noqa: E402
 from megatron_vl.parallel.grid import init_distributed  # noqa: E402
 from tests.models.triton_checks import mend_interpreter  # noqa: E402
 
@@ -158,7 +158,7 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
         chunks[1].experts.requires_grad_(False)
         references[1].experts.requires_grad_(False)
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=4 * HIDDEN * FFN)
-    wrapped = [OwnSliceDDP(CONFIG, settings, chunk) for chunk in chunks]
+    wrapped = [ReplicaDDP(CONFIG, settings, chunk) for chunk in chunks]
     groups = [group for ddp in wrapped for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups]
     for ddp in wrapped:
         ddp.module.experts.report_to(ddp)
@@ -179,7 +179,7 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
     return max(errors)
 
 
-def run_step(wrapped: list[OwnSliceDDP], groups: list, step: int) -> Counter:
+def run_step(wrapped: list[ReplicaDDP], groups: list, step: int) -> Counter:
     """Forward and backward of all microbatches. Returns how often each group of buckets started a reduction, which goes on."""
     started: Counter = Counter()
     for group in groups:
