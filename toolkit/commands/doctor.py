@@ -21,9 +21,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "Exit code 1 when something is broken.",
     )
     parser.add_argument("--config", type=Path, metavar="RUN.yaml", help="check this run before it is started")
-    parser.add_argument(
-        "--world-size", type=positive, metavar="N", help="GPUs of the whole run (default: those of this machine)"
-    )
+    parser.add_argument("--world-size", type=positive, metavar="N", help="GPUs of the whole run (default: those of this machine)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="read a data set and compare it with its hashes")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="read weights or a run's checkpoint and compare its hashes"
