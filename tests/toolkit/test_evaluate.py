@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert, export, reshard
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
+from toolkit.evaluate.run import _gpus
 from toolkit.hf import load_model, load_processor
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval")
@@ -194,3 +195,19 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
     with pytest.raises(SystemExit) as error:
         main(["evaluate", "--original", str(original)])
     assert error.value.code == 2
+
+
+def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, tmp_path, capsys, monkeypatch):
+    broken = tmp_path / "site"
+    broken.mkdir()
+    (broken / "cv2.py").write_text('raise ImportError("libGL.so.1: cannot open shared object file")\n')
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    folders = ["--original", str(original), "--converted", str(converted), "--lmu-data", str(table.parent)]
+    assert main(["evaluate", *folders, "--data", "photographs", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "libGL.so.1: cannot open shared object file" in said and "libgl1" in said
+
+
+def test_each_process_has_gpus_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
+    assert [_gpus(2, rank) for rank in range(2)] == [["4", "5"], ["GPU-6", "7"]]

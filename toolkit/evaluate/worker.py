@@ -325,12 +325,28 @@ def run_job(job: dict[str, Any], rank: int) -> None:
         score(job, dataset)
 
 
+class NotInstalled(Exception):
+    """VLMEvalKit is there and does not import."""
+
+
+def check_import() -> None:
+    """Raises NotInstalled: one of VLMEvalKit's packages, or a library of the system that one of them wants, is missing."""
+    try:
+        import vlmeval.dataset  # noqa: F401
+    except ImportError as error:
+        hint = ""
+        if "libGL" in str(error):
+            hint = "; install it (Debian: apt install libgl1), or opencv-python-headless in place of opencv-python"
+        raise NotInstalled(f"VLMEvalKit does not import: {error}{hint}") from error
+
+
 def main(path: str, rank: str) -> None:
     job = json.loads(Path(path).read_text())
     guard(Path(job["work"]), job.get("judge_url"))
     try:
+        check_import()
         run_job(job, int(rank))
-    except TableError as error:
+    except (TableError, NotInstalled) as error:
         print(" ".join(str(error).split()), flush=True)
         sys.exit(UNUSABLE)
 
