@@ -145,3 +145,8 @@ def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool 
     if kind == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}
     return {}
+
+
+def fp8_rows(config: TransformerConfig) -> int:
+    """Products in FP8 take a multiple of this many rows on each rank; 1 without FP8."""
+    return {None: 1, "blockwise": 128}.get(config.fp8_recipe if config.fp8 else None, 16)

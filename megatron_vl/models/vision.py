@@ -22,6 +22,7 @@ from megatron_vl.platform import Platform
 from .attention import Segments, packed_row
 from .modules import block_spec, linears, norm
 from .rotary import vision_angles
+from .transformer_configs import fp8_rows
 
 
 @dataclass
@@ -144,7 +145,7 @@ class VisionTower(nn.Module):
         self.vision, self.frozen = vision, frozen
         self.rotating_kernels = fused_windows or attention_backend == "triton"
         # Products in FP8 contract over whole tiles of patches; what is added is one more segment of zeros, cut off at the end.
-        self.padded_to = {None: 1, "blockwise": 128}.get(config.fp8_recipe if config.fp8 else None, 16)
+        self.padded_to = fp8_rows(config)
         self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
         if vision.patch_bias:

@@ -8,8 +8,11 @@ patches in every row.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 _started = False
 
@@ -44,3 +47,20 @@ def stop() -> None:
 
         destroy_ub()
         _started = False
+
+
+@contextmanager
+def paused(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Forward passes of ``chunks`` with ordinary collectives meanwhile, for rows of another length than ``seq_len``.
+
+    Userbuffers move what the buffer holds, whatever the row does: with a shorter one they read and write past its tensors.
+    """
+    names = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop")
+    using = [(m, name) for chunk in chunks for m in chunk.modules() for name in names if getattr(m, name, False)]
+    for module, name in using:
+        setattr(module, name, False)
+    try:
+        yield
+    finally:
+        for module, name in using:
+            setattr(module, name, True)

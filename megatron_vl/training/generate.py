@@ -19,7 +19,9 @@ from torch import Tensor
 from megatron_vl.data.row import Row
 from megatron_vl.models.attention import Segments
 from megatron_vl.models.kv_cache import CacheUse, KVCache
+from megatron_vl.models.transformer_configs import fp8_rows
 from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
+from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
 
@@ -84,7 +86,7 @@ def generate(
     rows = iter([p.row for p in prompts]) if prompts is not None else None
     cache = KVCache(lengths, max_new_tokens)
     answers: list[list[int]] = [[] for _ in lengths]
-    with inference(chunks):
+    with inference(chunks), tp_overlap.paused(chunks):
         asks = []
         for i, row in enumerate(Feed(grid, platform, rows, len(lengths), balanced=False).next_step().rows):
             row.cache = CacheUse(cache, [i], filling=True)
@@ -112,8 +114,8 @@ def _any_rank(here: bool, platform: Platform) -> bool:
 
 
 def _new_tokens(chunk: VisionLanguageModel, grid: Grid, platform: Platform, tokens: list[tuple[int, int]]) -> DeviceRow:
-    """A row of (token, position), filled up where sequence parallelism wants a multiple of the tensor-parallel size."""
-    multiple = grid.tp if chunk.config.sequence_parallel else 1
+    """A row of (token, position), filled up to what sequence parallelism and FP8 take."""
+    multiple = (grid.tp if chunk.config.sequence_parallel else 1) * fp8_rows(chunk.config)
     length = -(-max(len(tokens), 1) // multiple) * multiple
     filled = tokens + [(0, 0)] * (length - len(tokens))
     ids, positions = torch.tensor(filled, device=platform.device).unbind(1)

@@ -1,0 +1,65 @@
+"""Rows of new tokens, whose length is not that of the training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron_vl.parallel import tp_overlap
+from megatron_vl.platform import get_platform
+from megatron_vl.training.generate import _new_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        ({}, 3),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 4),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 128),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise", "tensor_model_parallel_size": 2, "sequence_parallel": True}, 32),
+    ],
+    ids=["as they are", "sequence parallel", "tensorwise", "delayed", "blockwise", "sequence parallel, tensorwise"],
+)
+def test_rows_are_filled_up_to_what_products_take(settings: dict[str, Any], length: int) -> None:
+    """Transformer Engine refuses FP8 products whose rows are no multiple of 8."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, bf16=True, params_dtype=torch.bfloat16, **settings
+    )
+    grid: Any = SimpleNamespace(tp=config.tensor_model_parallel_size)
+    chunk: Any = SimpleNamespace(config=config)
+    row = _new_tokens(chunk, grid, get_platform("cpu"), [(7, 30), (8, 40), (9, 50)])
+    assert row.tokens.tolist() == [7, 8, 9] + [0] * (length - 3)
+    assert row.position_ids.shape == (3, length)
+    assert row.real_tokens == 3
+    assert row.segments.cu_seqlens.tolist() == [0, length]
+
+
+def test_collectives_beside_products_pause() -> None:
+    """Those of the forward pass, of the linears that have them; as before afterwards, also after an error."""
+
+    def linear(**flags: bool) -> nn.Module:
+        module = nn.Linear(1, 1)
+        for name, value in flags.items():
+            setattr(module, name, value)
+        return module
+
+    column = linear(ub_overlap_ag_fprop=True, ub_overlap_rs_fprop=False, ub_overlap_rs_dgrad=True)
+    row = linear(ub_overlap_ag_fprop=False, ub_overlap_rs_fprop=True)
+    plain = linear()
+
+    def flags() -> list[bool]:
+        return [column.ub_overlap_ag_fprop, column.ub_overlap_rs_fprop, row.ub_overlap_ag_fprop, row.ub_overlap_rs_fprop]  # type: ignore[list-item]
+
+    with pytest.raises(KeyError), tp_overlap.paused([nn.Sequential(column, plain), nn.Sequential(row)]):
+        assert flags() == [False] * 4
+        assert column.ub_overlap_rs_dgrad
+        raise KeyError
+    assert flags() == [True, False, False, True]
+    assert not hasattr(plain, "ub_overlap_ag_fprop")
