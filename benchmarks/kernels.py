@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 import transformer_engine.pytorch  # noqa: F401  (before torch loads cuDNN: their libraries must be of one version)
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from timing import milliseconds
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,18 +34,6 @@ def window_lengths() -> list[int]:
     while sum(lengths) < PATCHES - 64:
         lengths.append(rng.choice([64] * 5 + [48, 32, 16]))
     return [*lengths, PATCHES - sum(lengths)]
-
-
-def milliseconds(function: Callable[[], object], runs: int = 20) -> float:
-    for _ in range(5):
-        function()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(runs):
-        function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / runs
 
 
 def report(name: str, function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, exact: tuple[Tensor, Tensor]) -> None:

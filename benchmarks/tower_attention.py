@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import torch
 import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
+from timing import milliseconds
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,18 +30,6 @@ LENGTHS = [900, 1600, 1250, 980, 1444, 1024, 1156, 1330, 900, 1600, 1088, 1200, 
 FORWARD = [TILES.forward, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)]
 QUERY = [TILES.query, Tile(128, 32, 8, 3), Tile(64, 64, 4, 2)]
 KEY = [TILES.key, Tile(64, 32, 4, 3), Tile(128, 32, 8, 3, 128)]
-
-
-def milliseconds(function: Callable[[], object], runs: int = 20) -> float:
-    for _ in range(3):
-        function()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(runs):
-        function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / runs
 
 
 @dataclass
