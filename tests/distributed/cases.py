@@ -9,6 +9,9 @@ FOUR = ["image", "text", "two_images", "video"]
 MIXED_ROWS = [["mixed", "text"], ["image_between", "short_text"], ["two_images"], ["text", "short_text", "video"]]
 TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "short_text"]]
 """On two data-parallel ranks the last micro-batch of the second rank has no image."""
+TEXT_ONE_RANK = [["text"], ["short_text"], ["image"], ["mixed", "text"]]
+"""On two data-parallel ranks the first has no picture at all."""
+TEXT_ALL = [["text"], ["text", "short_text"], ["short_text"], ["text"]]
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
 UNEVEN = [["text"], ["text", "short_text"], ["two_images", "mixed"], ["image"]]
@@ -131,6 +134,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("DP2, qwen2_vl, overlap", Q2, steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True),
         case("training, DP2, overlap, several padded buckets", steps=TRAINING, train=True, overlap=True, bucket_size=10_000),
+        case(
+            "training, DP2, overlap, the tower skipped by one rank and by both",
+            steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK, TEXT_ALL],
+            train=True,
+            overlap=True,
+            bucket_size=10_000,
+        ),
         case("training, DP2, tied, no distributed optimizer", tied=True, steps=TRAINING, train=True, distributed_optimizer=False),
         case("training, PP2 tied", tied=True, pp=2, layers=[1, 3], steps=TRAINING, train=True, bucket_size=10_000),
         case("DP2, vision frozen, overlap", steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True, freeze=["vision"]),

@@ -151,6 +151,10 @@ def reference_training(
     losses, norms = [], []
     for number, samples in enumerate(batches):
         losses.append(backward(model, samples, spec, norm))
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                # The tower in a step without pictures: torch leaves it out, Megatron-core's optimizer goes on by its moments.
+                parameter.grad = torch.zeros_like(parameter)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.clip_grad)))
         for group in adam.param_groups:
             group["lr"] = ADAM.lr * min(1.0, (number + 1) / ADAM.warmup_steps)
