@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _ask_ranks)
-    # The agent logs each failure and each signal that it sends; the ranks have said what was wrong.
+    # torchrun logs each failure and each signal that it sends; the ranks have said what was wrong.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(args)
