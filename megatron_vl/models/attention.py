@@ -23,10 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from .kv_cache import CacheUse
+from .tower_heads import has_kernels, kernels_are_fastest
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
-TOWER_BACKEND = "triton"
-"""What ``auto`` is for towers in bfloat16 on CUDA whose heads are no multiple of 64."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 """(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""
@@ -131,20 +130,20 @@ def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool, dty
     Raises:
         ValueError: the name is unknown or cannot run on this platform, or not for this attention.
     """
-    triton = not causal and dtype == torch.bfloat16 and head_dim % 8 == 0 and 16 <= head_dim <= 128
+    towers = not causal and dtype == torch.bfloat16
     if name == "auto":
         if platform == "cpu":
             return "sdpa"
         if head_dim % 8:
             return "sdpa"  # no fused kernel takes such heads
-        if triton and head_dim % 64:
-            return TOWER_BACKEND
+        if towers and kernels_are_fastest(head_dim):
+            return "triton"
         return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
     if platform == "cpu" and name != "sdpa":
         raise ValueError(f"attention backend {name!r} has no CPU kernel; use sdpa or auto")
-    if name == "triton" and not triton:
+    if name == "triton" and not (towers and has_kernels(head_dim)):
         raise ValueError("attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto")
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError("attention backend flash_attn: the package is not installed (pip install -e .[gpu])")

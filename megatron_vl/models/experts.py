@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron_vl.models.grouped_gemm import Addresses, Plan, plan, row_product, weight_product
 from megatron_vl.models.swiglu import swiglu
+from megatron_vl.parallel.ddp import ReplicaDDP
 
 _placeholders: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
@@ -41,7 +41,7 @@ class ExpertWeights:
     def __init__(self, module: nn.Module, experts: int) -> None:
         self.module = module
         self.parameters = [getattr(module, f"weight{expert}") for expert in range(experts)]
-        self.ddp: DistributedDataParallel | None = None
+        self.ddp: ReplicaDDP | None = None
         """Who is told that gradients are ready; None: its hooks, by way of autograd."""
         self._addresses, self._grad_addresses = Addresses(), Addresses()
 
@@ -69,17 +69,8 @@ class ExpertWeights:
         for parameter in inputs:
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if self.ddp is not None:
-            self._report(self.ddp)
+            self.ddp.gradients_ready(self.parameters[1:])  # all but the first, whose hook autograd calls next
         return [_placeholder(first) for _ in inputs]
-
-    def _report(self, ddp: DistributedDataParallel) -> None:
-        """What DDP's hooks do, for all weights but the first, whose hook autograd calls next."""
-        if not ddp.ddp_config.overlap_grad_reduce:
-            return
-        for parameter in self.parameters[1:]:
-            group = ddp.param_to_bucket_group[parameter]
-            if group.is_last_microbatch:
-                group.register_grad_ready(parameter, ddp.force_all_reduce)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -146,7 +137,7 @@ class GroupedExperts(TEGroupedMLP):
         checkpoint.discard_output_and_register_recompute(out)
         return out, None
 
-    def report_to(self, ddp: DistributedDataParallel) -> None:
+    def report_to(self, ddp: ReplicaDDP) -> None:
         """Lets weights tell ``ddp`` that their gradients are ready, in place of one hook each.
 
         Weights that do not get their gradients in ``main_grad`` (``fuse_wgrad_accumulation``) keep their hooks.

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
 from megatron_vl.core_fixes.token_splits import splits_as_numbers
 from megatron_vl.models.families import LanguageSpec
+from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform
 
@@ -144,7 +144,7 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
                 yield module
 
 
-def report_directly(ddp: DistributedDataParallel) -> None:
+def report_directly(ddp: ReplicaDDP) -> None:
     """Spares the grouped experts of a wrapped chunk DDP's hook for each weight (:mod:`megatron_vl.models.experts`)."""
     for module in ddp.module.modules():
         if isinstance(module, MoELayer) and hasattr(module.experts, "report_to"):

@@ -30,6 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .tower_heads import has_kernels
+
 SEARCH = tl.constexpr(128)
 """Bounds of segments that a program compares at a time to find its own."""
 
@@ -408,11 +410,6 @@ class _RotatedAttention(torch.autograd.Function):
         return dqkv.flatten(1), None, None, None, None, None
 
 
-def takes(head_dim: int) -> bool:
-    """Whether the kernels are made for heads of this size."""
-    return head_dim % 8 == 0 and 16 <= head_dim <= 128
-
-
 def attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, tiles: Tiles = TILES) -> Tensor:
     """Softmax attention within segments, every query to every key.
 
@@ -443,5 +440,5 @@ def tower_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, h
 
 
 def _check(head_dim: int) -> None:
-    if not takes(head_dim):
+    if not has_kernels(head_dim):
         raise ValueError(f"heads of {head_dim}; the kernels take multiples of 8 from 16 to 128")

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,15 @@ class ReplicaDDP(DistributedDataParallel):
             size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 bucket.grad_data.chunk(size)[rank].mul_(scaling_factor)
+
+    def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """What the hooks of these parameters say in the backward pass, for those that autograd does not come by."""
+        if not self.ddp_config.overlap_grad_reduce:
+            return
+        for parameter in parameters:
+            group = self.param_to_bucket_group[parameter]
+            if group.is_last_microbatch:
+                group.register_grad_ready(parameter, self.force_all_reduce)
 
     def zero_grad_buffer(self) -> None:
         super().zero_grad_buffer()
@@ -102,12 +111,7 @@ class AbsentTower:
         if self._gathers:
             for group in self.groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
-        return _InBackward.apply(embedded, self._report)
-
-    def _report(self) -> None:
-        if self.ddp.ddp_config.overlap_grad_reduce:
-            for parameter in self.trained:
-                self.ddp.param_to_bucket_group[parameter].register_grad_ready(parameter)
+        return _InBackward.apply(embedded, partial(self.ddp.gradients_ready, self.trained))
 
 
 class _InBackward(torch.autograd.Function):

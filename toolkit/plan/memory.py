@@ -28,6 +28,7 @@ from megatron_vl.config import TrainConfig, validate
 from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.models.families.base import MoeSpec
 from megatron_vl.models.tensors import EMBEDDING, TensorInfo, part_of, tensor_table
+from megatron_vl.models.tower_heads import kernels_are_fastest
 from megatron_vl.parallel.layout import Layout, run_layout
 
 GIB = 2**30
@@ -251,7 +252,7 @@ class _Sizes:
     def _own_kernels(self, v: VisionSpec) -> bool:
         """Whether ``auto`` is ``triton`` on GPUs, as :func:`megatron_vl.models.attention.choose_backend` has it, whose module
         takes seconds to import."""
-        return self.element == 2 and v.head_dim % 64 > 0 and v.head_dim % 8 == 0 and 16 <= v.head_dim <= 128
+        return self.element == 2 and kernels_are_fastest(v.head_dim)
 
     def row(self, pixels: bool) -> float:
         """One row on the device: 68 bytes a token (int32 buffers and int64 copies), and uint8 planes of every patch."""
