@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
 
 from megatron_vl.models.grouped_gemm import Addresses, Plan, plan, row_product, weight_product
@@ -145,45 +143,3 @@ class GroupedExperts(TEGroupedMLP):
         for linear in (self.linear_fc1, self.linear_fc2):
             if self.planned and getattr(linear, "fuse_wgrad_accumulation", False):
                 linear.expert_weights.ddp = ddp
-
-
-class DeviceCountsDispatcher(MoEAlltoAllTokenDispatcher):
-    """Core's dispatcher, which leaves the experts' token counts on the device.
-
-    The host still has to know how many tokens go to which rank. Where one rank has all experts, it waits for nothing, and
-    the tokens, which are sorted by expert already, are not sorted again.
-    """
-
-    tokens_per_expert: Tensor | None
-
-    @property
-    def _alone(self) -> bool:
-        return self.ep_size * self.tp_size == 1
-
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        if not self._alone:
-            super()._maybe_dtoh_and_synchronize(point)
-        return tokens_per_expert
-
-    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        if not self._alone:
-            return super().dispatch_postprocess(global_input_tokens, global_probs)
-        counts, self.tokens_per_expert = self.tokens_per_expert, None
-        return global_input_tokens, counts, global_probs
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states if self._alone else super().combine_preprocess(hidden_states)
-
-
-class ExpertsLayer(MoELayer):
-    """Core's layer, with the dispatcher above where :class:`GroupedExperts` take their counts from the device."""
-
-    token_dispatcher: MoEAlltoAllTokenDispatcher
-
-    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
-        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        if isinstance(self.experts, GroupedExperts) and self.experts.planned:
-            assert type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher, type(self.token_dispatcher)
-            self.token_dispatcher = DeviceCountsDispatcher(
-                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
-            )

@@ -1,8 +1,8 @@
 """Mixture of experts: what takes the place of a decoder layer's MLP, and what its routers count.
 
-A token goes to the ``top_k`` experts with the highest router probability, none is dropped. Megatron-core spreads experts
-over expert-parallel ranks (``alltoall`` of tokens) and, on CUDA, runs a rank's experts as one grouped GEMM. The router
-computes in float32.
+A token goes to the ``top_k`` experts with the highest router probability, none is dropped. Experts are spread
+over expert-parallel ranks, which exchange tokens (:mod:`megatron_vl.models.dispatch`); on CUDA a rank's run as one grouped
+GEMM. The router computes in float32.
 
 The load-balancing loss is ``transformers``' formula within each layer, averaged over the layers::
 
@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
-from megatron_vl.core_fixes.token_splits import splits_as_numbers
+from megatron_vl.models.dispatch import ExpertsLayer
 from megatron_vl.models.families import LanguageSpec
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.parallel.layout import Layout
@@ -117,7 +117,7 @@ def moe_layer(platform: Platform) -> Any:
         from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
         from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 
-        from megatron_vl.models.experts import ExpertsLayer, GroupedExperts, PlannedLinear
+        from megatron_vl.models.experts import GroupedExperts, PlannedLinear
 
         class ColumnLinear(PlannedLinear, TEColumnParallelGroupedLinear):
             pass
@@ -131,9 +131,8 @@ def moe_layer(platform: Platform) -> Any:
         return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    splits_as_numbers()
     experts = partial(SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    return partial(MoELayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
+    return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
 
 
 def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:

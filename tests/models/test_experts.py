@@ -1,4 +1,7 @@
-"""Grouped experts and their weights in DDP: values, gradients, and one reduction of each (tests/models/expert_checks.py)."""
+"""Grouped experts and their weights in DDP (tests/models/expert_checks.py), tokens on their way to them (dispatch_checks.py).
+
+Values, gradients, one reduction of each weight's gradient, and no more rows exchanged than there are tokens for each rank.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,45 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
 
-def test_grouped_experts_equal_one_expert_after_another() -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def errors_of(checks: str, *arguments: str, ranks: int, **variables: str) -> dict[str, float]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*launch, "-m", "tests.models.expert_checks"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        [*launch, "-m", f"tests.models.{checks}", *arguments],
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    errors = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_grouped_experts_equal_one_expert_after_another() -> None:
+    errors = errors_of("expert_checks", ranks=2, **ON_CPU)
     assert len(errors) == 6
     for name, error in errors.items():
         assert error < 5e-6, (name, error)
+
+
+def test_dispatched_tokens_come_back_as_if_they_had_stayed() -> None:
+    """Over 1, 2 and 4 ranks, uneven ones and one without tokens among them; each token once to a rank, and once back."""
+    errors = errors_of("dispatch_checks", ranks=4, **ON_CPU)
+    assert len(errors) == 3 * 2 * (2 * 4 + 1)
+    for name, error in errors.items():
+        assert error < 1e-6, (name, error)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_dispatched_tokens_on_gpus() -> None:
+    """In bf16, over as many GPUs as there are: 1, 2, 4 or 8."""
+    ranks = max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())
+    errors = errors_of("dispatch_checks", "--gpu", ranks=ranks)
+    assert len(errors) == ranks.bit_length() * (2 * 4 + 1)
+    for name, error in errors.items():
+        assert error < 2e-2, (name, error)

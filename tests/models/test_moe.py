@@ -1,4 +1,4 @@
-"""Experts: what the parity table leaves out. The load-balancing loss, the counts of the routers, names, and core's fault."""
+"""Experts: what the parity table leaves out. The load-balancing loss, the counts of the routers, and names."""
 
 from __future__ import annotations
 
@@ -143,13 +143,6 @@ def test_tensor_parallel_without_sequence_parallel_is_refused(tiny_checkpoint) -
     assert run_layout(spec, ParallelConfig(tp=2, sequence_parallel=True, ep=4)).ep == 4
     with pytest.raises(LayoutError, match="ep=3 does not divide 8 experts"):
         run_layout(spec, ParallelConfig(ep=3))
-
-
-def test_core_leaves_host_tensors_as_they_are() -> None:
-    """When this fails, :mod:`megatron_vl.core_fixes.token_splits` can go."""
-    from megatron.core.transformer.moe.moe_utils import maybe_move_tensor_to_cpu
-
-    assert torch.is_tensor(maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True))
 
 
 def test_names_of_both_kinds_of_experts() -> None:

@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 
 from megatron_vl.models import tower_attention as kernels
 from megatron_vl.models.grouped_gemm import ROWS_CONFIG, WEIGHT_CONFIG, Addresses, Config, plan, row_product, weight_product
+from megatron_vl.models.rows import positions, scatter_parts, scatter_rows, sum_rows
 from megatron_vl.models.swiglu import swiglu
 from megatron_vl.models.tower_attention import Tile, Tiles, attention, tower_attention
 from megatron_vl.models.window_attention import window_attention
@@ -62,7 +63,8 @@ def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
     # They may share the way from the inputs.
     gradients = (torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True) for out in (ours, reference))
     pairs += list(zip(*gradients, strict=True))
-    return max(float((a - b).detach().abs().max() / b.abs().max()) for a, b in pairs)
+    # Not Python's max, which passes over NaN.
+    return float(torch.stack([((a - b).abs().max() / b.abs().max()).detach() for a, b in pairs]).max())
 
 
 def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
@@ -124,6 +126,12 @@ def on_gpu() -> dict[str, float]:
         "experts, blocks that do not divide": experts([3, 0, 130, 300], 712, 200, ROWS_CONFIG, WEIGHT_CONFIG),
         "experts, no rows": experts([0, 0], 256, 256, ROWS_CONFIG, WEIGHT_CONFIG),
     }
+    rows = partial(rows_error, device="cuda", dtype=torch.bfloat16)
+    errors |= {
+        "rows to 4 places": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
+        "rows wider than a block, to 32 places": rows([0.06] * 31 + [0.0], 3000, 4096),
+        "rows to 128 places": rows([0.06] * 128, 1000, 2560),
+    }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
     return errors
 
@@ -168,6 +176,28 @@ def experts_error(counts: list[int], features_in: int, features_out: int, *confi
     return float(torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs if b.numel()]).max())
 
 
+def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float:
+    """Largest error of rows copied to places, summed from places, and of parts of rows copied: values and gradients.
+
+    Args:
+        shares: of the rows, which have a place in each column.
+        width: of a row; a part has one element.
+        kind: device and dtype of rows.
+    """
+    chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(shares, device=kind.get("device"))
+    places, total = positions(chosen), int(chosen.sum())
+    column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their places
+    x, y = (torch.randn(size, width, **kind).requires_grad_() for size in (rows, total))
+    parts = torch.randn(rows, len(shares), device=x.device, requires_grad=True)
+    summed = torch.zeros(rows, width, device=x.device).index_add(0, row, y.float())
+    pairs = [
+        (scatter_rows(x, places, total), x[row].float(), [x]),
+        (sum_rows(y, places), summed, [y]),
+        (scatter_parts(parts, places, total), parts[row, column][:, None], [parts]),
+    ]
+    return float(torch.tensor([worst(*pair) for pair in pairs]).max())
+
+
 def main() -> None:
     torch.manual_seed(0)
     if "--gpu" in sys.argv:
@@ -188,6 +218,9 @@ def main() -> None:
         "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),
         "experts, the first without rows": experts_error([0, 0, 5], 40, 24),
         "experts, no rows": experts_error([0, 0], 40, 24),
+        "rows to 4 places": rows_error([0.9, 0.5, 0.0, 1.0], 20, 40),
+        "rows wider than a block, to 3 places": rows_error([0.9, 0.5, 0.1], 6, 2100),
+        "rows to 40 places": rows_error([0.2] * 39 + [0.0], 20, 16),
     }
     print(json.dumps(errors))
 
