@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.platform import Platform
+from megatron_vl.training.weight_copy import copy_weights_together
 
 VISION = ("patch_embed", "position_table", "decoder")
 """Modules of the vision tower with the learning rate of the tower."""
@@ -51,6 +52,7 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Distri
             names = tuple(f"{module}vision_model.{part}.*" for module in ("", "module.") for part in parts)
             overrides[ParamKey(name=names)] = {"max_lr": rate, "min_lr": rate * o.min_lr_ratio}
     optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+    copy_weights_together(optimizer)
     return optimizer
 
 

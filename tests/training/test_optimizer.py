@@ -112,3 +112,25 @@ for piece in optimizer_slices(optimizer, [LiveTensor(n, p) for n, p in chunks[0]
         want = 2e-4 if ".merger." in name or ".deepstack_mergers." in name else 5e-4 if name.startswith("vision_model.") else 1e-3
         assert math.isclose(rate, want), name
         assert decay == (0.1 if dimensions > 1 else 0.0), name
+
+
+def test_weights_copied_together_are_those_that_core_copies_one_by_one(tiny_checkpoint) -> None:
+    out = run_single(
+        STEP.replace('dtype="float32"', 'dtype="bfloat16"')
+        + """
+set_learning_rates(optimizer, config, 0)
+updated = train_step(wrapped, optimizer, feed.next_step().rows, grid, config.data.seq_len).updated
+parts = optimizer.chained_optimizers
+together = [p.detach().clone() for p in chunks[0].parameters()]
+for part in parts:
+    copied = part._copy_main_params_to_model_params
+    assert len(copied.pairs[0]) == sum(len(g) for g in part.shard_fp32_from_float16_groups), "not all shards"
+for parameter in chunks[0].parameters():
+    parameter.data.fill_(float("nan"))
+for part in parts:
+    type(part)._copy_main_params_to_model_params(part)
+RESULT = [updated, len(parts), all(torch.equal(a, p) for a, p in zip(together, chunks[0].parameters(), strict=True))]
+""",
+        HF=str(tiny_checkpoint("qwen3_vl")),
+    )
+    assert out == [True, 1, True]
