@@ -31,6 +31,7 @@ def test_help_explains_every_field(capsys):
         assert f"--{name} " in shown
         assert explained[name] and len(explained[name]) > 10, f"{name} has no docstring"
     assert "Tensor parallel size (ranks)." in shown
+    assert "selective (language_modules)" in shown
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,10 @@ def test_help_explains_every_field(capsys):
         (["--model.vision_attention", "flash"], r"model.vision_attention.*'flash_attn'"),
         (["--optimizer.lr", "nan"], r"optimizer.lr.*nan"),
         (["--config", "no_such.yaml"], r"no_such.yaml"),
+        (["--confg", "run.yaml"], r"'confg' is unknown; did you mean config"),
+        (["run.yaml"], r"unrecognized argument: run.yaml; did you mean --config run.yaml\?$"),
+        (["--model.freeze_vision"], r"--model.freeze_vision needs a value behind it.*true or false"),
+        (["--recompute.language_modules", "mlp"], r"expected a list of words such as \[one,two\], got mlp$"),
     ],
 )
 def test_unknown_or_ill_typed(arguments, message):
@@ -101,6 +106,7 @@ def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
 
 IMPOSSIBLE = [
     (["--parallel.tp", "3"], 4, "do not divide the world size 4"),
+    (["--parallel.ep", "4", "--parallel.tp", "2", "--parallel.pp", "2"], 4, "a multiple of 8 processes"),
     (["--parallel.tp", "0"], 4, "parallel.tp 0 must be at least 1"),
     (["--global_batch_size", "3"], 2, "multiple of the data-parallel size 2"),
     (["--parallel.vpp", "2"], 1, "parallel.vpp 2 needs pp of at least 2"),
@@ -115,6 +121,9 @@ IMPOSSIBLE = [
     (["--optimizer.warmup_steps", "100"], 1, "must be below steps 100"),
     (["--data.max_bad_share", "1.5"], 1, "data.max_bad_share 1.5 must be between 0 and 1"),
     (["--checkpoint.step", "-3"], 1, "checkpoint.step -3 must be at least 0"),
+    (["--checkpoint.step", "7"], 1, "checkpoint.step 7 needs checkpoint.dir"),
+    (["--checkpoint.step", "7", "--checkpoint.dir", "runs", "--checkpoint.resume", "false"], 1, "and checkpoint.resume"),
+    (["--stop_after", "9", "--steps", "8", "--optimizer.warmup_steps", "0"], 1, "stop_after 9 must not be above steps 8"),
     (["--data.video_fps", "0"], 1, "data.video_fps 0.0 must be above 0"),
     (["--data.min_pixels", "9", "--data.max_pixels", "8"], 1, "data.min_pixels 9"),
     (["--recompute.language_modules", '["attn"]'], 1, "valid: core_attn, mlp, layernorm"),

@@ -28,7 +28,7 @@ RUNS = {
     "bf16": [],
     "bf16, other order of samples": ["--data.seed", "77"],
     **{recipe: ["--fp8.recipe", recipe] for recipe in ("tensorwise", "delayed", "blockwise")},
-    "tensorwise, language alone": ["--fp8.recipe", "tensorwise", "--fp8.vision", "false"],
+    "tensorwise, tower too": ["--fp8.recipe", "tensorwise", "--fp8.vision", "true"],
 }
 
 
@@ -45,6 +45,7 @@ def main() -> int:
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="fp8-"))
     out = args.out or work
+    out.mkdir(parents=True, exist_ok=True)
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.float32, **SIZES)
     convert(work / "hf", work / "full")
     common = ["--model.hf", work / "hf", "--model.checkpoint", work / "full", "--data.path", args.data, "--data.seq_len", "1024"]

@@ -15,6 +15,7 @@ import pytest
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.models.families import read_spec
 from megatron_vl.training.flops import Flops, recompute_flops, row_flops
+from tests.training.process import run_single
 from tests.training.small_run import prepare
 from toolkit.bench import parts
 from toolkit.bench.workload import rows
@@ -104,6 +105,33 @@ def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
         assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5
 
 
+ROUTED = """
+from megatron_vl.platform import get_platform
+platform = get_platform("cpu")
+from megatron_vl.models.moe import routers
+from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.training.feed import Feed
+from toolkit.bench.options import parse
+from toolkit.bench.run import build, make_loader, one_step
+
+shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
+options = parse(["--hf", HF, "--rows", "text", "--even_routing", "true", *shape])
+layout = options.layout()
+init_distributed(platform)
+live = build(options, options.spec(), platform, make_grid(layout), layout)
+for router in routers(live.chunks):
+    router.weight.data.zero_()  # all experts are equally good: the router takes the same ones for each token
+one_step(live, Feed(live.grid, platform, make_loader(live, "text", 1), 1, balanced=False))
+RESULT = [float(router.load.max() / router.load.float().mean()) for router in routers(live.chunks)]
+"""
+
+
+def test_experts_are_chosen_evenly_where_that_is_asked_for(tiny_checkpoint) -> None:
+    """The busiest expert's tokens, over the mean: experts / top_k without the option."""
+    busiest = run_single(ROUTED, HF=str(tiny_checkpoint("qwen3_vl_moe")))
+    assert busiest and max(busiest) < 1.5, busiest
+
+
 def test_parts_add_up_to_the_step() -> None:
     spans = {"step": 10.0, "feed": 2.0, "vision forward": 1.0, "chunk forward": 3.0, "chunk backward": 4.0, "optimizer": 0.25}
     split = parts.split(spans, data_wait=1.5)
@@ -135,12 +163,19 @@ def test_straggling_compares_ranks_of_one_stage() -> None:
         (["--rows", "data"], "--data.path"),
         (["--parallel.tp", "2"], "do not divide the world size"),
         (["--timed", "0"], "--timed 0"),
+        (["--even_routing", "true"], "--even_routing is for models with experts"),
         (["--peer", "--rows", "data", "--data", "."], "--peer"),
     ],
 )
 def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named) -> None:
     assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), "--processes", "1", *options]) != 0
     assert named in capsys.readouterr().err
+
+
+def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
+    options = ["--hf", str(tiny_checkpoint("qwen3_vl_moe")), "--processes", "1", "--even_routing", "true", "--peer"]
+    assert main(["bench", *options]) == 1
+    assert "--even_routing with --peer" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:

@@ -34,6 +34,8 @@ class BenchOptions:
     """Decoder layers instead of the config's; 0: as in the config."""
     vision_layers: int = 0
     """Vision layers instead of the config's; 0: as in the config."""
+    even_routing: bool = False
+    """Experts are chosen at random, evenly: a trained router balances them, one with random weights prefers a few by far."""
     distinct_rows: int = 0
     """Seeded rows each data-parallel rank draws before it repeats them; 0: as many as it uses."""
     out: str = ""
@@ -124,6 +126,10 @@ def _check(o: Options) -> None:
         raise RunConfigError("--rows data needs --data.path, a folder written by `megatron-vl data convert`")
     if "data" in o.workloads and o.peer:
         raise RunConfigError("--peer measures seeded rows only; give --rows images,text")
+    if o.even_routing and o.peer:
+        raise RunConfigError("--even_routing with --peer: the peer's router cannot be made even; leave one of them out")
+    if o.even_routing and not o.spec().language.moe:
+        raise RunConfigError("--even_routing is for models with experts; leave it out")
     if o.gradient_sync not in ("every", "last"):
         raise RunConfigError(f"--gradient_sync {o.gradient_sync} is unknown; valid: every, last")
     for name, least in (("warm_up", 1), ("timed", 1), ("part_steps", 0), ("language_layers", 0), ("vision_layers", 0)):

@@ -23,6 +23,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_vl.data.row import Row, pin
 from megatron_vl.models.build import build_chunks
 from megatron_vl.models.families import ModelSpec
+from megatron_vl.models.moe import routers
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform, get_platform
@@ -80,6 +81,9 @@ def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, lay
     config, memory = options.config, {}
     before = allocated(platform)
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
+    if options.even_routing:
+        for router in routers(chunks):
+            router.config.moe_router_force_load_balancing = True
     weights = allocated(platform)
     wrapped = wrap(config, chunks)
     if platform.name == "cuda":
@@ -230,6 +234,7 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
 def _layout_note(live: Live) -> str:
     g, c = live.grid, live.options.config
     experts = f" x ep {g.cut.ep} (etp {g.cut.etp})" if live.spec.language.moe else ""
+    experts += ", experts chosen evenly" if live.options.even_routing else ""
     recompute = f"recompute: language {c.recompute.language}, vision {c.recompute.vision}"
     return (
         f"tp {g.tp} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}{experts}, "

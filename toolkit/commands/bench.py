@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from toolkit.commands.arguments import positive
 from toolkit.launch import run_group
 
 
@@ -18,13 +19,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="speed, memory and time by part of a model with random weights",
         description="Times a model of an HF config with random weights on seeded rows, or on a data set. "
         "Every other option is one of `python -m toolkit.bench --help`: --rows, --warm_up, --timed, --part_steps, "
-        "--language_layers, --config RUN.yaml, and any field of a run by its dotted name.",
+        "--language_layers, --even_routing true, --config RUN.yaml, and any field of a run by its dotted name.",
         allow_abbrev=False,
     )
     parser.add_argument("--hf", required=True, help="Hugging Face folder or config.json that gives the sizes")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--gpus", type=int, metavar="N", help="processes, one a GPU")
-    where.add_argument("--processes", type=int, metavar="N", help="processes on CPU, for small models")
+    where.add_argument("--gpus", type=positive, metavar="N", help="processes, one a GPU")
+    where.add_argument("--processes", type=positive, metavar="N", help="processes on CPU, for small models")
     parser.add_argument("--data", metavar="DIR", help="time the rows of this data set through the real loader")
     parser.add_argument(
         "--peer", action="store_true", help="also time the Hugging Face model under FSDP2 on the same seeded rows"

@@ -217,8 +217,8 @@ class _Sizes:
 
     def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
         """Elements of one token: router logits, probabilities and the map in float32; inputs of the experts, their linear and
-        activation. A rank sends ``top_k`` copies of its tokens and, evenly loaded, receives as many for each rank that it
-        shares its experts' matrices with."""
+        activation. A token becomes ``top_k`` rows; evenly loaded, a rank's experts have as many rows as its own tokens become,
+        for each rank that it shares its experts' matrices with."""
         inside = moe.top_k * (self.layout.etp * hidden_size + (2 if activation_again else 3) * moe.ffn_hidden_size)
         return (inside + 3 * moe.num_experts * 4 / self.element) / self._shared
 
