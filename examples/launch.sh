@@ -9,7 +9,12 @@
 #
 # SIGTERM or SIGUSR1 to this process: the ranks save behind the step under way and end, with exit code 0.
 set -euo pipefail
-config=${1:?usage: launch.sh RUN.yaml [--section.field value ...]}
+if [ -z "${1:-}" ]; then
+  echo "usage: launch.sh RUN.yaml [--section.field value ...]" >&2
+  exit 2
+fi
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" python
+config=$1
 shift
 if [ -z "${GPUS:-}" ]; then
   command -v nvidia-smi > /dev/null || { echo "launch.sh: nvidia-smi is missing; set GPUS to the number of processes, also on CPU" >&2; exit 1; }
@@ -17,7 +22,8 @@ if [ -z "${GPUS:-}" ]; then
 fi
 NNODES=${NNODES:-1}
 if [ "$NNODES" -gt 1 ]; then
-  rendezvous=(--rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:?set it to the host name of one node}:${MASTER_PORT:-29500}"
+  [ -n "${MASTER_ADDR:-}" ] || { echo "launch.sh: with NNODES=$NNODES set MASTER_ADDR to the host name of one node" >&2; exit 1; }
+  rendezvous=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}"
               --rdzv-id "${JOB_ID:-megatron-vl}")
 else
   rendezvous=(--standalone)

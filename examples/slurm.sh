@@ -9,9 +9,12 @@
 # A requeued job goes on from its latest checkpoint: checkpoint.resume is on. Slurm sends SIGTERM before it takes nodes back, and
 # the training then saves and ends; the partition's GraceTime (at preemption) must leave time for a step and a save.
 set -euo pipefail
-example=${1:?usage: sbatch --nodes N examples/slurm.sh EXAMPLE_FOLDER [--section.field value ...]}
+usage="usage: sbatch --nodes N examples/slurm.sh EXAMPLE_FOLDER [--section.field value ...]"
+[ -n "${1:-}" ] || { echo "$usage" >&2; exit 2; }
+[ -n "${SLURM_JOB_NUM_NODES:-}" ] || { echo "slurm.sh: it is started with sbatch; $usage" >&2; exit 2; }
+example=$1
 shift
-NNODES=${SLURM_JOB_NUM_NODES:?start this with sbatch}
+NNODES=$SLURM_JOB_NUM_NODES
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 JOB_ID=$SLURM_JOB_ID
 GPUS=${SLURM_GPUS_ON_NODE:-8}

@@ -49,8 +49,8 @@ def smaller(parallel: ParallelConfig, layers: int) -> list[str]:
     """Options for a layout of four ranks with as many kinds of parallelism."""
     if parallel.tp * parallel.pp <= RANKS and max(parallel.ep, 1) <= RANKS:
         return []
-    pp = min(parallel.pp, 2)
-    options = ["--parallel.tp", "2", "--parallel.pp", str(pp), "--parallel.ep", str(min(parallel.ep, 2))]
+    tp, pp, ep = (min(size, 2) for size in (parallel.tp, parallel.pp, parallel.ep))
+    options = ["--parallel.tp", str(tp), "--parallel.pp", str(pp), "--parallel.ep", str(ep)]
     if pp > 1:
         entries = pp * parallel.vpp
         counts = [layers // entries - 1, *[layers // entries] * (entries - 2)]

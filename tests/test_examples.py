@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +114,27 @@ def test_launch_gives_options_to_the_trainer_and_its_exit_code_back(tmp_path):
     assert "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stdout + done.stderr
     missing = subprocess.run([str(script)], env=environment(GPUS="2", NNODES="2"), cwd=tmp_path, capture_output=True, text=True)
     assert missing.returncode != 0 and "MASTER_ADDR" in missing.stderr
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "slurm.sh"])
+def test_without_arguments_the_usage_is_told_alone(script):
+    done = subprocess.run([str(ROOT / "examples" / script)], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(r"usage: .*\n", done.stderr), done.stderr
+
+
+STARTED = [script for script in SCRIPTS if script.name not in ("slurm.sh", "environment.sh")]
+
+
+@pytest.mark.parametrize("script", STARTED, ids=name)
+def test_without_the_environment_one_line_says_what_to_do(script, tmp_path):
+    """A Python that has nothing installed, from the root of the checkout."""
+    for program in ("bash", "env", "dirname"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    (tmp_path / "python").write_text(f'#!{shutil.which("bash")}\nexec "{os.path.realpath(sys.executable)}" -s -S "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    options = ["run.yaml"] if script.name == "launch.sh" else []
+    done = subprocess.run([str(script), *options], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 127
+    asked = script.name.replace("pretrain", "launch")
+    assert re.fullmatch(rf"{asked}: .*source \.venv/bin/activate.*\n", done.stderr), done.stderr

@@ -2,6 +2,7 @@
 # Qwen2.5-VL-7B-Instruct: is the checkpoint that comes back from the layout of pretrain.yaml the original, down to a benchmark's scores? And what does
 # the trained one score, once there is one? Needs the eval extra. Options behind it go to `megatron-vl evaluate`.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh" megatron-vl
 HF=${HF:-checkpoints/Qwen2.5-VL-7B-Instruct}
 SHARDS=${SHARDS:-checkpoints/qwen2_5_vl_7b-tp1-pp1}
 RUN=${RUN:-runs/qwen2_5_vl_7b}

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Qwen2-VL-2B-Instruct from Hugging Face -> Megatron weights -> the layout of pretrain.yaml. CPU only; run it once, from the root of the checkout.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh" megatron-vl
 HF=${HF:-checkpoints/Qwen2-VL-2B-Instruct}
 FULL=${FULL:-checkpoints/qwen2_vl_2b-full}
 SHARDS=${SHARDS:-checkpoints/qwen2_vl_2b-tp1-pp1}

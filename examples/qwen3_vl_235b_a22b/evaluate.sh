@@ -2,6 +2,7 @@
 # Qwen3-VL-235B-A22B-Instruct: is the checkpoint that comes back from the layout of pretrain.yaml the original, down to a benchmark's scores? And what does
 # the trained one score, once there is one? Needs the eval extra. Options behind it go to `megatron-vl evaluate`.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh" megatron-vl
 HF=${HF:-checkpoints/Qwen3-VL-235B-A22B-Instruct}
 SHARDS=${SHARDS:-checkpoints/qwen3_vl_235b_a22b-tp4-pp8-ep8}
 RUN=${RUN:-runs/qwen3_vl_235b_a22b}

@@ -2,8 +2,9 @@
 # Qwen3-VL-30B-A3B-Instruct: is the checkpoint that comes back from the layout of pretrain.yaml the original, down to a benchmark's scores? And what does
 # the trained one score, once there is one? Needs the eval extra. Options behind it go to `megatron-vl evaluate`.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh" megatron-vl
 HF=${HF:-checkpoints/Qwen3-VL-30B-A3B-Instruct}
-SHARDS=${SHARDS:-checkpoints/qwen3_vl_30b_a3b-tp2-pp1-ep8}
+SHARDS=${SHARDS:-checkpoints/qwen3_vl_30b_a3b-tp1-pp1-ep8}
 RUN=${RUN:-runs/qwen3_vl_30b_a3b}
 DATA=${DATA:-MMBench_DEV_EN_V11}
 OUT=${OUT:-evaluation/qwen3_vl_30b_a3b}

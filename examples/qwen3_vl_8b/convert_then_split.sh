@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-VL-8B-Instruct from Hugging Face -> Megatron weights -> the layout of pretrain.yaml. CPU only; run it once, from the root of the checkout.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh" megatron-vl
 HF=${HF:-checkpoints/Qwen3-VL-8B-Instruct}
 FULL=${FULL:-checkpoints/qwen3_vl_8b-full}
 SHARDS=${SHARDS:-checkpoints/qwen3_vl_8b-tp2-pp2}

@@ -2,6 +2,7 @@
 # Qwen3-VL-8B-Instruct: is the checkpoint that comes back from the layout of pretrain.yaml the original, down to a benchmark's scores? And what does
 # the trained one score, once there is one? Needs the eval extra. Options behind it go to `megatron-vl evaluate`.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh" megatron-vl
 HF=${HF:-checkpoints/Qwen3-VL-8B-Instruct}
 SHARDS=${SHARDS:-checkpoints/qwen3_vl_8b-tp2-pp2}
 RUN=${RUN:-runs/qwen3_vl_8b}
