@@ -34,6 +34,8 @@ from .resume import Journal, ResumeError, Workspace, make_plan, names
 from .shards import Entry, IndexWriter, Shard, finish_shard, write_atomically
 
 RECORDS_A_TASK = 16
+MOST_IGNORED_KEYS = 100
+OTHER_KEYS = "other keys"
 
 
 class ConvertError(ValueError):
@@ -53,6 +55,11 @@ class Report:
     shards: int = 0
     refused: dict[str, dict[str, int]] = field(default_factory=dict)
     """Records by input file and reason."""
+    ignored: dict[str, dict[str, int]] = field(default_factory=dict)
+    """How often a key without effect stands in the samples, by place (``records``, ``turns``, ``content parts``,
+    ``listed media``) and key; of a place, the keys beyond the first 100 are counted together."""
+    answer_media: int = 0
+    """Images and videos in the assistant's turns, which are seen and not learnt."""
     seconds: float = 0.0
 
     @classmethod
@@ -69,6 +76,14 @@ class Report:
     def quarantined(self) -> int:
         """Records that could not be used."""
         return self.records - self.samples
+
+    def add(self, entry: Entry) -> None:
+        """Counts what has no effect in a sample."""
+        for place, key in entry.ignored:
+            counts = self.ignored.setdefault(place, {})
+            key = key if key in counts or len(counts) < MOST_IGNORED_KEYS else OTHER_KEYS
+            counts[key] = counts.get(key, 0) + 1
+        self.answer_media += entry.answer_media
 
     def as_json(self) -> dict[str, Any]:
         return {"samples": self.samples, **self.__dict__}
@@ -149,6 +164,7 @@ def _convert(inputs: list[Path], options: Options, space: Workspace, progress: C
             for entry in map(seen.check, result):
                 report.records += 1
                 if isinstance(entry, Entry):
+                    report.add(entry)
                     writer.add(entry)
                 else:
                     quarantine.write(json.dumps(entry, ensure_ascii=False) + "\n")
@@ -174,8 +190,14 @@ def _check(inputs: list[Path], options: Options) -> None:
         raise ConvertError(f"--media-root {options.media_root} is not a folder")
     if not 0 <= options.val_fraction < 1:
         raise ConvertError(f"--val-fraction {options.val_fraction} must be at least 0 and below 1")
-    if options.workers < 1 or options.samples_per_shard < 1 or options.bytes_per_shard < 1 or options.max_pixels < 1:
-        raise ConvertError("--workers, --samples-per-shard, --shard-mb and --max-megapixels must be positive")
+    sizes = {
+        "--workers": options.workers,
+        "--samples-per-shard": options.samples_per_shard,
+        "--shard-mb": options.bytes_per_shard,
+        "--max-megapixels": options.max_pixels,
+    }
+    if wrong := [name for name, value in sizes.items() if value < 1]:
+        raise ConvertError(f"{' and '.join(wrong)} must be positive")
 
 
 def _records(inputs: list[Path], meter: _Meter) -> Iterator[tuple[int, str, int, Any]]:
@@ -243,7 +265,10 @@ def _verify(
         except RecordError as error:
             out.append({**source, "field": error.field, "reason": error.reason, "detail": _printable(str(error))})
         else:
-            out.append(Entry(f"{place:09d}", conversation.messages, conversation.media, infos, source, conversation.identity))
+            entry = Entry(f"{place:09d}", conversation.messages, conversation.media, infos, source, conversation.identity)
+            entry.ignored = [(where, _printable(key)) for where, key in conversation.ignored]
+            entry.answer_media = conversation.answer_media
+            out.append(entry)
     return out
 
 

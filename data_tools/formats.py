@@ -6,7 +6,8 @@
   Text with ``<image>`` markers and ``image(s)`` next to ``messages`` is read as in ShareGPT.
 
 Text stays as it is, white space too. Nothing is guessed: markers and media that do not agree refuse the record, and so do
-roles in another order than (system,) user, assistant, user, assistant, ... A user turn may be the last one.
+roles in another order than (system,) user, assistant, user, assistant, ..., both of ``messages`` and ``conversations``, and an
+answer without text. A user turn may be the last one. Keys that nothing reads are named in :attr:`Conversation.ignored`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 MARKER = re.compile("(<image>|<video>)")
 PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 KINDS = ("image", "video")
+PARTS = ("text", "image", "image_url", "video", "video_url")
+RECORD_KEYS = ("messages", "conversations", "system", "image", "images", "video", "videos", "id")
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+LONGEST_KEY = 60
+"""Characters of an ignored key that are told: keys come from outside."""
 
 
 class RecordError(ValueError):
@@ -42,6 +48,15 @@ class Conversation:
     """Where in the record each medium is named."""
     identity: str = ""
     """The record's ``id`` (``str: x`` or ``int: 5``); empty when it has none."""
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    """(place, key) of each key that has a value and no effect; the place is ``records``, ``turns``, ``content parts`` or
+    ``listed media``."""
+
+    @property
+    def answer_media(self) -> int:
+        """Images and videos in the assistant's turns: the model sees them there, but nothing of them is learnt."""
+        answers = [m["content"] for m in self.messages if m["role"] == "assistant" and isinstance(m["content"], list)]
+        return sum(part["type"] != "text" for parts in answers for part in parts)
 
 
 def read_prompt(record: Any) -> Conversation:
@@ -70,14 +85,19 @@ def read_conversation(record: Any, *, prompt: bool = False) -> Conversation:
     turns = record.get(name)
     if turns is None:
         raise RecordError("no conversation", "neither 'messages' nor 'conversations' is there")
+    if name == "messages" and record.get("conversations"):
+        detail = "both 'messages' and 'conversations' are there, and only one can be learnt; leave one of them out"
+        raise RecordError("two conversations", detail, "conversations")
     if not isinstance(turns, list) or not turns:
         raise RecordError("no conversation", f"'{name}' is not a list with at least one turn", name)
     reader = _Reader(record, name)
     messages = [reader.message(turn, i) for i, turn in enumerate(turns)]
     reader.finish()
+    if not prompt:
+        _check_answers(messages, name)
     _add_system(record, messages, name)
     _check_order(messages, name, prompt)
-    return Conversation(messages, reader.media, reader.fields, _identity(record.get("id")))
+    return Conversation(messages, reader.media, reader.fields, _identity(record.get("id")), reader.ignored)
 
 
 def _identity(value: Any) -> str:
@@ -105,17 +125,36 @@ def _check_order(messages: list[dict[str, Any]], name: str, prompt: bool) -> Non
             raise RecordError("wrong role order", detail, name)
 
 
+def _check_answers(messages: list[dict[str, Any]], name: str) -> None:
+    """All that could be learnt of an answer without text is to end the turn at once."""
+    for i, message in enumerate(messages):
+        content = message["content"]
+        texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        if message["role"] == "assistant" and not any(text.strip() for text in texts):
+            raise RecordError("empty answer", f"the assistant's turn {i + 1} holds no text to learn", f"{name}[{i}]")
+
+
 class _Reader:
     """Reads turns and hands out the media listed beside them, in order, to markers and empty parts."""
 
     def __init__(self, record: dict[str, Any], name: str) -> None:
         self.name = name
+        self.ignored: list[tuple[str, str]] = []
+        self.ignore("records", record, *RECORD_KEYS)
         self.waiting = {kind: [*_references(record, kind), *_references(record, kind + "s")] for kind in KINDS}
         self.listed = {kind: len(refs) for kind, refs in self.waiting.items()}
+        for listed in (record.get(name) for kind in KINDS for name in (kind, kind + "s")):
+            for item in listed if isinstance(listed, list) else [listed]:
+                if isinstance(item, dict):
+                    self.ignore("listed media", item, "path", "url")
         self.markers = name == "conversations" or any(self.listed.values())
         self.asked = dict.fromkeys(KINDS, 0)
         self.media: list[tuple[str, str]] = []
         self.fields: list[str] = []
+
+    def ignore(self, place: str, item: dict[str, Any], *read: str | None) -> None:
+        """Notes the keys of an object but those that are ``read``. Tables exported as JSON fill absent keys with empty values."""
+        self.ignored += [(place, key[:LONGEST_KEY]) for key, value in item.items() if key not in read and value not in EMPTY]
 
     def message(self, turn: Any, index: int) -> dict[str, Any]:
         where = f"{self.name}[{index}]"
@@ -123,6 +162,7 @@ class _Reader:
             raise RecordError("bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where)
         role_field, content_field = "role" if "role" in turn else "from", "content" if "content" in turn else "value"
         written, content = turn.get(role_field), turn.get(content_field)
+        self.ignore("turns", turn, role_field, content_field)
         role = ROLES.get(written) if isinstance(written, str) else None
         if role is None:
             detail = f"turn {index + 1} has the role {_shown(written)}; valid: {', '.join(ROLES)}"
@@ -148,13 +188,16 @@ class _Reader:
             return self.text(_text(item, where))
         kind = item.get("type") if isinstance(item, dict) else None
         if kind == "text":
+            self.ignore("content parts", item, "type", "text")
             return self.text(_text(item.get("text"), f"{where}.text"))
-        if kind not in ("image", "image_url", "video", "video_url"):
-            raise RecordError("unknown content part", f"a content part of type {_shown(kind)}", where)
+        if kind not in PARTS:
+            raise RecordError("unknown content part", f"a content part of type {_shown(kind)}; valid: {', '.join(PARTS)}", where)
         name = kind.removesuffix("_url")
         key = next((key for key in (kind, f"{name}_url", name, "url", "path") if item.get(key) is not None), None)
         value = item[key] if key else None
+        self.ignore("content parts", item, "type", key)
         if isinstance(value, dict):
+            self.ignore("content parts", value, "url")
             value = value.get("url")
         if value is None and self.listed[name]:
             return [self.next(name)]

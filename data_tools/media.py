@@ -52,7 +52,10 @@ def resolve(reference: str, root: Path) -> Path:
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError("remote medium", f"{reference}: only local files and data: URIs are read; download it first")
     if reference.lower().startswith("file://"):
-        reference = unquote(urlsplit(reference).path)
+        written, parts = reference, urlsplit(reference)
+        if parts.netloc not in ("", "localhost"):  # file://a.jpg names a machine, a.jpg, and no file
+            raise RecordError("bad media reference", f"{written}: write a path, or file:/// and a whole path")
+        reference = unquote(parts.path)
     try:
         path = (root / reference).resolve()
         inside = path.is_relative_to(root)
@@ -93,7 +96,9 @@ def inspect(kind: str, reference: str, data: bytes, max_pixels: int) -> MediaInf
     except TooLargeError as error:
         raise RecordError(f"{kind} too large", f"{shown}: {error}; --max-megapixels sets the limit") from error
     except PixelError as error:
-        raise RecordError(f"{kind} does not decode", f"{shown}: {error}") from error
+        # A library names what it read from as an object in memory: nothing to a reader, and another text in each run.
+        plain = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
+        raise RecordError(f"{kind} does not decode", f"{shown}: {plain}") from error
     if max(info.height, info.width) > MAX_ASPECT * min(info.height, info.width):
         raise RecordError(f"{kind} too narrow", f"{shown}: {info.height} x {info.width} is more than {MAX_ASPECT} to 1")
     return info

@@ -38,12 +38,18 @@ def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -
     Raises:
         ReadError: a JSON array that is broken (there is no telling where its next record begins), or an empty file.
     """
+    array = is_array(path)
+    with path.open("rb") as file:
+        yield from _array(path, file, on_bytes) if array else _lines(file, on_bytes)
+
+
+def is_array(path: Path) -> bool:
+    """Whether a file is a JSON array (records are counted) or JSON lines (lines are). Raises ReadError when it is empty."""
     with path.open("rb") as file:
         start = file.read(CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-        if not start:
-            raise ReadError(f"{path} is empty")
-        file.seek(0)
-        yield from _array(path, file, on_bytes) if start == b"[" else _lines(file, on_bytes)
+    if not start:
+        raise ReadError(f"{path} is empty")
+    return start == b"["
 
 
 def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[int, Any]]:

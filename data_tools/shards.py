@@ -40,7 +40,9 @@ class Entry:
     infos: list[MediaInfo]
     source: dict[str, Any]
     identity: str = ""
-    """The record's id, see :class:`~data_tools.formats.Conversation`."""
+    """The record's id, see :class:`~data_tools.formats.Conversation`; so the next two."""
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    answer_media: int = 0
 
     @property
     def bytes(self) -> int:

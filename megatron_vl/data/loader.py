@@ -74,11 +74,11 @@ class LoaderError(ValueError):
 
 
 class UnusableError(Exception):
-    """A sample that is left out: what it is counted under, and the detail."""
+    """A sample that is left out: what it is counted under, the detail, and its tokens or patches where they are too many."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, size: int = 0) -> None:
         super().__init__(detail)
-        self.reason = reason
+        self.reason, self.size = reason, size
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -144,6 +144,8 @@ class RowEncoder(DefaultTaskEncoder):
         self.dropped_samples: list[DroppedSample] = []
         self.logged: Counter[str] = Counter()
         self.refused_in_a_row = 0
+        self.smallest: dict[str, int] = {}
+        """By reason, the tokens or patches of the smallest sample that was too large since the last usable one."""
         self.most_refused = MOST_REFUSED_IN_A_ROW
         self.shielded = False
 
@@ -166,10 +168,13 @@ class RowEncoder(DefaultTaskEncoder):
             encoded = self._encode(sample)
         except UnusableError as error:
             refused = (error.reason, str(error))
+            if error.size:
+                self.smallest[error.reason] = min(error.size, self.smallest.get(error.reason, error.size))
         except Exception as error:  # the sample came from outside: whatever it makes the code below raise is about it
             refused = ("cannot be encoded", f"{type(error).__name__}: {error}")
         else:
             self.refused_in_a_row = 0
+            self.smallest.clear()
             return encoded
         self.refused_in_a_row += 1
         self.logged[refused[0]] += 1
@@ -177,6 +182,7 @@ class RowEncoder(DefaultTaskEncoder):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.logged.most_common())
             raise FatalSampleError(
                 f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last: {sample.__key__}: {refused[1]}"
+                f"{self._advice()}"
             )
         self._log(sample, *refused)
         return EncodedSample.derive_from(sample, shard=sample.shard, source=_source(sample.text), refused=refused)
@@ -212,10 +218,18 @@ class RowEncoder(DefaultTaskEncoder):
         if not tokens:
             raise UnusableError("no tokens", "the chat template renders nothing")
         if tokens > self.data.seq_len:
-            raise UnusableError("longer than seq_len", f"{tokens} tokens do not fit into data.seq_len {self.data.seq_len}")
+            detail = f"{tokens} tokens do not fit into data.seq_len {self.data.seq_len}"
+            raise UnusableError("longer than seq_len", detail, tokens)
         if self.data.max_patches and patches > self.data.max_patches:
             detail = f"{patches} patches do not fit into data.max_patches {self.data.max_patches}"
-            raise UnusableError("more than max_patches", detail)
+            raise UnusableError("more than max_patches", detail, patches)
+
+    def _advice(self) -> str:
+        """For samples that were too large: which field to raise, and how far at least."""
+        units = {"longer than seq_len": ("tokens", "data.seq_len"), "more than max_patches": ("patches", "data.max_patches")}
+        told = [f"the smallest {reason} has {size} {units[reason][0]}" for reason, size in self.smallest.items()]
+        fields = " and ".join(units[reason][1] for reason in self.smallest)
+        return f". Of these, {', '.join(told)}: raise {fields}, or lower data.max_pixels where pictures fill it" if told else ""
 
     def _log(self, sample: Sample, reason: str, detail: str) -> None:
         if self.logged[reason] <= 10:
@@ -474,11 +488,16 @@ def split_size(path: Path, split: str) -> tuple[int | None, int, str]:
     if not (meta / "split.yaml").is_file():
         raise LoaderError(f"data.path {path} is no data set; give a folder written by `megatron-vl data convert`")
     check_description(path)
-    shards = (yaml.safe_load((meta / "split.yaml").read_text()).get("split_parts") or {}).get(split) or []
+    parts = yaml.safe_load((meta / "split.yaml").read_text()).get("split_parts") or {}
+    shards = parts.get(split) or []
     uuid = meta / "index.uuid"
     digest = uuid.read_text().strip() if uuid.is_file() else path.name
     if not shards:
-        raise LoaderError(f"{path}: the split {split!r} is empty; convert with --val-fraction, or with more samples")
+        filled = ", ".join(sorted(name for name, held in parts.items() if held)) or "none"
+        raise LoaderError(
+            f"{path}: the split {split!r} is empty; splits with samples: {filled}. Give another one, or convert with "
+            "--val-fraction (makes val), or with more samples"
+        )
     counts = json.loads((meta / ".info.json").read_text())["shard_counts"]
     if not all(name in counts for name in shards):  # brace patterns of a data set prepared by hand
         return None, 0, digest

@@ -45,11 +45,16 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     check_data_path(config.data.path)
     if config.model.checkpoint and not Path(config.model.checkpoint).exists():
         raise RunConfigError(f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it")
+    check_folder("checkpoint.dir", config.checkpoint.dir)
+    check_folder("log.tensorboard", config.log.tensorboard)
     step = step_to_resume(config)
     if step is not None:
         from . import checkpoint
 
         source = checkpoint.step_folder(Path(config.checkpoint.dir), step)
+        if not source.is_dir():
+            steps = ", ".join(map(str, checkpoint.saved_steps(Path(config.checkpoint.dir)))) or "none"
+            raise RunConfigError(f"checkpoint.step {step} is not in {config.checkpoint.dir}; steps that are: {steps}")
         checkpoint.check_resumable(source, run_facts(config, dp), config.checkpoint.restart_data)
     if config.eval.interval:
         from megatron_vl.data.loader import split_size
@@ -77,6 +82,18 @@ def check_data_path(path: str) -> None:
         if (folder / ".convert").is_dir():
             raise RunConfigError(f"data.path {path} holds an unfinished conversion; run `megatron-vl data convert` again")
         raise RunConfigError(f"data.path {path} is no data set (it holds no .nv-meta); {advice}")
+
+
+def check_folder(field: str, path: str) -> None:
+    """Refuses a folder to be written, given by ``field`` (empty: none), that a file is in the way of.
+
+    Raises:
+        RunConfigError: names the field and the file.
+    """
+    folder = Path(path)
+    in_the_way = next((part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()), None)
+    if path and in_the_way:
+        raise RunConfigError(f"{field} {path}: {in_the_way} is a file; give a folder, which need not exist yet")
 
 
 def step_to_resume(config: TrainConfig) -> int | None:
@@ -131,6 +148,10 @@ def remarks(config: TrainConfig, platform: str) -> list[str]:
         )
     if not config.model.checkpoint:
         found.append("model.checkpoint is empty: weights are random")
+    frozen = {"vision": config.model.freeze_vision, "merger": config.model.freeze_merger}
+    for part, rate in (("vision", config.optimizer.vision_lr), ("merger", config.optimizer.merger_lr)):
+        if frozen[part] and rate is not None:
+            found.append(f"optimizer.{part}_lr {rate:g} has no effect: model.freeze_{part} keeps those weights as they are")
     if platform == "cpu" and config.dtype == "bfloat16":
         found.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from collections import Counter
 from itertools import islice
@@ -235,10 +236,25 @@ def test_what_is_too_long_is_counted_not_lost(tmp_path, workers):
 
 def test_only_unusable_samples_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_vl.data.loader.MOST_REFUSED_IN_A_ROW", 20)
-    turns = [{"from": "human", "value": "x " * 400}, {"from": "gpt", "value": "y"}]
-    path, _ = converted(tmp_path, [{"conversations": turns}] * 4)
-    with pytest.raises(Exception, match="20 samples in a row cannot be used"):
+    turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
+    path, _ = converted(tmp_path, [{"conversations": turns(n)} for n in (402, 400, 403, 401)])
+    with pytest.raises(LoaderError, match="20 samples in a row cannot be used") as error:
         next(loader(path))
+    said = re.search(r"the smallest longer than seq_len has (\d+) tokens: raise data.seq_len, or lower", str(error.value))
+    assert said, error.value
+    fits = int(said[1])
+    assert set(next(loader(path, seq_len=fits)).keys) == {"000000001"}
+    with pytest.raises(LoaderError, match=f"the smallest longer than seq_len has {fits} tokens"):
+        next(loader(path, seq_len=fits - 1))
+
+
+def test_pictures_that_never_fit_name_the_limit_of_patches(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_vl.data.loader.MOST_REFUSED_IN_A_ROW", 20)
+    path, _ = converted(tmp_path, mixed_records(tmp_path / "media", 1))
+    patches = next(loader(path, pack=False)).num_patches
+    with pytest.raises(LoaderError, match=f"more than max_patches has {patches} patches: raise data.max_patches, or lower"):
+        next(loader(path, max_patches=patches - 1))
+    assert next(loader(path, pack=False, max_patches=patches)).num_patches == patches
 
 
 def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from data_tools.convert import ConvertError, Options, convert
-from data_tools.formats import RecordError, read_conversation
+from data_tools.formats import RecordError, read_conversation, read_prompt
 from data_tools.records import BadLine, ReadError, read_records
 from tests.data.datasets import converted, mixed_records
 from tests.data.media import encoded, video, write
@@ -138,6 +138,15 @@ BAD = [
         "messages[0].content[0].video",
     ),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "bad text", "messages[1].content"),
+    ({"messages": [USER, BOT], **TEXT}, "two conversations", "conversations"),
+    ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "empty answer", "messages[1]"),
+    ({"conversations": [HUMAN, {"from": "gpt", "value": ""}, HUMAN, GPT]}, "empty answer", "conversations[1]"),
+    ({"messages": [USER, {"role": "assistant", "content": []}]}, "empty answer", "messages[1]"),
+    (
+        {"image": "a.jpg", "conversations": [HUMAN, {"from": "gpt", "value": "<image>"}]},
+        "empty answer",
+        "conversations[1]",
+    ),
 ]
 
 
@@ -146,11 +155,44 @@ def test_records_that_cannot_be_used_say_why_and_where(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
     assert (error.value.reason, error.value.field) == (reason, field)
+    assert reason != "unknown content part" or "valid: text, image, image_url, video, video_url" in str(error.value)
 
 
 def test_a_last_question_and_a_system_turn_are_fine():
     turns = [{"role": "system", "content": "a"}, USER, BOT, USER]
     assert read_conversation({"system": "a", "messages": turns}).messages == turns
+
+
+def test_a_prompt_may_end_with_an_empty_answer_and_an_exported_table_with_an_empty_column():
+    turns = [USER, {"role": "assistant", "content": ""}]
+    assert read_prompt({"messages": turns}).messages == [USER]
+    assert read_conversation({"messages": [USER, BOT], "conversations": []}).messages == [USER, BOT]
+
+
+def test_keys_without_effect_and_media_in_answers_are_named():
+    parts = [
+        {"type": "image", "image": "a.png", "max_pixels": 50176, "text": None},
+        {"type": "image_url", "image_url": {"url": "b.png", "detail": "low"}, "path": "c.png"},
+        {"type": "text", "text": "?", "cache_control": {"type": "ephemeral"}, "image": ""},
+    ]
+    answer = {"role": "assistant", "content": [{"type": "image", "image": "d.png"}, {"type": "text", "text": "so"}], "weight": 0}
+    record = {"id": 1, "system": "Be brief.", "messages": [{"role": "user", "content": parts}, answer], "tools": ["search"]}
+    conversation = read_conversation(record)
+    assert conversation.ignored == [
+        ("records", "tools"),
+        ("content parts", "max_pixels"),
+        ("content parts", "path"),
+        ("content parts", "detail"),
+        ("content parts", "cache_control"),
+        ("turns", "weight"),
+    ]
+    assert conversation.answer_media == 1 and len(conversation.media) == 3
+    listed = {
+        "images": [{"path": "a.png", "bytes": None, "max_pixels": 784}],
+        "conversations": [{**HUMAN, "value": "<image>"}, GPT],
+    }
+    assert read_conversation(listed).ignored == [("listed media", "max_pixels")]
+    assert read_conversation({"id": "x", **TEXT}).ignored == []
 
 
 # ------------------------------------------------------------------------------------------------------ reading
@@ -303,6 +345,7 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
         "../secret.png": "outside the media root",
         str(secret): "outside the media root",
         f"file://{secret}": "outside the media root",
+        "file://good.png": "bad media reference",
         "link.png": "outside the media root",
         "/etc/passwd": "outside the media root",
         "none.png": "medium missing",
@@ -330,6 +373,7 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
     assert {(line["file"], line["field"]) for line in lines} == {("in.json", "image"), ("in.json", "video")}
     assert all(line["detail"] for line in lines)
+    assert not any(noise in line["detail"] for line in lines for noise in ("object at 0x", "<none>"))
     assert report.samples + len(found) + 1 == report.records == len(records)
     assert sum(sum(r.values()) for r in report.refused.values()) == len(found) + 1
     assert encoded(30, 30) in shards(out).values()
@@ -409,6 +453,8 @@ def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
         convert([tmp_path / "in.json"], Options(tmp_path / "nowhere", tmp_path / "out"))
     with pytest.raises(ConvertError, match="not a file"):
         convert([tmp_path / "nothing.json"], base)
+    with pytest.raises(ConvertError, match="^--workers must be positive$"):
+        convert([tmp_path / "in.json"], Options(tmp_path / "m", tmp_path / "out", workers=0))
 
 
 # -------------------------------------------------------------------------------------------------- command line
@@ -435,6 +481,29 @@ def test_command_lists_what_was_quarantined(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"1 of 4 records written to {tmp_path / 'out'} in " in out
     assert f", 3 quarantined (medium missing: 2, no conversation: 1), listed in {tmp_path / 'out/quarantine.jsonl'}\n" in out
+
+
+def test_command_names_what_has_no_effect(tmp_path, capsys):
+    """Counted in samples alone, the same again from the report of the complete data set."""
+    write(tmp_path / "m/a.png", encoded(30, 30))
+    picture = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
+    answer = {"role": "assistant", "content": [picture, {"type": "text", "text": "That one."}], "weight": 0.5}
+    record = {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}, answer]}
+    bad = {"messages": [{"role": "user", "content": [{**picture, "image": "none.png"}]}, answer]}
+    many = {f"k{i:03d}" + "x" * 100: 1 for i in range(120)}
+    for _ in range(2):
+        assert run(tmp_path, [TEXT, record, record, bad, {**TEXT, **many}], "--max-quarantined", "1") == 0
+        out = capsys.readouterr().out
+        instead = "(data.max_pixels of the run counts, data.video_max_pixels for videos)"
+        assert f"  ignored: max_pixels in 4 content parts {instead}\n  ignored: weight in 2 turns\n  ignored: " in out
+        assert "and 91 keys more (see report.json)\n" in out
+        assert "  2 images or videos in the assistant's turns: seen by the model, not learnt\n" in out
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    records = report["ignored"].pop("records")
+    assert report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"weight": 2}} and report["answer_media"] == 2
+    assert len(records) == 101 and records["other keys"] == 20 and max(map(len, records)) == 60
+    assert run(tmp_path, [TEXT], "--force") == 0
+    assert "ignored" not in capsys.readouterr().out
 
 
 def test_exit_code_tells_whether_too_much_was_quarantined(tmp_path, capsys):

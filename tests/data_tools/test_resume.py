@@ -25,7 +25,7 @@ FORK = multiprocessing.get_context("fork")
 def source(tmp_path_factory) -> Path:
     """Input and media: 60 records in two files, some of them bad."""
     folder = tmp_path_factory.mktemp("source")
-    records: list[Any] = mixed_records(folder / "media", 50)
+    records: list[Any] = [record | {"extra": 1} for record in mixed_records(folder / "media", 50)]
     for i in range(0, 50, 5):
         turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "y"}]
         records.insert(i, {"image": "none.png", "conversations": turns} if i % 2 else {"bad": i})
@@ -57,6 +57,7 @@ def undisturbed(source, tmp_path_factory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     report = convert(inputs(source), options(source, out))
     assert report.samples == 50 and report.records == 61 and report.shards > 6
+    assert report.ignored == {"records": {"extra": 50}}
     return digests(out)
 
 

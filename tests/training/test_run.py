@@ -247,7 +247,7 @@ def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], 
         (["--parallel.layers", "[1,1]", "--parallel.pp", "2", "--parallel.tp", "2"], "add up to 2"),
         (["--data.path", "nowhere", *LAYOUT], "does not exist"),
         (["--global_batch_size", "3"], "multiple of the data-parallel size"),
-        (["--eval.interval", "1", "--eval.split", "test", *LAYOUT], "the split 'test' is empty"),
+        (["--eval.interval", "1", "--eval.split", "test", *LAYOUT], "the split 'test' is empty; splits with samples: train, val"),
     ],
 )
 def test_impossible_runs_are_refused_before_a_group_starts(

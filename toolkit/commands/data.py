@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 
 MAX_QUARANTINED = 0.01
 """As ``data.max_bad_share`` of a training: a few broken media among millions stop nobody, a wrong folder is noticed."""
+MOST_SHOWN = 10
+"""Ignored keys of a place that the summary names; the report has all."""
+INSTEAD = {
+    "min_pixels": "data.min_pixels of the run counts",
+    "max_pixels": "data.max_pixels of the run counts, data.video_max_pixels for videos",
+    "fps": "data.video_fps of the run counts",
+    "nframes": "data.video_fps and data.video_max_frames of the run count",
+    "max_frames": "data.video_max_frames of the run counts",
+    "video_start": "the whole video is taken",
+    "video_end": "the whole video is taken",
+}
+"""What counts in the place of a key without effect."""
 TOO_MANY_QUARANTINED = 3
 """Exit code; 1 is a failure and 2 a wrong command line."""
 
@@ -152,7 +164,21 @@ def _print(report: Report, out: Path, quarantine: Path) -> None:
     print(f"{written}, {report.quarantined} quarantined{end}")
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {report.shards} shards, {report.bytes / 2**20:.1f} MiB")
+    for place, found in report.ignored.items():
+        print(f"  ignored: {_ignored(place, found)}")
+    if report.answer_media:
+        print(f"  {report.answer_media} images or videos in the assistant's turns: seen by the model, not learnt")
     if len(report.refused) > 1:
         for file, counts in report.refused.items():
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
                 print(f"  quarantined {count:6d}  {reason}  ({file})")
+
+
+def _ignored(place: str, counts: dict[str, int]) -> str:
+    """The keys without effect of a place, the most frequent first, with what counts instead."""
+    shown = sorted(counts.items(), key=lambda item: -item[1])[:MOST_SHOWN]
+    unit = {1: place.removesuffix("s")}
+    told = {key: f" ({text})" for key, text in INSTEAD.items()}
+    texts = [f"{key if key.isprintable() else ascii(key)} in {n} {unit.get(n, place)}{told.get(key, '')}" for key, n in shown]
+    more = len(counts) - len(shown)
+    return ", ".join(texts) + (f", and {more} keys more (see report.json)" if more else "")

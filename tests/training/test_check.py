@@ -1,0 +1,60 @@
+"""What is refused or remarked before anything starts, by fields and paths alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.data.loader import LoaderError, split_size
+from megatron_vl.training.check import check, remarks
+
+HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
+
+
+@pytest.fixture
+def fields(tmp_path: Path) -> list[str]:
+    """Fields of a run whose model and data are there."""
+    (tmp_path / "hf").mkdir()
+    shutil.copy(HF_CONFIG, tmp_path / "hf" / "config.json")
+    (tmp_path / "data" / ".nv-meta").mkdir(parents=True)
+    return ["--model.hf", str(tmp_path / "hf"), "--data.path", str(tmp_path / "data")]
+
+
+def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_path: Path) -> None:
+    for step in (20, 40):
+        (tmp_path / "run" / f"step_{step:08d}").mkdir(parents=True)
+    wanted = parse_config([*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.step", "7"])
+    with pytest.raises(RunConfigError, match=r"checkpoint.step 7 is not in .*run; steps that are: 20, 40$"):
+        check(wanted, 1)
+
+
+@pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])
+@pytest.mark.parametrize("below", ["", "/board"])
+def test_a_file_in_a_folders_place_is_told_with_the_field(fields: list[str], tmp_path: Path, field: str, below: str) -> None:
+    check(parse_config([*fields, f"--{field}", str(tmp_path / "new" / "folder")]), 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunConfigError, match=rf"^{field} .*file{below}: .*file is a file; give a folder"):
+        check(parse_config([*fields, f"--{field}", f"{tmp_path / 'file'}{below}"]), 1)
+
+
+def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    meta = tmp_path / ".nv-meta"
+    meta.mkdir()
+    (meta / "split.yaml").write_text("split_parts: {train: [train-0.tar], val: [val-0.tar], test: []}\nexclude: []\n")
+    (meta / ".info.json").write_text('{"shard_counts": {"train-0.tar": 1, "val-0.tar": 1}}')
+    (meta / "dataset.yaml").write_text("{__module__: megatron.energon, __class__: CrudeWebdataset}\n")
+    for split in ("vla", "test"):
+        with pytest.raises(LoaderError, match=rf"the split '{split}' is empty; splits with samples: train, val\."):
+            split_size(tmp_path, split)
+
+
+def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
+    config = TrainConfig()
+    config.optimizer.vision_lr = config.optimizer.merger_lr = 2e-6
+    assert not any("has no effect" in remark for remark in remarks(config, "cpu"))
+    config.model.freeze_vision = True
+    told = [remark for remark in remarks(config, "cpu") if "has no effect" in remark]
+    assert told == ["optimizer.vision_lr 2e-06 has no effect: model.freeze_vision keeps those weights as they are"]
