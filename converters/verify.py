@@ -100,8 +100,17 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
 
     Tensors of two HF folders that differ in naming style alone are compared with each other. Differences come in the order
     of names: tensors that only one has, other types, other shapes, other bits.
+
+    Raises:
+        ValueError: the folders are of two kinds.
     """
     left, right = _open(Path(a)), _open(Path(b))
+    if left.is_hf != right.is_hf:
+        kinds = ("Megatron weights", "a Hugging Face folder")
+        raise ValueError(
+            f"{a} holds {kinds[left.is_hf]}, {b} {kinds[right.is_hf]}: their names and shapes are not the same. Compare two of "
+            "one kind; `megatron-vl export` makes a Hugging Face folder of Megatron weights"
+        )
     other_names = _same_under_other_names(left, right)
     right = right.renamed(other_names)
     names = sorted(left.shapes.keys() | right.shapes.keys())

@@ -55,6 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     except (CommandError, ValueError, OSError) as error:
         print(f"megatron-vl {args.command}: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        from megatron_vl.training.optimizer_state import CheckpointError  # imports torch: behind an error only
+
+        if not isinstance(error, CheckpointError):
+            raise
+        print(f"megatron-vl {args.command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

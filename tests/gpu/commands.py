@@ -164,6 +164,7 @@ def main() -> int:
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="commands-"))
     checks = Checks(args.out or work)
+    checks.out.mkdir(parents=True, exist_ok=True)
     prepare(work, args.ranks)
     for check in (check_training, check_generate, check_evaluate):
         check(checks, work, args.ranks, args.platform)

@@ -182,6 +182,7 @@ def main() -> int:
         cases.append(Case(hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields))
     write_cases(cases, work / "cases.json")
     out = (args.out or work) / f"parity_{args.ranks}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     done = subprocess.run([*launch, "-m", "toolkit.parity.run", str(work / "cases.json"), str(out), args.platform], check=False)
     for name, result in json.loads(out.read_text()).items():

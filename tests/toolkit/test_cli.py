@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_vl.weights import FORMAT, MANIFEST, VERSION, manifest_digest
+from toolkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = [
@@ -30,6 +37,9 @@ from toolkit.cli import main
 for words in sys.argv[1:]:
     assert main(words.split()) == 1, words
 assert "torch" not in sys.modules
+for words in ("x --lmu-data nowhere", "x.tsv --lmu-data docs", "docs/x --lmu-data docs"):
+    assert main(["evaluate", "--original", ".", "--converted", ".", "--out", "out", "--data", *words.split()]) == 2, words
+assert "torch" not in sys.modules
 hf = "tests/hf_configs/Qwen2-VL-2B-Instruct.json"
 for data in ("docs", "pyproject.toml"):
     assert main(["bench", "--hf", hf, "--processes", "1", "--data", data, "--global_batch_size", "1"]) == 1, data
@@ -51,6 +61,7 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not exist") == len(WRONG)
+    assert "--lmu-data nowhere is not a folder" in done.stderr and done.stderr.count("; --lmu-data takes the folder") == 2
     assert "unrecognized arguments: --data.seq_len; fields of a run go behind `--`" in done.stderr
     assert "verify: unrecognized arguments: --forse; see megatron-vl verify --help" in done.stderr
     assert "data.path docs is no data set (it holds no .nv-meta)" in done.stderr
@@ -58,3 +69,82 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
     trainer = 2  # its model.hf, missing in two of the three lines
     assert done.stderr.count("hf download") == sum("--hf nowhere" in words for words in WRONG) + trainer
     assert done.stderr.count("megatron_vl.train: rank 0: ") == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("latest.json", "x", "latest.json is damaged"),
+        ("latest.json", '{"step": 3}', "names step 3, but"),
+        ("step_00000002/run.json", "{", "run.json is damaged"),
+        ("manifest.json", "{}", "holds weights alone, which `megatron-vl verify"),
+    ],
+)
+@pytest.mark.parametrize("action", ["show", "verify"])
+def test_damage_of_a_run_is_one_line(tmp_path, capsys, action, file, text, message):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    assert main(["checkpoint", action, str(tmp_path)]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown and len(shown.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+@pytest.mark.parametrize("option", ["--platform cuda", "--reference-device cuda", "--reference-device gpu"])
+def test_a_device_that_is_not_there_is_told_at_once(capsys, option):
+    assert main(["parity", "--family", "qwen2_5_vl", "--layouts", "1", *option.split()]) == 1
+    assert capsys.readouterr().err.startswith(f"megatron-vl parity: {option.split()[0]} ")
+
+
+def test_no_process_is_no_benchmark(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "--hf", "pyproject.toml", "--processes", "0"])
+    assert end.value.code == 2
+    assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_one_prompt_is_not_lost_behind_another(capsys):
+    assert main("generate --checkpoint . --hf . --prompt a --prompt b".split()) == 1
+    assert "--prompt is given more than once; several prompts go into a --prompt-file" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_without_media_is_refused(capsys):
+    assert main(["generate", "--checkpoint", ".", "--hf", ".", "--prompt", " "]) == 1
+    assert "--prompt is empty; say something, or give a picture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_a_comparison_of_no_step_is_refused(capsys, steps):
+    with pytest.raises(SystemExit) as end:
+        main(["parity", "--family", "qwen2_5_vl", "--layouts", "1", "--steps", steps])
+    assert end.value.code == 2
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
+    """Of the optimizer, the loader and the weights; whole, the same checkpoint is shown with exit code 0."""
+    files = {"optimizer/rank_00000.safetensors": {}, "loader/dp_00000.json": {}}
+    facts = {"format": 1, "step": 3, "layout": {"tp": 1, "pp": 1, "vpp": 1, "layers": [4]}, "dp": 1, "files": files}
+    names = [*files, "weights/tp00_pp00.safetensors"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
+    manifest = {"format": FORMAT, "version": VERSION, "kind": "shards", "family": "qwen2_5_vl", "layout": {}, "hf_config": {}}
+    manifest |= {"tensors": {}, "files": {"tp00_pp00.safetensors": {}}}
+    (tmp_path / "weights" / MANIFEST).write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}))
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert "missing: " not in capsys.readouterr().out
+    for name in names:
+        (tmp_path / name).unlink()
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    assert f"missing: {', '.join(sorted(names))}; resume from another step" in capsys.readouterr().out
+    assert main(["checkpoint", "show", "--json", str(tmp_path)]) == 1
+    assert json.loads(capsys.readouterr().out)["missing"] == sorted(names)
+    (tmp_path / "weights" / MANIFEST).write_text("{}")
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    assert "manifest.json is not a manifest of" in capsys.readouterr().err
+    (tmp_path / "weights" / MANIFEST).unlink()
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    assert "lacks weights/manifest.json; resume from another step" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert, export, reshard
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
+from toolkit.evaluate.early import check_data
 from toolkit.evaluate.run import _gpus
 from toolkit.hf import load_model, load_processor
 
@@ -197,6 +198,32 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
     assert error.value.code == 2
 
 
+EARLY = """
+import sys
+from toolkit.cli import main
+for data in sys.argv[2:]:
+    where = ["--lmu-data", sys.argv[1], "--out", sys.argv[1] + "/out"]
+    assert main(["evaluate", "--original", ".", "--converted", ".", "--data", data, *where]) == 2, data
+assert not {"torch", "vlmeval", "pandas"} & set(sys.modules)
+"""
+
+
+def test_wrong_data_is_told_before_anything_is_imported(table, tmp_path):
+    """Names that nobody knows, a published table, one of several, an own table's columns."""
+    write_table(tmp_path / "MMMB_ar.tsv", [[1, "Who?"]], ("index", "question"))
+    write_table(tmp_path / "photos.tsv", [[1, "Who?", "a", "b"]], ("index", "question", "A", "B"))
+    names = ("nobody", "MMBench_DEV_EN_V11", "MMMB", "photos")
+    command = [sys.executable, "-c", EARLY, str(tmp_path), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    for line, file in zip(said, ("nobody", "MMBench_DEV_EN_V11", "MMMB_cn"), strict=False):
+        assert f"{tmp_path.resolve() / file}.tsv does not exist" in line
+    assert said[3] == "megatron-vl evaluate: photos.tsv: no column answer; it has index, question, A, B"
+    check_data("photos", tmp_path, False)
+    check_data(table.stem, table.parent, True)
+
+
 def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, tmp_path, capsys, monkeypatch):
     broken = tmp_path / "site"
     broken.mkdir()
@@ -205,6 +232,7 @@ def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, t
     folders = ["--original", str(original), "--converted", str(converted), "--lmu-data", str(table.parent)]
     assert main(["evaluate", *folders, "--data", "photographs", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
+    assert said.startswith("importing VLMEvalKit, which reads photographs")
     assert "libGL.so.1: cannot open shared object file" in said and "libgl1" in said
 
 

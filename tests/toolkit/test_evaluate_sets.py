@@ -20,6 +20,7 @@ from PIL import Image
 from converters.convert import convert, export
 from tests.toolkit.test_evaluate import ROOT, answers_letters, answers_of, damage, encoded, photographs, write_table
 from toolkit.cli import main
+from toolkit.evaluate.early import read_names
 from toolkit.evaluate.model import Checkpoint
 from toolkit.hf import load_model, load_processor
 from toolkit.tiny import write_tiny_checkpoint
@@ -378,3 +379,30 @@ def test_what_is_missing_or_leads_away_is_named(videos, tmp_path):
     assert said[11] == "3" and "--limit 2 is less than one question of each of the 3" in said[12]
     assert f"{mine / 'VLMEval-VDC'} is missing" in said[13]
     assert "MMMB_ar.tsv does not exist" in said[9] and "nobody.tsv does not exist" in said[10]
+
+
+NAMES = """
+import json
+from vlmeval.dataset import SUPPORTED_DATASETS, ConcatDataset, supported_video_datasets
+from toolkit.evaluate.sources import parts_of
+names = [*SUPPORTED_DATASETS, *supported_video_datasets, *ConcatDataset.DATASET_SETS]
+print("said:", json.dumps({name: parts_of(name) for name in names}))
+"""
+
+
+def test_names_read_in_the_source_code_are_those_that_vlmevalkit_has(tmp_path):
+    """What is told before VLMEvalKit is imported is what it would say: a set of videos is never refused, the tables that others
+    need are known, and no published table's columns are taken for those of an own one."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LMUData": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", NAMES], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    kinds = json.loads(done.stdout.rpartition("said:")[2])
+    names = read_names()
+    assert names is not None and len(kinds) > 700
+    undecided = []
+    for name, (kind, parts) in kinds.items():
+        found = names.tables_of(name)
+        assert found in (None, parts) if kind != "video" else found is None, name
+        undecided += [name] if found is None and kind != "video" else []
+        assert names.may_have(name), name
+    assert len(undecided) < 10, undecided
+    assert not names.may_have("photographs") and names.tables_of("photographs") == ["photographs"]

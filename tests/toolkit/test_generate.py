@@ -81,3 +81,39 @@ def test_what_is_missing_is_named(options, message, tiny_checkpoint, capsys):
     hf = str(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
     assert main(["generate", "--hf", hf, *(["--checkpoint", hf] if "--checkpoint" not in options else []), *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_all_unusable_records_are_told(tiny_checkpoint, tmp_path: Path, capsys):
+    """With file and line, of all files, ten at most; media that do not decode are told in the same way."""
+    hf = str(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
+    first, second, third = (tmp_path / name for name in ("first.jsonl", "second.json", "third.jsonl"))
+
+    def told(*files: Path) -> list[str]:
+        options = [word for file in files for word in ("--prompt-file", str(file))]
+        assert main(["generate", "--hf", hf, "--checkpoint", hf, *options]) == 1
+        return capsys.readouterr().err.splitlines()
+
+    def asked(name: str) -> dict[str, object]:
+        return {"messages": [{"role": "user", "content": [{"type": "image", "image": name}]}]}
+
+    good = {"messages": [{"role": "user", "content": "Hi"}]}
+    first.write_text("\n".join(["{", json.dumps(good), json.dumps({"messages": []}), "", json.dumps(asked("gone.png"))]))
+    second.write_text(json.dumps([good, {}]))
+    lines = told(first, second)
+    assert lines[0] == "megatron-vl generate: 4 records cannot be used:" and len(lines) == 5
+    places = [f"{first} line 1", f"{first} line 3", f"{first} line 5", f"{second} record 2"]
+    for line, place in zip(lines[1:], places, strict=True):
+        assert line.startswith(f"  {place}: "), line
+    assert "gone.png does not exist" in lines[3]
+
+    third.write_text("{\n" * 12)
+    lines = told(third, second)
+    assert lines[0].endswith("13 records cannot be used:") and lines[10].startswith(f"  {third} line 10: ")
+    assert lines[11:] == ["  and 3 more"]
+
+    (tmp_path / "no.png").write_text("no picture")
+    third.write_text("\n".join(map(json.dumps, (good, asked("no.png")))))
+    convert(Path(hf), tmp_path / "weights", {"tp": 1, "pp": 1})
+    hf_options = ["--hf", hf, "--checkpoint", str(tmp_path / "weights")]
+    assert main(["generate", *hf_options, "--prompt-file", str(third)]) == 1
+    assert f"generate: {third} line 2: image does not decode: no.png" in capsys.readouterr().err

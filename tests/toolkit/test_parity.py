@@ -65,3 +65,17 @@ def test_layouts_are_read_as_written():
 
 def test_rows_are_as_even_as_can_be():
     assert spread(5, 2) == [[0, 1], [2, 3, 4]] and spread(4, 4) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts", "message"),
+    [
+        ("qwen3_vl_moe", "1,tp2", "--layouts tp2: with experts, tensor parallelism needs sequence parallelism"),
+        ("qwen3_vl_moe", "tp2pp2:layers=1-3", "write tp2pp2sp:layers=1-3"),
+        ("qwen2_5_vl", "1,pp2:layers=1-2", "--layouts pp2:layers=1-2: layers [1, 2] add up to 3"),
+    ],
+)
+def test_an_impossible_layout_is_named(capsys, family, layouts, message):
+    assert main(["parity", "--family", family, "--layouts", layouts, "--platform", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert message in said and "parallel." not in said

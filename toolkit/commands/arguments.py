@@ -29,3 +29,17 @@ def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 6,8,8,6") from None
+
+
+def chosen_platform(wanted: str, option: str = "--platform") -> str:
+    """``cuda`` or ``cpu``, as ``wanted`` or (``auto``) as there is.
+
+    Raises:
+        ValueError: CUDA is wanted, by ``option``, where torch sees no GPU.
+    """
+    import torch
+
+    found = torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise ValueError(f"{option} cuda: torch sees no GPU here; leave it out, or give cpu (megatron-vl doctor says more)")
+    return ("cuda" if found else "cpu") if wanted == "auto" else wanted

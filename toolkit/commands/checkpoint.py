@@ -13,7 +13,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("checkpoint", help="look into a training run's checkpoints, and check that they are whole")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, run in (
-        ("show", "list a run's checkpoints, or describe one of them", _show),
+        ("show", "list a run's checkpoints, or describe one of them; exit code 1 when files of it are missing", _show),
         ("verify", "read every file of a checkpoint and compare it with the hashes written beside it", _verify),
     ):
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -34,16 +34,24 @@ def find_step(path: Path) -> Path:
         return path
     step = latest_step(path) if path.is_dir() else None
     if step is None:
-        raise FileNotFoundError(f"{path} holds no checkpoint of a run: looked for run.json, latest.json and step_ folders")
+        weights = (
+            f"; it holds weights alone, which `megatron-vl verify {path}` checks" if (path / "manifest.json").is_file() else ""
+        )
+        looked = "looked for run.json, latest.json and step_ folders"
+        raise FileNotFoundError(f"{path} holds no checkpoint of a run: {looked}{weights}")
     return step_folder(path, step)
 
 
 def describe(source: Path) -> dict[str, Any]:
-    """Step, layout, model, sizes by part."""
+    """Step, layout, model, sizes by part, and the files that should be there and are not."""
     from megatron_vl.training.checkpoint import read_run
+    from megatron_vl.weights import MANIFEST, read_manifest
 
     saved = read_run(source)
-    manifest = json.loads((source / "weights" / "manifest.json").read_text())
+    if not (source / "weights" / MANIFEST).is_file():
+        raise FileNotFoundError(f"{source} lacks weights/{MANIFEST}; resume from another step with --checkpoint.step")
+    manifest = read_manifest(source / "weights" / MANIFEST)
+    names = sorted([*saved["files"], *(f"weights/{name}" for name in manifest["files"])])
     sizes: dict[str, int] = {}
     for file in source.rglob("*"):
         if file.is_file():
@@ -59,6 +67,7 @@ def describe(source: Path) -> dict[str, Any]:
         "loader_workers": saved.get("num_workers"),
         "seq_len": saved.get("seq_len"),
         "bytes": sizes,
+        "missing": [name for name in names if not (source / name).is_file()],
     }
 
 
@@ -84,7 +93,7 @@ def _show(args: argparse.Namespace) -> int:
     steps = saved_steps(args.path)
     if args.json:
         print(json.dumps(facts | {"steps": steps}, indent=2))
-        return 0
+        return 1 if facts["missing"] else 0
     if steps:
         print(f"checkpoints of steps {', '.join(map(str, steps))}")
     layout = facts["layout"]
@@ -96,7 +105,9 @@ def _show(args: argparse.Namespace) -> int:
     print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
     for part, size in sorted(facts["bytes"].items()):
         print(f"  {part:<11} {size / 1e6:12.1f} MB")
-    return 0
+    if facts["missing"]:
+        print(f"missing: {', '.join(facts['missing'])}; resume from another step with --checkpoint.step")
+    return 1 if facts["missing"] else 0
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -7,6 +7,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from toolkit.evaluate.run import Result
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -77,8 +81,29 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from toolkit.evaluate.early import UsageError, check_data
+
+    lmu_data = args.lmu_data or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
+    try:
+        check_data(args.data, lmu_data, not args.no_scores)
+        result = _evaluate(args, lmu_data)
+    except (UsageError, ValueError, FileNotFoundError) as error:  # a folder that is no checkpoint is a wrong argument too
+        print(f"megatron-vl evaluate: {error}", file=sys.stderr)
+        return 2
     from toolkit.evaluate.report import print_report, write_html
-    from toolkit.evaluate.run import Options, UsageError, evaluate
+
+    (args.out / "report.json").write_text(json.dumps(result.as_json(), indent=2) + "\n")
+    write_html(result, args.out / "report.html")
+    if args.json:
+        print(json.dumps(result.as_json()))
+    else:
+        print_report(result, args.out)
+    return 0 if result.passed else 1
+
+
+def _evaluate(args: argparse.Namespace, lmu_data: Path) -> Result:
+    """Raises as :func:`toolkit.evaluate.run.evaluate`."""
+    from toolkit.evaluate.run import Options, evaluate
 
     roles = {"original": args.original, "converted": args.converted, "trained": args.trained}
     same = (
@@ -89,18 +114,7 @@ def _run(args: argparse.Namespace) -> int:
         checkpoints={role: folder for role, folder in roles.items() if folder is not None},
         judge_url=args.judge_base_url,
         scores=not args.no_scores,
-        lmu_data=args.lmu_data or Path(os.environ.get("LMUData") or Path.home() / "LMUData"),
+        lmu_data=lmu_data,
         **{name: getattr(args, name) for name in same.split()},
     )
-    try:
-        result = evaluate(options, lambda line: print(line, file=sys.stderr, flush=True))
-    except (UsageError, ValueError, FileNotFoundError) as error:  # a folder that is no checkpoint is a wrong argument too
-        print(f"megatron-vl evaluate: {error}", file=sys.stderr)
-        return 2
-    (args.out / "report.json").write_text(json.dumps(result.as_json(), indent=2) + "\n")
-    write_html(result, args.out / "report.html")
-    if args.json:
-        print(json.dumps(result.as_json()))
-    else:
-        print_report(result, args.out)
-    return 0 if result.passed else 1
+    return evaluate(options, lambda line: print(line, file=sys.stderr, flush=True))

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from toolkit.commands.arguments import numbers, positive
+from toolkit.commands.arguments import chosen_platform, numbers, positive
 from toolkit.commands.weights import CHECKPOINT
 
 NOTES = """
@@ -35,7 +35,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--hf", type=Path, required=True, metavar="DIR", help="Hugging Face folder of origin: tokenizer, chat template, processor"
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="what the user says, behind the pictures and videos")
+    what.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what the user says, behind the pictures and videos (one; else --prompt-file)",
+    )
     what.add_argument(
         "--prompt-file",
         type=Path,
@@ -73,11 +78,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import torch
-
     from megatron_vl.config import DataConfig
-    from toolkit.generate.command import Request, one_conversation, read_prompt_file, run_generate
+    from toolkit.generate.command import Request, one_conversation, read_prompt_files, run_generate
 
+    if len(args.prompt or []) > 1:
+        raise ValueError("--prompt is given more than once; several prompts go into a --prompt-file")
+    if args.prompt and not (args.prompt[0].strip() or args.image or args.video):
+        raise ValueError("--prompt is empty; say something, or give a picture or video (--image, --video)")
     if args.prompt_file and (args.image or args.video):
         raise ValueError("--image and --video go with --prompt; a --prompt-file names its own")
     for path in (*args.image, *args.video, *(args.prompt_file or [])):
@@ -85,11 +92,10 @@ def _run(args: argparse.Namespace) -> int:
             raise FileNotFoundError(f"{path} is not a file")
     if args.prompt_file:
         roots = [(args.media_root or path.parent).resolve() for path in args.prompt_file]
-        files = zip(args.prompt_file, roots, strict=True)
-        conversations = [(conversation, root) for path, root in files for conversation in read_prompt_file(path)]
+        conversations = read_prompt_files(list(zip(args.prompt_file, roots, strict=True)))
     else:
-        conversations = [(one_conversation(args.prompt, args.image, args.video), Path("/"))]
-    platform = ("cuda" if torch.cuda.is_available() else "cpu") if args.platform == "auto" else args.platform
+        conversations = [(one_conversation(args.prompt[0], args.image, args.video), Path("/"), "")]
+    platform = chosen_platform(args.platform)
     request = Request(
         hf=args.hf,
         checkpoint=args.checkpoint,

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from toolkit.commands.arguments import chosen_platform, positive
 from toolkit.layouts import GRAMMAR, parse_layouts
 
 MEMORY = """
@@ -57,7 +58,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=positive,
         default=0,
         metavar="N",
         help="compare N optimizer steps instead: losses, gradient norms, weights and Adam's moments at the end (float32)",
@@ -74,16 +75,19 @@ def _layouts(text: str) -> Any:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import torch
     from rich.console import Console
 
     from toolkit.parity.command import Request, run_parity
 
-    if args.steps < 0 or args.steps and args.dtype != "float32":
+    if args.steps and args.dtype != "float32":
         raise ValueError(f"--steps {args.steps}: the number of steps of a float32 comparison; leave --dtype at float32")
     if args.family and args.checkpoint:
         raise ValueError("--checkpoint needs --hf: weights of --family are made for this comparison alone")
-    platform = ("cuda" if torch.cuda.is_available() else "cpu") if args.platform == "auto" else args.platform
+    platform = chosen_platform(args.platform)
+    if args.reference_device.partition(":")[0] not in ("", "cpu", "cuda"):
+        raise ValueError(f"--reference-device {args.reference_device!r} is unknown; valid: cpu, cuda, cuda:1")
+    if args.reference_device.startswith("cuda"):
+        chosen_platform("cuda", "--reference-device")
     request = Request(
         layouts=args.layouts,
         hf=args.hf,

@@ -201,7 +201,7 @@ def _verify(args: argparse.Namespace) -> int:
         if len(result.differences) > args.show:
             print(f"  ... and {len(result.differences) - args.show} more")
         if len(result.differences) == result.tensors and all(found.how.startswith("missing") for found in result.differences):
-            print("note: not one name in common; compare two Hugging Face folders, or two folders of Megatron weights")
+            print("note: not one name in common; these are different models")
     if result.renamed and not args.json:
         print(f"note: {result.renamed} names differ by naming style only, which transformers reads alike: {result.example}")
     return 1 if result.differences else 0

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from toolkit.cli import CommandError
 from toolkit.evaluate import gates
+from toolkit.evaluate.early import UsageError
 from toolkit.evaluate.gates import Gate
 from toolkit.evaluate.worker import JUDGED, NO_JUDGE, QUESTIONS, RELIED_ON, TABLES, UNUSABLE, read_answers
 from toolkit.hf import check_folder
@@ -31,10 +32,6 @@ NEEDS_JUDGE = (
     "a language model scores this data set: serve one on this machine and give --judge NAME --judge-base-url "
     "http://localhost:PORT/v1, or leave the scores out with --no-scores"
 )
-
-
-class UsageError(Exception):
-    """Arguments that cannot be used; exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class Result:
 
 
 def evaluate(options: Options, show: Callable[[str], None]) -> Result:
-    """Evaluates all checkpoints of ``options`` and judges the conversion.
+    """Evaluates all checkpoints of ``options`` and judges the conversion. The data set has passed :func:`early.check_data`.
 
     Raises:
         UsageError: a folder, table or number cannot be used.
@@ -104,7 +101,8 @@ def evaluate(options: Options, show: Callable[[str], None]) -> Result:
         check_folder(folder)
     work = _prepare(options)
     with _Workers(options, settings, work) as workers:
-        workers.start(settings["processes"])  # they check the data set while the checkpoints are read
+        show(f"importing VLMEvalKit, which reads {options.data}: up to half a minute; the checkpoints are read meanwhile")
+        workers.start(settings["processes"])
         checkpoints: dict[str, dict[str, Any]] = {}
         for role, folder in options.checkpoints.items():
             show(f"{role}: reading {folder}")
@@ -188,12 +186,6 @@ def _settings(options: Options) -> dict[str, Any]:
             version(package)
         except PackageNotFoundError as error:
             raise UsageError(f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt") from error
-    if not options.lmu_data.is_dir():
-        raise UsageError(f"--lmu-data {options.lmu_data} is not a folder; tables and videos are read from there")
-    if "/" in options.data or not options.data.strip(".") or options.data.endswith(".tsv"):
-        raise UsageError(
-            f"--data {options.data}: give the name of a data set, without a folder and without .tsv; --lmu-data takes the folder"
-        )
     if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
         raise UsageError(f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})")
     if bool(options.judge_url) != (options.judge != NO_JUDGE):

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from data_tools.media import VIDEO_SUFFIXES
+from toolkit.evaluate.early import missing_table
 from toolkit.evaluate.table import TableError
 
 SHOWN = {f".{suffix}" for suffix in VIDEO_SUFFIXES | {"jpg", "jpeg", "png", "webp", "bmp", "tsv", "csv", "json", "jsonl", "txt"}}
@@ -82,10 +83,7 @@ class Sources:
         """Puts ``NAME.tsv`` where VLMEvalKit looks for it. Raises TableError when there is none."""
         source = self.root / f"{name}.tsv"
         if "/" in name or not source.is_file():
-            raise TableError(
-                f"--data {self.name}: {source} does not exist; put the table of that name there (nothing is downloaded), "
-                "or give its folder as --lmu-data"
-            )
+            raise TableError(missing_table(self.name, source))
         self.tables.mkdir(exist_ok=True)
         copy = self.tables / source.name
         with (self.tables / f"{name}.lock").open("w") as lock:

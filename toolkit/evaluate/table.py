@@ -18,6 +18,7 @@ from typing import Any
 from data_tools.formats import RecordError
 from data_tools.media import resolve
 from megatron_vl.data.pixels import PixelError, open_image
+from toolkit.evaluate.early import wrong_columns
 
 INDEX = re.compile(r"\w[\w .,:+=-]{0,200}")
 MEDIA = re.compile(r"video|path|prefix|media|image|clip|frame|folder|subtitle", re.IGNORECASE)
@@ -69,10 +70,8 @@ def check_own(rows: list[dict[str, Any]], name: str, scored: bool) -> None:
         rows: column -> cell, as in the file.
         scored: multiple choice is to be scored, for which it takes the column ``answer``.
     """
-    columns = list(rows[0]) if rows else []
-    needed = ["index", "question", *(["answer"] if scored and {"A", "B"} <= set(columns) else [])]
-    if rows and (missing := [column for column in needed if column not in columns]):
-        raise TableError(f"{name}.tsv: no column {', '.join(missing)}; it has {', '.join(map(str, columns))[:300]}")
+    if problem := wrong_columns(list(map(str, rows[0])) if rows else [], scored):
+        raise TableError(f"{name}.tsv: {problem}")
     indices = {str(row.get("index")) for row in rows}
     for number, row in enumerate(rows, 1):
         image = row.get("image")

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.formats import Conversation, RecordError, read_prompt
-from data_tools.media import read_media
-from data_tools.records import BadLine, read_records
+from data_tools.media import read_media, resolve
+from data_tools.records import BadLine, ReadError, is_array, read_records
 from megatron_vl.config import DataConfig
 from megatron_vl.data.assemble import Sample
-from megatron_vl.data.chat import stop_tokens
+from megatron_vl.data.chat import ChatError, stop_tokens
 from megatron_vl.parallel.layout import make_layout
 from megatron_vl.weights import WeightReader
 from toolkit.cli import CommandError
@@ -23,6 +23,12 @@ from toolkit.samples import SampleEncoder, write_samples
 
 from .run import Job, write_job
 
+TOLD = 10
+"""Unusable records that are named; the rest is counted."""
+
+Prompt = tuple[Conversation, Path, str]
+"""A conversation, the folder that its media lie in, links followed, and its file and line for messages (empty: --prompt)."""
+
 
 @dataclass
 class Request:
@@ -30,8 +36,7 @@ class Request:
 
     hf: Path
     checkpoint: Path
-    conversations: list[tuple[Conversation, Path]]
-    """Each with the folder that its media lie in, links followed."""
+    conversations: list[Prompt]
     layout: dict[str, Any] = field(default_factory=dict)
     """Arguments of :func:`megatron_vl.parallel.layout.make_layout`."""
     max_new_tokens: int = 128
@@ -53,7 +58,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
     if (spec.family, spec.vision, spec.language) != (encoder.spec.family, encoder.spec.vision, encoder.spec.language):
         raise ValueError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
     layout = make_layout(spec, **request.layout)
-    samples = [_prompt(encoder, conversation, root) for conversation, root in request.conversations]
+    samples = _encode(encoder, request.conversations)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
         work = Path(folder)
         write_samples(samples, work / "samples.safetensors")
@@ -82,9 +87,40 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
     ]
 
 
-def _prompt(encoder: SampleEncoder, conversation: Conversation, root: Path) -> Sample:
-    media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
-    return encoder.prompt(conversation.messages, media)
+def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
+    """Raises ValueError, which names the prompts that the model cannot be given."""
+    samples, wrong = [], _Wrong()
+    for conversation, root, place in prompts:
+        try:
+            media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
+            samples.append(encoder.prompt(conversation.messages, media))
+        except (RecordError, ChatError) as error:
+            wrong.add(place, error)
+    wrong.tell()
+    return samples
+
+
+class _Wrong:
+    """Records that cannot be used."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.count = 0
+
+    def add(self, place: str, error: ValueError) -> None:
+        self.count += 1
+        reason = error.reason if isinstance(error, RecordError) else ""
+        said = [part for part in (place, reason if reason != str(error) else "", str(error)) if part]
+        if self.count <= TOLD:
+            self.lines.append(": ".join(said))
+
+    def tell(self) -> None:
+        """Raises ValueError when there is one."""
+        if self.count == 1:
+            raise ValueError(self.lines[0])
+        if self.count:
+            more = [f"and {self.count - TOLD} more"] if self.count > TOLD else []
+            raise ValueError("\n  ".join([f"{self.count} records cannot be used:", *self.lines, *more]))
 
 
 def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Conversation:
@@ -94,18 +130,38 @@ def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Con
     return read_prompt({"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]})
 
 
-def read_prompt_file(path: Path) -> list[Conversation]:
-    """The conversations of a JSON or JSON-lines file; a last turn that is the assistant's is left out.
+def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
+    """The conversations of JSON or JSON-lines files; a last turn that is the assistant's is left out.
+
+    Args:
+        files: each with the folder that its media lie in, links followed.
 
     Raises:
-        ValueError: a record cannot be used; the message names the file and the record.
+        ValueError: records cannot be used, or their media are not there; the message names the first ten and counts them all.
     """
-    conversations = []
-    for number, record in read_records(path):
+    prompts: list[Prompt] = []
+    wrong = _Wrong()
+    for path, root in files:
         try:
-            if isinstance(record, BadLine):
-                raise RecordError(record.reason, str(record))
-            conversations.append(read_prompt(record))
-        except RecordError as error:
-            raise ValueError(f"{path} record {number}: {error.reason}: {error}") from error
-    return conversations
+            counted = "record" if is_array(path) else "line"
+            for number, record in read_records(path):
+                place = f"{path} {counted} {number}"
+                try:
+                    prompts.append((_conversation(record, root), root, place))
+                except RecordError as error:
+                    wrong.add(place, error)
+        except ReadError as error:  # names its file, which cannot be read on
+            wrong.add("", error)
+    wrong.tell()
+    return prompts
+
+
+def _conversation(record: Any, root: Path) -> Conversation:
+    """Raises RecordError: it cannot be used, or a file that it names is not inside ``root``."""
+    if isinstance(record, BadLine):
+        raise RecordError(record.reason, str(record))
+    conversation = read_prompt(record)
+    for _, reference in conversation.media:
+        if reference[:5].lower() != "data:":
+            resolve(reference, root)
+    return conversation

@@ -18,7 +18,7 @@ from data_tools.formats import read_conversation
 from megatron_vl.config import ParallelConfig
 from megatron_vl.data.assemble import Sample
 from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.models.tensors import tensor_table
+from megatron_vl.models.tensors import LayoutError, tensor_table
 from megatron_vl.parallel.layout import run_layout
 from megatron_vl.weights import WeightReader
 from toolkit.cli import CommandError
@@ -74,7 +74,7 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
         check_folder(hf)
         spec = read_spec(hf)
         for layout in request.layouts:
-            run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
+            _check_layout(spec, layout)
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
         say(f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, {request.dtype}")
@@ -100,6 +100,20 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
     ok = not inputs["tokens_differ"] and inputs["pixel_error"] <= 1e-5 and all(r["ok"] for r in results.values())
     shown = str(request.hf) if request.hf else request.family
     return {"ok": ok, "hf": shown, "dtype": request.dtype, "tokens": facts["tokens"], "inputs": inputs, "layouts": results}
+
+
+def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
+    """Raises ValueError, in the words of the command line, where this model cannot be laid out so."""
+    if spec.language.moe and layout.tp > 1 and not layout.sequence_parallel:
+        sizes, colon, layers = layout.text.partition(":")
+        raise ValueError(
+            f"--layouts {layout.text}: with experts, tensor parallelism needs sequence parallelism (each rank routes tokens of "
+            f"its own); write {sizes}sp{colon}{layers}"
+        )
+    try:
+        run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
+    except LayoutError as error:
+        raise ValueError(f"--layouts {layout.text}: {error}") from error
 
 
 def _family(name: str) -> str:
