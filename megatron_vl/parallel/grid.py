@@ -142,6 +142,8 @@ def _forget_groups() -> None:
     from megatron.core import parallel_state as mpu
 
     tp_overlap.stop()
+    # Whoever ends a gloo group closes its connections, also while another member is still busy with its last exchange there.
+    dist.barrier()
     mpu.destroy_model_parallel()
     default = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):
