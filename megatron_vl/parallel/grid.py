@@ -18,6 +18,7 @@ from megatron_vl.models.tensors import Cut, TensorInfo
 from megatron_vl.platform import Platform
 
 from . import tp_overlap
+from .groups import core_keeps_groups, kept_group
 from .layout import Layout
 
 
@@ -90,15 +91,17 @@ def make_grid(layout: Layout) -> Grid:
     from megatron.core import parallel_state as mpu
 
     if mpu.model_parallel_is_initialized():
-        _forget_groups()
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        create_gloo_process_groups=dist.get_backend() != "fake",
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
+        tp_overlap.stop()
+        mpu.destroy_model_parallel()  # forgets the groups
+    with core_keeps_groups():
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            create_gloo_process_groups=False,  # for checkpoints of core's distributed optimizer, which are not used
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
     replica = mpu.get_model_parallel_group()
     rank = dist.get_rank()
     dp = mpu.get_data_parallel_world_size()
@@ -107,7 +110,7 @@ def make_grid(layout: Layout) -> Grid:
         # Every rank must take part in making every group.
         for d in range(dp):
             members = [p * layout.tp * dp + d * layout.tp + t for p in range(layout.pp) for t in range(layout.tp)]
-            group = dist.new_group(members, backend="gloo")
+            group = kept_group(members, "gloo", "REPLICA_GLOO")
             if rank in members:
                 gloo = group
     return Grid(
@@ -133,28 +136,10 @@ def make_grid(layout: Layout) -> Grid:
     )
 
 
-def _forget_groups() -> None:
-    """Ends all groups but the default one. Collective over all ranks; nothing built on the old groups may be used afterwards.
-
-    Core only forgets its groups. Each gloo group has two threads for every other member: after some layouts in one process,
-    as in the parity table, there were a thousand, and more time went into waking them than into the model.
-    """
-    from megatron.core import parallel_state as mpu
-
-    tp_overlap.stop()
-    # Whoever ends a gloo group closes its connections, also while another member is still busy with its last exchange there.
-    dist.barrier()
-    mpu.destroy_model_parallel()
-    default = dist.group.WORLD
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not default:
-            dist.destroy_process_group(group)
-
-
 def _owners(tp: int, dp: int, rank: int) -> dist.ProcessGroup | None:
     """The group of the loaders' owners, on its members. Collective over all ranks."""
     if dp == 1 or dist.get_backend() == "fake":
         return None
     members = [d * tp for d in range(dp)]
-    group = dist.new_group(members, backend="gloo")
+    group = kept_group(members, "gloo", "OWNERS_GLOO")
     return group if rank in members else None

@@ -1,0 +1,68 @@
+"""Process groups that stay when the layout changes, and serve the next one.
+
+A training makes its groups once. The parity table runs dozens of layouts in the same processes, and Megatron-core
+(0.19.2) makes some thirty groups for each, which it forgets and never ends. A gloo group has two threads for every
+other member: a thousand were there behind 30 layouts. Ending the groups instead is no way out: with torch 2.11 a rank
+that made and ended gloo groups by the hundred was killed by a damaged heap now and then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+_Key = tuple[tuple[int, ...], str | None, str | None, int]
+
+
+class _Groups:
+    """The groups of one default group, by members, backend, purpose, and how many like it the layout had asked for before."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.made: dict[_Key, Any] = {}
+        self.asked: Counter[_Key] = Counter()
+
+    def get(self, ranks: list[int], backend: str | None, purpose: str | None, **options: Any) -> Any:
+        like = (tuple(ranks), backend, purpose, 0)
+        key = (*like[:3], self.asked[like])
+        self.asked[like] += 1
+        if key not in self.made:
+            self.made[key] = dist.new_group(ranks, backend=backend, group_desc=purpose, **options)
+        return self.made[key]
+
+
+_groups: _Groups | None = None
+
+
+def _of_this_world() -> _Groups:
+    global _groups
+    if _groups is None or _groups.world is not dist.group.WORLD:
+        _groups = _Groups(dist.group.WORLD)
+    return _groups
+
+
+def kept_group(ranks: list[int], backend: str | None = None, purpose: str | None = None) -> Any:
+    """As ``torch.distributed.new_group``, or the group that an earlier layout had for the same. Collective over all ranks."""
+    return _of_this_world().get(ranks, backend, purpose)
+
+
+@contextmanager
+def core_keeps_groups() -> Iterator[None]:
+    """A new layout begins: within, ``initialize_model_parallel`` takes the groups of earlier layouts where they fit."""
+    from megatron.core import parallel_state as mpu
+
+    groups, create = _of_this_world(), mpu.create_group
+    groups.asked.clear()
+
+    def get(ranks: list[int], *, backend: str | None = None, group_desc: str | None = None, **options: Any) -> Any:
+        return groups.get(ranks, backend, group_desc, **options)
+
+    mpu.create_group = get
+    try:
+        yield
+    finally:
+        mpu.create_group = create

@@ -1,0 +1,49 @@
+"""Layouts that follow each other in the same processes share their groups."""
+
+from __future__ import annotations
+
+from tests.training.process import run_ranks
+
+LAYOUTS = """
+import os
+import torch, torch.distributed as dist
+from megatron_vl.platform import get_platform
+platform = get_platform("cpu")
+from megatron.core import parallel_state as mpu
+from megatron_vl.models.families import read_spec
+from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.parallel.layout import make_layout
+from tests.tiny import tiny_checkpoint
+
+spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
+rounds, sums = [], []
+for world in range(2):
+    init_distributed(platform)
+    for _ in range(3):
+        for tp, pp in ((2, 1), (1, 2), (1, 1), (1, 1)):
+            grid = make_grid(make_layout(spec, tp, pp, 1, None))
+            for group, size in ((grid.tp_group, tp), (grid.dp_group, 2 // tp // pp), (grid.replica_group, tp * pp)):
+                assert group.size() == size, (tp, pp, size)
+                one = torch.ones(1)
+                dist.all_reduce(one, group=group)
+                sums.append(one.item() == size)
+            assert (grid.owners_gloo is not None) == (tp * pp == 1 and grid.owns_loader)
+            assert mpu.get_pipeline_model_parallel_world_size() == pp
+        dist.barrier()
+        rounds.append([len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))])
+    if world == 0:
+        dist.barrier()
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+RESULT = {"rounds": rounds, "right": all(sums)}
+"""
+
+
+def test_layouts_share_groups() -> None:
+    """Behind the first round no group and no thread is added; another default group begins anew."""
+    out = run_ranks(2, LAYOUTS)
+    assert out["right"]
+    first, second = out["rounds"][:3], out["rounds"][3:]
+    assert first[0] == first[1] == first[2]
+    assert [groups for groups, _ in second] == [first[0][0]] * 3
