@@ -5,6 +5,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A file's tests stay in one process: groups of processes are started once for all that read their results.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 # Run by `make docs`, hence not again by `make test`.
 DOC_TESTS := tests/test_docs.py tests/test_examples.py
 
@@ -17,7 +19,7 @@ demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face
 	$(BIN)/megatron-vl demo --dir .demo
 
 test: $(READY)   ## the tests, real multi-process groups on CPU included
-	$(PYTEST) $(addprefix --ignore=,$(DOC_TESTS)) --durations=10 $(ARGS)
+	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(DOC_TESTS)) --durations=10 $(ARGS)
 
 check: lint types docs ## what the pre-commit hooks run
 

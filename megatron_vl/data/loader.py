@@ -180,8 +180,9 @@ class RowEncoder(DefaultTaskEncoder):
         self.logged[refused[0]] += 1
         if self.refused_in_a_row >= self.most_refused:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.logged.most_common())
+            detail = " ".join(refused[1].split())  # of one line, as the reader of this message expects
             raise FatalSampleError(
-                f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last: {sample.__key__}: {refused[1]}"
+                f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last: {sample.__key__}: {detail}"
                 f"{self._advice()}"
             )
         self._log(sample, *refused)

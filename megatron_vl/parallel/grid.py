@@ -86,6 +86,12 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
     dist.init_process_group(platform.backend, rank=rank, world_size=world, timeout=timedelta(minutes=timeout_minutes))
 
 
+def end_distributed() -> None:
+    """Ends all process groups; collective. Nobody leaves while another still talks: with gloo that aborts the other."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def make_grid(layout: Layout) -> Grid:
     """Initialises Megatron-core's groups for ``layout`` and returns this rank's place. Collective over all ranks."""
     from megatron.core import parallel_state as mpu
@@ -93,7 +99,7 @@ def make_grid(layout: Layout) -> Grid:
     if mpu.model_parallel_is_initialized():
         tp_overlap.stop()
         mpu.destroy_model_parallel()  # forgets the groups
-    with core_keeps_groups():
+    with core_keeps_groups():  # all ranks begin a layout together
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 _Key = tuple[tuple[int, ...], str | None, str | None, int]
 
@@ -25,6 +26,21 @@ class _Groups:
         self.world = world
         self.made: dict[_Key, Any] = {}
         self.asked: Counter[_Key] = Counter()
+        self.layouts = 0
+
+    def begin_layout(self) -> None:
+        """Waits until every rank is here: one that left the last layout by an error would take part in what is not its own.
+
+        Through the store, as a collective would be such a one.
+        """
+        self.asked.clear()
+        self.layouts += 1
+        if self.layouts == 1:
+            return
+        store, here, go = _get_default_store(), f"megatron_vl/layout/{self.layouts}", f"megatron_vl/layout/{self.layouts}/all"
+        if store.add(here, 1) == dist.get_world_size():
+            store.set(go, "1")
+        store.wait([go])
 
     def get(self, ranks: list[int], backend: str | None, purpose: str | None, **options: Any) -> Any:
         like = (tuple(ranks), backend, purpose, 0)
@@ -52,11 +68,14 @@ def kept_group(ranks: list[int], backend: str | None = None, purpose: str | None
 
 @contextmanager
 def core_keeps_groups() -> Iterator[None]:
-    """A new layout begins: within, ``initialize_model_parallel`` takes the groups of earlier layouts where they fit."""
+    """A new layout begins: within, ``initialize_model_parallel`` takes the groups of earlier layouts where they fit.
+
+    Collective over all ranks. What earlier layouts used stays, buffers of NCCL's communicators included.
+    """
     from megatron.core import parallel_state as mpu
 
     groups, create = _of_this_world(), mpu.create_group
-    groups.asked.clear()
+    groups.begin_layout()
 
     def get(ranks: list[int], *, backend: str | None = None, group_desc: str | None = None, **options: Any) -> Any:
         return groups.get(ranks, backend, group_desc, **options)

@@ -148,7 +148,8 @@ def train(config: TrainConfig) -> None:
         signalled = _steps(run, log)
         if run.saver is not None:
             run.saver.wait()
-            dist.barrier()  # rank 0 names the checkpoint; nobody leaves before
+        dist.barrier()  # rank 0 names the checkpoint; nobody leaves before
+        if run.saver is not None:
             say(run.grid, f"checkpoints in {config.checkpoint.dir}: {checkpoint.saved_steps(Path(config.checkpoint.dir))}")
         if signalled:
             then = "start it again to go on" if run.saver is not None else "nothing is saved, as checkpoint.dir is empty"

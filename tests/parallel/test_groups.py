@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.training.process import run_ranks
 
 LAYOUTS = """
@@ -47,3 +49,33 @@ def test_layouts_share_groups() -> None:
     first, second = out["rounds"][:3], out["rounds"][3:]
     assert first[0] == first[1] == first[2]
     assert [groups for groups, _ in second] == [first[0][0]] * 3
+
+
+TOGETHER = """
+import os, time
+from pathlib import Path
+from megatron_vl.platform import get_platform
+platform = get_platform("cpu")
+from megatron_vl.models.families import read_spec
+from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.parallel.layout import make_layout
+from tests.tiny import tiny_checkpoint
+
+spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
+init_distributed(platform)
+layout = make_layout(spec, 2, 1, 1, None)
+seen = []
+for number in range(3):
+    mark = Path(FOLDER) / f"late_{number}"
+    if os.environ["RANK"] == "1":
+        time.sleep(1)
+        mark.touch()
+    make_grid(layout)
+    seen.append(mark.exists())
+RESULT = seen
+"""
+
+
+def test_ranks_begin_a_layout_together(tmp_path: Path) -> None:
+    """Nobody uses a kept group while another rank may still be in the layout before."""
+    assert all(run_ranks(2, TOGETHER, FOLDER=str(tmp_path)))

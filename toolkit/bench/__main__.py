@@ -6,8 +6,6 @@ import os
 import sys
 import traceback
 
-import torch.distributed as dist
-
 from megatron_vl.config import RunConfigError
 
 from .options import parse
@@ -23,8 +21,9 @@ def main(argv: list[str]) -> int:
         else:
             from .run import run
         run(options)
-        dist.barrier()  # nobody leaves while another still talks
-        dist.destroy_process_group()
+        from megatron_vl.parallel.grid import end_distributed
+
+        end_distributed()
     except (RunConfigError, ValueError, FileNotFoundError) as error:
         print(f"toolkit.bench: rank {rank}: {error}", file=sys.stderr, flush=True)
         return 2

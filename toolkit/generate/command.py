@@ -15,6 +15,7 @@ from data_tools.records import BadLine, ReadError, is_array, read_records
 from megatron_vl.config import DataConfig
 from megatron_vl.data.assemble import Sample
 from megatron_vl.data.chat import ChatError, stop_tokens
+from megatron_vl.data.pixels import PixelError
 from megatron_vl.parallel.layout import make_layout
 from megatron_vl.weights import WeightReader
 from toolkit.cli import CommandError
@@ -94,7 +95,7 @@ def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
         try:
             media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
             samples.append(encoder.prompt(conversation.messages, media))
-        except (RecordError, ChatError) as error:
+        except (RecordError, ChatError, PixelError) as error:
             wrong.add(place, error)
     wrong.tell()
     return samples

@@ -22,7 +22,7 @@ from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed, make_grid
 from megatron_vl.parallel.layout import make_layout
 from megatron_vl.platform import get_platform
 from megatron_vl.training import checkpoint
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     answers = answer(job, read_samples(Path(job.samples)))
     if dist.get_rank() == 0:
         Path(argv[1]).write_text(json.dumps(answers))
-    dist.destroy_process_group()
+    end_distributed()
     return 0
 
 

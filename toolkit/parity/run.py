@@ -32,7 +32,7 @@ from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import part_of, tensor_table
-from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed, make_grid
 from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training import checkpoint
@@ -374,7 +374,7 @@ def main(argv: list[str]) -> int:
         if dist.get_rank() == 0:
             Path(argv[1]).write_text(json.dumps(results, indent=1))
             print(case.name, "ok" if results[case.name]["ok"] else "FAILED", flush=True)
-    dist.destroy_process_group()
+    end_distributed()
     return 0 if all(result["ok"] for result in results.values()) else 1
 
 
