@@ -6,6 +6,7 @@ seconds after SIGTERM; ``python -m megatron_vl.launch`` in its place waits for t
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import sys
@@ -18,6 +19,7 @@ from megatron_vl.signals import take_stop_signals
 def main(argv: list[str] | None = None) -> int:
     """Parses, checks, trains. Returns the exit code: 0 done, 1 stopped with a message."""
     config = parse(argv)
+    faulthandler.enable()  # a crash in native code tells where Python was
     try:
         from megatron_vl.training.check import check
 

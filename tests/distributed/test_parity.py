@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -40,28 +42,42 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[
 
     @cache
     def run(ranks: int) -> dict[str, Any]:
-        cases = []
+        cases: list[Case] = []
         for entry in CASES[ranks]:
             fields = dict(entry)
             family = fields.pop("family")
             hf = tiny_checkpoint(family, tied=fields.pop("tied"), dtype=torch.float32, seed=SEEDS.get(family, 0))
             cases.append(Case(hf=str(hf), weights=str(weights(hf)), **fields))
-        given, out = folder / f"cases_{ranks}.json", folder / f"results_{ranks}.json"
-        write_cases(cases, given)
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        done = subprocess.run(
-            [*launch, "-m", "toolkit.parity.run", str(given), str(out)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        results = json.loads(out.read_text()) if out.exists() else {}
-        results["log"] = done.stdout[-4000:] + done.stderr[-8000:]
-        return results
+        results, log = run_cases(cases, ranks, folder / str(ranks))
+        killed = re.search(r"exitcode *: (-(?:6|11)) ", log)
+        # Of the case in which one died another may have told that its connection closed.
+        left = [case for case in cases if "error" in results.get(case.name, {"error": ""})]
+        if left and killed:
+            # Twice in some thirty runs a rank died of a damaged heap, each time in another case, which is clean under valgrind
+            # (docs/log.md). What is left is run once more; the crash is told as a warning.
+            warnings.warn(f"a group of {ranks} ranks died (signal {killed[1]}) before {left[0].name!r}:\n{log}", stacklevel=1)
+            more, log = run_cases(left, ranks, folder / f"{ranks}_again")
+            results |= more
+        return results | {"log": log}
 
     return run
+
+
+def run_cases(cases: list[Case], ranks: int, folder: Path) -> tuple[dict[str, Any], str]:
+    """Results by name, as far as the group came, and the end of what it said."""
+    folder.mkdir()
+    given, out = folder / "cases.json", folder / "results.json"
+    write_cases(cases, given)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*launch, "-m", "toolkit.parity.run", str(given), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    results = json.loads(out.read_text()) if out.exists() else {}
+    return results, done.stdout[-4000:] + done.stderr[-8000:]
 
 
 @pytest.mark.parametrize(("ranks", "name"), TABLE, ids=[f"{ranks}-{name}" for ranks, name in TABLE])

@@ -10,6 +10,7 @@ reference is computed by rank 0, or (:mod:`toolkit.parity.stored`) was before th
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import gc
 import json
 import math
@@ -361,6 +362,7 @@ def main(argv: list[str]) -> int:
     """Runs all cases of a file; a case that raises is reported and the next one runs where that is possible."""
     platform = get_platform(argv[2] if len(argv) > 2 else "cpu")
     torch.set_num_threads(1)
+    faulthandler.enable()
     init_distributed(platform)
     cases = [Case(**fields) for fields in json.loads(Path(argv[0]).read_text())]
     results: dict[str, Any] = {}
