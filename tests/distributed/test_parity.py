@@ -77,7 +77,7 @@ def run_cases(cases: list[Case], ranks: int, folder: Path) -> tuple[dict[str, An
         timeout=900,
     )
     results = json.loads(out.read_text()) if out.exists() else {}
-    return results, done.stdout[-4000:] + done.stderr[-8000:]
+    return results, done.stdout[-4000:] + done.stderr[-20000:]
 
 
 @pytest.mark.parametrize(("ranks", "name"), TABLE, ids=[f"{ranks}-{name}" for ranks, name in TABLE])
