@@ -2,8 +2,8 @@
 
 A training makes its groups once. The parity table runs dozens of layouts in the same processes, and Megatron-core
 (0.19.2) makes some thirty groups for each, which it forgets and never ends. A gloo group has two threads for every
-other member: a thousand were there behind 30 layouts. Ending the groups instead is no way out: with torch 2.11 a rank
-that made and ended gloo groups by the hundred was killed by a damaged heap now and then.
+other member: a thousand were there behind 30 layouts. Ending the groups instead was tried. Twice in some thirty runs a
+rank that ended them by the hundred died of a damaged heap; whether that was the cause is not known (docs/log.md).
 """
 
 from __future__ import annotations
