@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.parallel.grid import init_distributed
+from megatron_vl.parallel.grid import end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -218,7 +218,7 @@ def main() -> None:
         compare(platform, tokens, options)
         if dist.get_world_size() == 1:
             kernels(platform, tokens, options)
-    dist.destroy_process_group()
+    end_distributed()
 
 
 if __name__ == "__main__":

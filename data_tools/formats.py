@@ -141,12 +141,8 @@ class _Reader:
         self.name = name
         self.ignored: list[tuple[str, str]] = []
         self.ignore("records", record, *RECORD_KEYS)
-        self.waiting = {kind: [*_references(record, kind), *_references(record, kind + "s")] for kind in KINDS}
+        self.waiting = {kind: [*self.references(record, kind), *self.references(record, kind + "s")] for kind in KINDS}
         self.listed = {kind: len(refs) for kind, refs in self.waiting.items()}
-        for listed in (record.get(name) for kind in KINDS for name in (kind, kind + "s")):
-            for item in listed if isinstance(listed, list) else [listed]:
-                if isinstance(item, dict):
-                    self.ignore("listed media", item, "path", "url")
         self.markers = name == "conversations" or any(self.listed.values())
         self.asked = dict.fromkeys(KINDS, 0)
         self.media: list[tuple[str, str]] = []
@@ -155,6 +151,19 @@ class _Reader:
     def ignore(self, place: str, item: dict[str, Any], *read: str | None) -> None:
         """Notes the keys of an object but those that are ``read``. Tables exported as JSON fill absent keys with empty values."""
         self.ignored += [(place, key[:LONGEST_KEY]) for key, value in item.items() if key not in read and value not in EMPTY]
+
+    def references(self, record: dict[str, Any], field_name: str) -> list[tuple[str, str]]:
+        """(reference, field) of each medium listed in a field; what has no effect there is noted."""
+        value = record.get(field_name)
+        if value is None or value == "":
+            return []
+        listed = [(value, field_name)]
+        if isinstance(value, list):
+            listed = [(item, f"{field_name}[{i}]") for i, item in enumerate(value)]
+        for item, _ in listed:
+            if isinstance(item, dict):
+                self.ignore("listed media", item, "path", "url")
+        return [(_reference(item, where), where) for item, where in listed]
 
     def message(self, turn: Any, index: int) -> dict[str, Any]:
         where = f"{self.name}[{index}]"
@@ -220,16 +229,6 @@ class _Reader:
             if self.asked[kind] != self.listed[kind]:
                 detail = f"{self.asked[kind]} <{kind}> in the text, but {self.listed[kind]} listed under '{kind}' / '{kind}s'"
                 raise RecordError("markers and media differ", detail, self.name)
-
-
-def _references(record: dict[str, Any], field_name: str) -> list[tuple[str, str]]:
-    """(reference, field) of each medium listed in a field."""
-    value = record.get(field_name)
-    if value is None or value == "":
-        return []
-    if not isinstance(value, list):
-        return [(_reference(value, field_name), field_name)]
-    return [(_reference(item, f"{field_name}[{i}]"), f"{field_name}[{i}]") for i, item in enumerate(value)]
 
 
 def _reference(value: Any, where: str) -> str:

@@ -19,6 +19,7 @@ def run_group(
     *,
     show: Literal["nothing", "all", "errors"] = "nothing",
     environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python -m module arguments`` in ``ranks`` processes on this machine, to its end.
 
@@ -26,6 +27,7 @@ def run_group(
         show: where what the processes print goes. nothing: into the result; all: to where this process prints; errors: all of
             it to standard error, because standard output is for this process's own.
         environment: variables of the processes where the user has not set them.
+        timeout: seconds, behind which the group is killed and subprocess.TimeoutExpired raised.
     """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     variables = {"OMP_NUM_THREADS": "1", **(environment or {}), **os.environ, "TOKENIZERS_PARALLELISM": "false"}
@@ -36,7 +38,7 @@ def run_group(
     kept = subprocess.PIPE if show == "nothing" else None
     command = [sys.executable, *launch, "-m", module, *map(str, arguments)]
     stdout = sys.stderr if show == "errors" else kept
-    return subprocess.run(command, env=variables, stdout=stdout, stderr=kept, text=True, check=False)
+    return subprocess.run(command, env=variables, stdout=stdout, stderr=kept, text=True, timeout=timeout, check=False)
 
 
 def free_port() -> int:

@@ -16,16 +16,18 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-_Key = tuple[tuple[int, ...], str | None, str | None, int]
+_Kind = tuple[tuple[int, ...], str | None, str | None]
+"""Members, backend and purpose."""
 
 
 class _Groups:
-    """The groups of one default group, by members, backend, purpose, and how many like it the layout had asked for before."""
+    """The groups of one default group."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
-        self.made: dict[_Key, Any] = {}
-        self.asked: Counter[_Key] = Counter()
+        self.made: dict[tuple[_Kind, int], Any] = {}
+        """By kind, and how many of the kind the layout had asked for before."""
+        self.asked: Counter[_Kind] = Counter()
         self.layouts = 0
 
     def begin_layout(self) -> None:
@@ -37,15 +39,16 @@ class _Groups:
         self.layouts += 1
         if self.layouts == 1:
             return
-        store, here, go = _get_default_store(), f"megatron_vl/layout/{self.layouts}", f"megatron_vl/layout/{self.layouts}/all"
+        store, here = _get_default_store(), f"megatron_vl/layout/{self.layouts}"
+        all_here = f"{here}/all"
         if store.add(here, 1) == dist.get_world_size():
-            store.set(go, "1")
-        store.wait([go])
+            store.set(all_here, "1")
+        store.wait([all_here])
 
     def get(self, ranks: list[int], backend: str | None, purpose: str | None, **options: Any) -> Any:
-        like = (tuple(ranks), backend, purpose, 0)
-        key = (*like[:3], self.asked[like])
-        self.asked[like] += 1
+        kind = (tuple(ranks), backend, purpose)
+        key = (kind, self.asked[kind])
+        self.asked[kind] += 1
         if key not in self.made:
             self.made[key] = dist.new_group(ranks, backend=backend, group_desc=purpose, **options)
         return self.made[key]
@@ -61,7 +64,7 @@ def _of_this_world() -> _Groups:
     return _groups
 
 
-def kept_group(ranks: list[int], backend: str | None = None, purpose: str | None = None) -> Any:
+def kept_group(ranks: list[int], backend: str, purpose: str) -> Any:
     """As ``torch.distributed.new_group``, or the group that an earlier layout had for the same. Collective over all ranks."""
     return _of_this_world().get(ranks, backend, purpose)
 

@@ -6,10 +6,7 @@ One group is started for each number of ranks and runs all of that number's case
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -21,11 +18,11 @@ import torch
 
 from converters.convert import convert
 from tests.tiny import tiny_checkpoint
+from toolkit import launch
 from toolkit.parity.run import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Case, write_cases
 
 from .cases import CASES, SEEDS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TABLE = [(ranks, entry["name"]) for ranks, entries in CASES.items() for entry in entries]
 
 
@@ -68,14 +65,7 @@ def run_cases(cases: list[Case], ranks: int, folder: Path) -> tuple[dict[str, An
     folder.mkdir()
     given, out = folder / "cases.json", folder / "results.json"
     write_cases(cases, given)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*launch, "-m", "toolkit.parity.run", str(given), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = launch.run_group("toolkit.parity.run", [given, out], ranks, timeout=900)
     results = json.loads(out.read_text()) if out.exists() else {}
     return results, done.stdout[-4000:] + done.stderr[-20000:]
 

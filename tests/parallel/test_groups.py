@@ -6,18 +6,22 @@ from pathlib import Path
 
 from tests.training.process import run_ranks
 
-LAYOUTS = """
-import os
+HEAD = """
+import os, time
+from pathlib import Path
 import torch, torch.distributed as dist
 from megatron_vl.platform import get_platform
 platform = get_platform("cpu")
 from megatron.core import parallel_state as mpu
 from megatron_vl.models.families import read_spec
-from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.parallel.grid import end_distributed, init_distributed, make_grid
 from megatron_vl.parallel.layout import make_layout
 from tests.tiny import tiny_checkpoint
 
 spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
+"""
+
+LAYOUTS = """
 rounds, sums = [], []
 for world in range(2):
     init_distributed(platform)
@@ -34,8 +38,7 @@ for world in range(2):
         dist.barrier()
         rounds.append([len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))])
     if world == 0:
-        dist.barrier()
-        dist.destroy_process_group()
+        end_distributed()
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 RESULT = {"rounds": rounds, "right": all(sums)}
@@ -44,7 +47,7 @@ RESULT = {"rounds": rounds, "right": all(sums)}
 
 def test_layouts_share_groups() -> None:
     """Behind the first round no group and no thread is added; another default group begins anew."""
-    out = run_ranks(2, LAYOUTS)
+    out = run_ranks(2, HEAD + LAYOUTS)
     assert out["right"]
     first, second = out["rounds"][:3], out["rounds"][3:]
     assert first[0] == first[1] == first[2]
@@ -52,16 +55,6 @@ def test_layouts_share_groups() -> None:
 
 
 TOGETHER = """
-import os, time
-from pathlib import Path
-from megatron_vl.platform import get_platform
-platform = get_platform("cpu")
-from megatron_vl.models.families import read_spec
-from megatron_vl.parallel.grid import init_distributed, make_grid
-from megatron_vl.parallel.layout import make_layout
-from tests.tiny import tiny_checkpoint
-
-spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
 init_distributed(platform)
 layout = make_layout(spec, 2, 1, 1, None)
 seen = []
@@ -78,4 +71,4 @@ RESULT = seen
 
 def test_ranks_begin_a_layout_together(tmp_path: Path) -> None:
     """Nobody uses a kept group while another rank may still be in the layout before."""
-    assert all(run_ranks(2, TOGETHER, FOLDER=str(tmp_path)))
+    assert all(run_ranks(2, HEAD + TOGETHER, FOLDER=str(tmp_path)))

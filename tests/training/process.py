@@ -16,8 +16,8 @@ TAIL = """
 import json, torch.distributed as dist
 first = not dist.is_initialized() or dist.get_rank() == 0
 if dist.is_initialized():
-    dist.barrier()
-    dist.destroy_process_group()
+    from megatron_vl.parallel.grid import end_distributed
+    end_distributed()
 if first:
     print("RESULT", json.dumps(RESULT))
 """

@@ -29,14 +29,13 @@ def find_step(path: Path) -> Path:
         FileNotFoundError: there is no checkpoint of a run.
     """
     from megatron_vl.training.checkpoint import latest_step, step_folder
+    from megatron_vl.weights import MANIFEST
 
     if (path / "run.json").is_file():
         return path
     step = latest_step(path) if path.is_dir() else None
     if step is None:
-        weights = (
-            f"; it holds weights alone, which `megatron-vl verify {path}` checks" if (path / "manifest.json").is_file() else ""
-        )
+        weights = f"; it holds weights alone, which `megatron-vl verify {path}` checks" if (path / MANIFEST).is_file() else ""
         looked = "looked for run.json, latest.json and step_ folders"
         raise FileNotFoundError(f"{path} holds no checkpoint of a run: {looked}{weights}")
     return step_folder(path, step)
