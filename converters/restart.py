@@ -191,7 +191,7 @@ def writing(
 def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool, hf: bool) -> Journal:
     """The folder's journal, when this conversion may write there; what is to be replaced is removed."""
     if any(out.resolve() == path.resolve() for path in inputs):
-        raise ValueError(f"--out {out} is the folder that is read")
+        raise WeightsError(f"--out {out} is the folder that is read")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out {out} is a file")
     if not (out / UNFINISHED).is_file():

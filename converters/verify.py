@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.tensor_files import CODES, Window, matrix_shape, row_windows
+from megatron_vl.tensor_files import CODES, WeightsError, Window, matrix_shape, row_windows
 from megatron_vl.weights import LATEST, MANIFEST, WeightReader
 
 from .hf import TensorFolder, short_name
@@ -102,12 +102,12 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
     of names: tensors that only one has, other types, other shapes, other bits.
 
     Raises:
-        ValueError: the folders are of two kinds.
+        WeightsError: the folders are of two kinds.
     """
     left, right = _open(Path(a)), _open(Path(b))
     if left.is_hf != right.is_hf:
         kinds = ("Megatron weights", "a Hugging Face folder")
-        raise ValueError(
+        raise WeightsError(
             f"{a} holds {kinds[left.is_hf]}, {b} {kinds[right.is_hf]}: their names and shapes are not the same. Compare two of "
             "one kind; `megatron-vl export` makes a Hugging Face folder of Megatron weights"
         )

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_vl.data.pixels import MAX_PIXELS
+from megatron_vl.errors import UserError
 
 from .formats import RecordError, read_conversation
 from .media import MediaInfo, inspect, read_media, resolve
@@ -38,7 +39,7 @@ MOST_IGNORED_KEYS = 100
 OTHER_KEYS = "other keys"
 
 
-class ConvertError(ValueError):
+class ConvertError(UserError, ValueError):
     """A conversion that cannot start or go on; the message says what to do."""
 
 

@@ -17,6 +17,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_vl.errors import UserError
+
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 MARKER = re.compile("(<image>|<video>)")
 PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
@@ -28,7 +30,7 @@ LONGEST_KEY = 60
 """Characters of an ignored key that are told: keys come from outside."""
 
 
-class RecordError(ValueError):
+class RecordError(UserError, ValueError):
     """A record that cannot be used: ``reason`` is what it is counted under, ``field`` where in the record, and the message
     says more."""
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_vl.errors import UserError
+
 CHUNK = 1 << 20
 LARGEST_RECORD = 1 << 30
 
 
-class ReadError(ValueError):
+class ReadError(UserError, ValueError):
     """A file that cannot be read on; the message names the file and the record."""
 
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_vl.errors import UserError
+
 from .media import MediaInfo
 from .shards import WORK, write_atomically
 
@@ -27,7 +29,7 @@ RECORD = "convert.json"
 OURS = re.compile(r"(train|val)-\d+\.tar(\.idx)?(\.tmp)?|quarantine\.jsonl|report\.json(\.tmp)?|\.nv-meta|\.convert")
 
 
-class ResumeError(ValueError):
+class ResumeError(UserError, ValueError):
     """A folder that this conversion may not write to; the message says what to do."""
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from megatron_vl.data.reading import with_crc
+from megatron_vl.errors import UserError
 
 from .media import MediaInfo, read_media
 
@@ -60,7 +61,7 @@ class Shard:
     rows: list[Any] = field(default_factory=list, repr=False)
 
 
-class ShardError(ValueError):
+class ShardError(UserError, ValueError):
     """A shard that could not be written as planned; the message names the file."""
 
 

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_vl.errors import UserError
+
 from .resume import RECORD
 
 
-class VerifyError(ValueError):
+class VerifyError(UserError, ValueError):
     """A folder that cannot be checked; the message says why."""
 
 

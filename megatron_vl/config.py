@@ -20,13 +20,15 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from megatron_vl.errors import UserError
+
 from .config_file import ConfigFileError, field_lines
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
 
 
-class RunConfigError(ValueError):
+class RunConfigError(UserError, ValueError):
     """A value that is unknown or impossible; the message names the field and what would be valid."""
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import yaml
 from yaml.nodes import CollectionNode, MappingNode, Node
 
+from megatron_vl.errors import UserError
+
 PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp")}
 
 
-class ConfigFileError(ValueError):
+class ConfigFileError(UserError, ValueError):
     """A file that holds no fields of a run; the message names it, and the line where one is to blame."""
 
 

@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_vl.errors import UserError
+
 CHUNK_BYTES = 4 << 20
 """Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a conversion."""
 
@@ -45,7 +47,7 @@ ALL_CODES = CODES | {dtype: code for code, dtype in OTHER_DTYPES.items()}
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError, ValueError):
     """Weights that cannot be read or written; the message names the file or tensor and says what to do."""
 
 

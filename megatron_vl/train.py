@@ -1,6 +1,8 @@
-"""Trains a Qwen-VL model: ``torchrun --nproc-per-node N -m megatron_vl.train --config RUN.yaml [--section.field value ...]``.
+"""One rank of a training; ``megatron-vl train`` starts them. By hand:
 
-SIGTERM or SIGUSR1 to any rank: all ranks save behind the step under way and end with exit code 0. torchrun kills its ranks 30
+    torchrun --nproc-per-node N -m megatron_vl.train --config RUN.yaml [--section.field value ...]
+
+SIGTERM or SIGUSR1 to any rank: all ranks save after the step under way and end with exit code 0. torchrun kills its ranks 30
 seconds after SIGTERM; ``python -m megatron_vl.launch`` in its place waits for them.
 """
 
@@ -13,6 +15,7 @@ import sys
 from pathlib import Path
 
 from megatron_vl.config import parse
+from megatron_vl.errors import TRACEBACK, describe, exit_code, is_fixable
 from megatron_vl.signals import take_stop_signals
 
 
@@ -28,11 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         from megatron_vl.training.loop import train
 
         train(config)
-    except (ValueError, OSError, RuntimeError) as error:
-        if os.environ.get("MEGATRON_VL_TRACEBACK"):
-            raise
-        tell_once(str(error))
-        return 1
+    except Exception as error:
+        tell_once(error)
+        return exit_code(error)
     finally:
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -40,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def tell_once(message: str) -> None:
-    """Prints why the training ends, the first of this node's ranks to have this message alone."""
+def tell_once(error: Exception) -> None:
+    """Prints why the training ends; of this node's ranks, only the first with this message does."""
+    said = describe(error)
+    message = said.partition("\n")[0]
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         # torchrun gives each rank a folder of its own within one of this start's.
@@ -53,7 +56,8 @@ def tell_once(message: str) -> None:
         except OSError:
             pass  # better twice than never
     rank = os.environ.get("RANK", "0")
-    print(f"megatron_vl.train: rank {rank}: {message}\n(MEGATRON_VL_TRACEBACK=1 shows where)", file=sys.stderr, flush=True)
+    hint = "" if os.environ.get(TRACEBACK) or not is_fixable(error) else f"\n({TRACEBACK}=1 shows where)"
+    print(f"megatron_vl.train: rank {rank}: {said}{hint}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from pathlib import Path
 
 from megatron_vl.config import TrainConfig, parse_config
-from toolkit.bench.options import parse as parse_bench
-from toolkit.cli import build_parser
+from megatron_vl.errors import UserError
+from toolkit.bench.options import BenchOptions, resolve
+from toolkit.cli import find_command, read
+from toolkit.options import CommandOptions
+from toolkit.train.options import TrainOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
@@ -21,25 +23,43 @@ def logical_lines(text: str) -> list[str]:
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
 
 
-def megatron_vl_arguments(line: str) -> argparse.Namespace:
-    """The parsed arguments of a ``megatron-vl`` command; fails the test with the parser's message."""
-    words = shlex.split(VARIABLE.sub(lambda match: match[2] or match[1], line), comments=True)
+def words_of(line: str) -> list[str]:
+    """The words of a command line, without comments; variables become their defaults, or their names."""
+    return shlex.split(VARIABLE.sub(lambda match: match[2] or match[1], line), comments=True)
+
+
+def from_root(words: list[str]) -> list[str]:
+    """Names of the checkout's own files, as they are found from anywhere."""
+    return [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+
+
+def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
+    """Name and options of a ``megatron-vl`` command, None for a ``--help``; fails the test with the parser's message."""
+    words = words_of(line)
     assert words[0] == "megatron-vl"
+    if words[-1] in ("--help", "--version"):
+        return "", None
     try:
-        arguments = build_parser().parse_args(words[1:])
-        if arguments.command == "bench":  # its parser leaves the fields of a run to the benchmark's
-            parse_bench(["--hf", arguments.hf, *(str(ROOT / w) if (ROOT / w).is_file() else w for w in arguments.options)])
-        return arguments
-    except SystemExit as error:
-        if error.code == 0:  # --help, --version
-            return argparse.Namespace()
-        raise AssertionError(f"not a valid command: {line}") from error
+        name, rest = find_command(words[1:])
+        options = read(name, from_root(rest))[1]
+        if isinstance(options, BenchOptions):
+            resolve(options)
+        elif options.run_fields and options.fields:
+            config = ["--config", str(options.config)] if getattr(options, "config", None) else []
+            parse_config([*config, *options.fields])
+        return name, options
+    except UserError as error:
+        raise AssertionError(f"not a valid command: {line}: {error}") from error
 
 
-def trainer_config(line: str, root: Path) -> TrainConfig | None:
-    """The configuration of a ``... -m megatron_vl.train`` command, or None when it only asks for ``--help``."""
-    words = shlex.split(VARIABLE.sub(lambda match: match[2] or match[1], line), comments=True)
-    arguments = words[words.index("megatron_vl.train") + 1 :]
-    if "--help" in arguments:
+def trainer_config(line: str) -> tuple[TrainConfig, int] | None:
+    """Configuration and number of ranks of a training's command line, or None when it only asks for ``--help``."""
+    words = words_of(line)
+    if "--help" in words:
         return None
-    return parse_config([str(root / word) if (root / word).is_file() else word for word in arguments])
+    if words[:2] == ["megatron-vl", "train"]:
+        options = read("train", from_root(words[2:]))[1]
+        assert isinstance(options, TrainOptions)
+        return parse_config(options.fields), (options.nproc_per_node or 8) * (options.nnodes or 1)
+    ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
+    return parse_config(from_root(words[words.index("megatron_vl.train") + 1 :])), ranks

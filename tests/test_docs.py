@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import parse_config, validate
-from tests.commands import logical_lines, megatron_vl_arguments, trainer_config
+from tests.commands import logical_lines, megatron_vl_command, trainer_config
 from toolkit.demo.data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,13 +39,13 @@ def test_commands_are_valid(document, line):
     while re.fullmatch(r"\w+=\S*", words[0]):
         words.pop(0)
     program = words[0].removeprefix(".venv/bin/")
-    if program == "megatron-vl":
-        megatron_vl_arguments(line[line.index("megatron-vl") :])
-    elif "megatron_vl.train" in words:
-        config = trainer_config(line, ROOT)
-        if config is not None:
-            ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
-            validate(config, ranks)
+    line = line[line.index(program) :]
+    if "megatron_vl.train" in words or line.startswith("megatron-vl train"):
+        training = trainer_config(line)
+        if training is not None:
+            validate(*training)
+    elif program == "megatron-vl":
+        megatron_vl_command(line)
     elif program == "make":
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)

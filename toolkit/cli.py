@@ -1,88 +1,83 @@
-"""The ``megatron-vl`` command: one subcommand a module in :mod:`toolkit.commands`."""
+"""The ``megatron-vl`` command: finds the command in :mod:`toolkit.commands`, reads its options, runs it, shows its errors."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import difflib
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
-COMMANDS = {
-    "weights": "convert, split, merge, export, verify",
-    "data": "data convert",
-    "checkpoint": "checkpoint show, checkpoint verify",
-    "evaluate": "evaluate",
-    "parity": "parity",
-    "generate": "generate",
-    "demo": "demo",
-    "bench": "bench",
-    "doctor": "doctor",
-}
-"""Module of :mod:`toolkit.commands` -> the subcommands that it registers."""
+from megatron_vl.errors import UsageError, UserError, describe, exit_code
+from toolkit.commands import COMMANDS, Command, groups
+from toolkit.options import CommandOptions, check_paths, parse, summary
 
+PROGRAM = "megatron-vl"
+DESCRIPTION = "Convert, train and check Qwen-VL models with Megatron-core."
+HELP = ("-h", "--help")
 
-DOWNLOAD = "; give the folder of a downloaded checkpoint (hf download REPOSITORY --local-dir FOLDER)"
-"""Said of a missing Hugging Face folder: a repository's name on the hub is not one."""
-
-
-class CommandError(Exception):
-    """A failure the user can mend: printed without a traceback, exit code 1."""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with every subcommand; each sets ``run``, a function of the parsed arguments that returns the exit code."""
-    from megatron_vl import __version__
-
-    parser = argparse.ArgumentParser(
-        prog="megatron-vl", description="Convert, train and check Qwen-VL models with Megatron-core."
-    )
-    parser.add_argument("--version", action="version", version=f"megatron-vl {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in COMMANDS:
-        importlib.import_module(f"toolkit.commands.{module}").register(subparsers)
-    return parser
+CommandError = UserError
+"""The name that commands used to raise."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        hint = "; fields of a run go behind `--`" if args.command == "doctor" else f"; see megatron-vl {args.command} --help"
-        parser.error(f"{args.command}: unrecognized arguments: {' '.join(unknown)}{hint}")
+    """Runs a command. Returns its exit code: 1 for what a user can fix, 2 for a command line that cannot be used."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    program = PROGRAM
     try:
-        _check_inputs(args)
-        return args.run(args) or 0
-    except (CommandError, ValueError, OSError) as error:
-        print(f"megatron-vl {args.command}: {error}", file=sys.stderr)
-        return 1
-    except RuntimeError as error:
-        from megatron_vl.training.optimizer_state import CheckpointError  # imports torch: behind an error only
+        if argv[:1] == ["--version"]:
+            from megatron_vl import __version__
 
-        if not isinstance(error, CheckpointError):
-            raise
-        print(f"megatron-vl {args.command}: {error}", file=sys.stderr)
-        return 1
+            print(f"{PROGRAM} {__version__}")
+            return 0
+        if not argv or argv[0] in HELP or argv[0] in groups() and argv[1:2] and argv[1] in HELP:
+            print(overview(argv[0] if argv and argv[0] not in HELP else ""), end="")
+            return 0 if argv else UsageError.exit_code
+
+        name, words = find_command(argv)
+        program = f"{PROGRAM} {name}"
+        function, options = read(name, words)
+        check_paths(options)
+        return function(options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        print(f"{program}: {describe(error)}", file=sys.stderr)
+        return exit_code(error)
 
 
-def _check_inputs(args: argparse.Namespace) -> None:
-    """The paths that a subcommand reads (``inputs``, the names of its arguments), before it imports anything heavy."""
-    for name in getattr(args, "inputs", ()):
-        value = getattr(args, name)
-        for path in value if isinstance(value, list) else [value]:
-            try:
-                if path is not None:
-                    Path(path).stat()
-            except FileNotFoundError:
-                raise FileNotFoundError(f"{path} does not exist{DOWNLOAD if name in ('hf', 'original') else ''}") from None
-            except OSError:
-                pass  # the subcommand tells what is wrong with it
+def find_command(argv: list[str]) -> tuple[str, list[str]]:
+    """A command's name and the words behind it. Raises UsageError, with the nearest names."""
+    for length in (2, 1):
+        name = " ".join(argv[:length])
+        if name in COMMANDS:
+            return name, argv[length:]
+    given = " ".join(argv[:2]) if argv[0] in groups() else argv[0]
+    near = difflib.get_close_matches(given, COMMANDS, 3) or list(COMMANDS)
+    raise UsageError(f"unknown command: {given}; valid: {', '.join(near)}")
+
+
+def read(name: str, words: list[str]) -> tuple[Callable[[CommandOptions], int], CommandOptions]:
+    """A command's function, which imports itself when it is called, and its parsed options.
+
+    Raises:
+        UsageError: the options cannot be used. SystemExit: ``--help`` was asked for, and is printed.
+    """
+    command: Command = COMMANDS[name]
+    options = command.load_options()
+    parsed = parse(options, words, f"{PROGRAM} {name}")
+    return lambda given: command.load_function()(given), parsed
+
+
+def overview(group: str = "") -> str:
+    """All commands, or those of a group, each with what it does."""
+    lines = [f"usage: {PROGRAM} {group or 'COMMAND'} ...", "", DESCRIPTION, ""]
+    width = max(map(len, COMMANDS))
+    for name, command in COMMANDS.items():
+        if name.startswith(group):
+            lines.append(f"  {name:<{width}}  {summary(command.load_options())}")
+    lines += ["", f"{PROGRAM} COMMAND --help explains a command's options."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    # As the module that the subcommands import: run as a script this one is another, with a CommandError of its own.
-    from toolkit.cli import main as command
-
-    sys.exit(command())
+    sys.exit(main())

@@ -6,8 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vl.errors import UserError
+
+
+class LayoutTextError(UserError, ValueError):
+    """A text that is not a layout."""
+
+
 GRAMMAR = (
-    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 behind one another in any order, or 1 for a single rank; "
+    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 one after another in any order, or 1 for a single rank; "
     "`:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. Examples: 1, tp2sp, pp2:layers=1-3, tp2pp2vpp2, dp2"
 )
 SIZES = ("vpp", "etp", "tp", "pp", "dp", "ep")
@@ -50,28 +57,28 @@ def parse_layout(text: str) -> LayoutSpec:
     """A layout from its text. Without ``dp`` there are as few data-parallel ranks as ``ep`` and ``etp`` allow.
 
     Raises:
-        ValueError: the text is not of the grammar, or names a size twice.
+        LayoutTextError: the text is not of the grammar, or names a size twice.
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a layout; valid: {GRAMMAR}")
+        raise LayoutTextError(f"{text!r} is not a layout; valid: {GRAMMAR}")
     parts = [(key or word, number) for key, number, word in _PART.findall(match[1])]
     names = [name for name, _ in parts]
     if len(set(names)) < len(names):
-        raise ValueError(f"layout {text!r} names {next(n for n in names if names.count(n) > 1)} twice")
+        raise LayoutTextError(f"layout {text!r} names {next(n for n in names if names.count(n) > 1)} twice")
     sizes = {name: int(number) for name, number in parts if number}
     tp, experts = sizes.get("tp", 1), sizes.get("ep", 1) * sizes.get("etp", 1)
     if "dp" not in sizes:
         sizes["dp"] = next(dp for dp in range(1, experts + 1) if tp * dp % experts == 0)
     if "sp" in names and tp == 1:
-        raise ValueError(f"layout {text!r}: sp (sequence parallel) needs tp of at least 2")
+        raise LayoutTextError(f"layout {text!r}: sp (sequence parallel) needs tp of at least 2")
     layers = tuple(int(part) for part in match[match.lastindex or 0].split("-")) if ":layers=" in text else None
     return LayoutSpec(text.strip(), **sizes, sequence_parallel="sp" in names, layers=layers)
 
 
 def parse_layouts(text: str) -> list[LayoutSpec]:
-    """A comma-separated list of layouts. Raises :class:`ValueError` as :func:`parse_layout`, and for an empty list."""
+    """A comma-separated list of layouts. Raises :class:`LayoutTextError` as :func:`parse_layout`, and for an empty list."""
     layouts = [parse_layout(part) for part in text.split(",") if part.strip()]
     if not layouts:
-        raise ValueError(f"no layout is given; valid: {GRAMMAR}")
+        raise LayoutTextError(f"no layout is given; valid: {GRAMMAR}")
     return layouts

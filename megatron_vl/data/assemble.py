@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_vl.errors import UserError
+
 from ..models.families import ModelSpec
 from ..models.families.base import text_config
 from ..models.rope import Grid, mrope_positions, patch_positions, placeholder_positions, placeholder_runs, window_order
 from .row import Row, VisionBatch
 
 
-class PackError(ValueError):
+class PackError(UserError, ValueError):
     """Samples that do not make a row; the message says which number does not fit."""
 
 

@@ -24,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vl.errors import UserError
+
 from ..models.families import ModelSpec
 from ..models.rope import Grid, placeholder_runs
 
 
-class ChatError(ValueError):
+class ChatError(UserError, ValueError):
     """A conversation that cannot be rendered, or whose media do not match its text."""
 
 

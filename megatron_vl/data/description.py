@@ -17,6 +17,8 @@ import yaml
 from braceexpand import braceexpand
 from megatron.energon.eyaml import load_yaml
 
+from megatron_vl.errors import UserError
+
 META = ".nv-meta"
 LARGEST = 64 << 20
 """Bytes of a description file."""
@@ -34,7 +36,7 @@ DEEPEST = 8
 """Metadatasets within each other."""
 
 
-class DescriptionError(ValueError):
+class DescriptionError(UserError, ValueError):
     """A description that is refused; the message names the file and what is wrong with it."""
 
 

@@ -42,6 +42,8 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from megatron_vl.errors import UserError
+
 from ..config import DataConfig
 from ..models.families import ModelSpec
 from ..models.rope import Grid
@@ -69,7 +71,7 @@ STATE_VERSION = 2
 """Of what the order of samples follows from: another packing reads the same state differently."""
 
 
-class LoaderError(ValueError):
+class LoaderError(UserError, ValueError):
     """A data set or a setting that cannot be loaded; the message says what to change."""
 
 

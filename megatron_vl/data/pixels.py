@@ -34,6 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vl.errors import UserError
+
 from ..config import DataConfig
 from ..models.rope import Grid
 
@@ -48,7 +50,7 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM",
 hands to Ghostscript."""
 
 
-class PixelError(ValueError):
+class PixelError(UserError, ValueError):
     """Processor settings, an image or a video that cannot be used; the message says why."""
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_vl.errors import UserError
 
-class StateError(ValueError):
+
+class StateError(UserError, ValueError):
     """A loader state that cannot be written, read, or does not belong to this loader."""
 
 

@@ -22,6 +22,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_vl.config import RunConfigError
+
 from .kv_cache import CacheUse
 from .tower_heads import has_kernels, kernels_are_fastest
 
@@ -140,13 +142,13 @@ def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool, dty
             return "triton"
         return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
     if name not in BACKENDS:
-        raise ValueError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
+        raise RunConfigError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
     if platform == "cpu" and name != "sdpa":
-        raise ValueError(f"attention backend {name!r} has no CPU kernel; use sdpa or auto")
+        raise RunConfigError(f"attention backend {name!r} has no CPU kernel; use sdpa or auto")
     if name == "triton" and not (towers and has_kernels(head_dim)):
-        raise ValueError("attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto")
+        raise RunConfigError("attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto")
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError("attention backend flash_attn: the package is not installed (pip install -e .[gpu])")
+        raise RunConfigError("attention backend flash_attn: the package is not installed (pip install -e .[gpu])")
     return name
 
 

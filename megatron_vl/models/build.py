@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_vl.config import ModelConfig, TrainConfig
+from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel import tp_overlap
@@ -94,7 +94,7 @@ def _tower(
     # The kernel's products would be TF32 in float32.
     fusable = platform.name == "cuda" and dtype == torch.bfloat16
     if model.window_attention == "fused" and not fusable:
-        raise ValueError("model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend")
+        raise RunConfigError("model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend")
     return VisionTower(
         platform,
         spec.vision,

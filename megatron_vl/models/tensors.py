@@ -17,6 +17,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_vl.errors import UserError
+
 from .families import ModelSpec
 
 Split = Literal["replicated", "column", "row", "gated"]
@@ -26,7 +28,7 @@ EMBEDDING = "language_model.embedding.word_embeddings.weight"
 OUTPUT = "language_model.output_layer.weight"
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError, ValueError):
     """A model and a parallel layout that do not fit; the message says which number and what would be valid."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_vl.config import Fp8Config, RecomputeConfig
+from megatron_vl.config import Fp8Config, RecomputeConfig, RunConfigError
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.modules import ACTIVATIONS
 from megatron_vl.models.moe import moe_settings
@@ -60,7 +60,7 @@ def language_config(
         tp_comm_overlap: tensor-parallel collectives beside the matrix products (:mod:`megatron_vl.parallel.tp_overlap`).
     """
     if tp_comm_overlap and not platform.transformer_engine:
-        raise ValueError("parallel.tp_comm_overlap needs a GPU; set it to false")
+        raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
     m = spec.language
     config = TransformerConfig(
         num_layers=m.num_layers,
@@ -127,14 +127,14 @@ def _fp8(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, An
     if fp8.recipe == "none":
         return {}
     if not platform.transformer_engine or dtype != torch.bfloat16:
-        raise ValueError(f"fp8.recipe {fp8.recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none")
+        raise RunConfigError(f"fp8.recipe {fp8.recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none")
     return {"fp8": "hybrid", "fp8_recipe": fp8.recipe}
 
 
 def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool = False) -> dict[str, Any]:
     if kind == "selective" and "layernorm" in modules and not platform.transformer_engine:
         # Core 0.19.2: CheckpointWithoutOutput takes an argument only with Transformer Engine and fails in the backward pass.
-        raise ValueError("recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp")
+        raise RunConfigError("recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp")
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     core_modules = [module for module in modules if module != "activation"]  # ours: fused_layers.FusedMLP

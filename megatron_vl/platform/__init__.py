@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_vl.errors import UserError
+
+
+class PlatformError(UserError, RuntimeError):
+    """This machine, or this process, cannot run on the platform that was asked for."""
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -49,14 +55,14 @@ def get_platform(name: str = "auto") -> Platform:
         name: ``auto`` (CUDA when a GPU is there), ``cuda`` or ``cpu``.
 
     Raises:
-        RuntimeError: CUDA was asked for and is not there, Transformer Engine does not import on CUDA, or an earlier
+        PlatformError: CUDA was asked for and is not there, Transformer Engine does not import on CUDA, or an earlier
             call decided otherwise.
     """
     global _platform
     if _platform is None:
         _platform = _make(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     elif name not in ("auto", _platform.name):
-        raise RuntimeError(f"platform {name} was asked for, but this process already runs on {_platform.name}")
+        raise PlatformError(f"platform {name} was asked for, but this process already runs on {_platform.name}")
     return _platform
 
 
@@ -67,11 +73,11 @@ def _make(name: str) -> Platform:
         cpu.install()
         return Platform("cpu", "gloo", False)
     if name != "cuda":
-        raise RuntimeError(f"platform {name!r} is unknown; valid: auto, cuda, cpu")
+        raise PlatformError(f"platform {name!r} is unknown; valid: auto, cuda, cpu")
     if not torch.cuda.is_available():
-        raise RuntimeError("platform cuda was asked for, but torch sees no GPU; use platform: cpu")
+        raise PlatformError("platform cuda was asked for, but torch sees no GPU; use platform: cpu")
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
-        raise RuntimeError(f"Transformer Engine does not import ({error}); install it with: pip install -e .[gpu]") from error
+        raise PlatformError(f"Transformer Engine does not import ({error}); install it with: pip install -e .[gpu]") from error
     return Platform("cuda", "nccl", True)

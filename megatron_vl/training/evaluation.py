@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.data.row import Row
+from megatron_vl.errors import describe
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
@@ -76,13 +77,13 @@ class Evaluator:
                     self._read(spec)
             except (ValueError, OSError, RuntimeError) as error:
                 # Told by all ranks: the others would wait, and then say that a peer is gone.
-                failure, cause = str(error) or repr(error), error
+                failure, cause = describe(error), error
         counts: list[Any] = [(failure, len(self.rows), len(self.prompts), self.stop)]
         if grid.tp * grid.pp > 1:
             dist.broadcast_object_list(counts, src=grid.replica_source, group=grid.replica_gloo)
         failure, self.row_count, self.prompt_count, self.stop = counts[0]
         if failure:
-            raise ValueError(failure) from cause
+            raise RunConfigError(failure) from cause
 
     def _read(self, spec: ModelSpec) -> None:
         from megatron_vl.data.chat import ChatEncoder, stop_tokens
@@ -110,8 +111,8 @@ class Evaluator:
         """This replica's rows, as many as every other's, filled up with rows that have no loss."""
         grid, data = self.grid, self.config.data
         if not rows:
-            raise ValueError(
-                f"{data.path}: no sample of the split {self.config.eval.split!r} can be used, for the reasons above; mend the "
+            raise RunConfigError(
+                f"{data.path}: no sample of the split {self.config.eval.split!r} can be used, for the reasons above; correct the "
                 f"data set, raise data.seq_len (now {data.seq_len}), or set eval.interval to 0"
             )
         count = -(-len(rows) // grid.dp)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl.data.row import Row, loss_index
+from megatron_vl.errors import UserError
 from megatron_vl.models.attention import Segments
 from megatron_vl.models.vision import VisionInput
 from megatron_vl.models.vlm import DeviceRow
@@ -25,6 +26,10 @@ from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
 
 _VISION_INTS = ("plane_index", "position_hw", "frame_hw", "cu_seqlens", "cu_window_seqlens", "feature_index")
+
+
+class FeedError(UserError, RuntimeError):
+    """The loader of a replica failed; raised on all of its ranks."""
 
 
 @dataclass
@@ -86,7 +91,7 @@ class Feed:
         """Collective over the replica, with ``balanced`` over all replicas.
 
         Raises:
-            RuntimeError: the loader failed; on every rank of the replica, with ``balanced`` on every rank.
+            FeedError: the loader failed; on every rank of the replica, with ``balanced`` on every rank.
         """
         start = time.perf_counter()
         rows, error = self._read()
@@ -99,7 +104,7 @@ class Feed:
         if self.grid.tp * self.grid.pp > 1:
             dist.broadcast_object_list(header, src=self.grid.replica_source, group=self.grid.replica_gloo)
         if isinstance(header[0], str):
-            raise RuntimeError(header[0])
+            raise FeedError(header[0])
         described: list[dict[str, Any]] = header[0]
         text = self._share([row.text for row in uploaded], [_text_size(d) for d in described], torch.int32, whole_replica=True)
         device_rows = [_device_row(d, part) for d, part in zip(described, text, strict=True)]

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.errors import UserError
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
@@ -27,7 +28,7 @@ from .optimizer import build_optimizer, set_learning_rates
 from .step import train_step, wrap
 
 
-class TrainingStopped(RuntimeError):
+class TrainingStopped(UserError, RuntimeError):
     """The run cannot go on; the message says why."""
 
 

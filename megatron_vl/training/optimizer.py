@@ -13,7 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.platform import Platform
 from megatron_vl.training.weight_copy import copy_weights_together
 
@@ -27,7 +27,7 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Distri
     """The optimizer of this rank's trainable parameters; biases and norms take no weight decay."""
     o = config.optimizer
     if o.cpu_offload and platform.name == "cpu":
-        raise ValueError("optimizer.cpu_offload is for platform cuda; on cpu everything is in host memory already")
+        raise RunConfigError("optimizer.cpu_offload is for platform cuda; on cpu everything is in host memory already")
     core = CoreOptimizerConfig(
         optimizer="adam",
         lr=o.lr,

@@ -26,6 +26,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_vl.errors import UserError
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import Cut, TensorInfo
 from megatron_vl.parallel.grid import Grid
@@ -37,7 +38,7 @@ _KEY = re.compile(r"^(?P<name>.+)\[(?P<start>\d+):(?P<end>\d+)\]/(?P<kind>main|e
 _CHUNK = 16 << 20
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written or resumed from; the message says what is wrong and what to do."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from converters.convert import convert
-from toolkit.parity.run import Case, write_cases
+from toolkit.parity.worker import Case, write_cases
 from toolkit.tiny import write_tiny_checkpoint
 
 SIZES = {
@@ -184,7 +184,8 @@ def main() -> int:
     out = (args.out or work) / f"parity_{args.ranks}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    done = subprocess.run([*launch, "-m", "toolkit.parity.run", str(work / "cases.json"), str(out), args.platform], check=False)
+    worker = ["-m", "toolkit.parity.worker", str(work / "cases.json"), str(out), args.platform]
+    done = subprocess.run([*launch, *worker], check=False)
     for name, result in json.loads(out.read_text()).items():
         for number, step in enumerate(result.get("steps", [])):
             error, theirs = step["gradient_error"], step["transformers_bf16_gradient_error"]

@@ -24,8 +24,8 @@ COEFFICIENT = 0.3
 PROGRAM = """
 import json, sys, torch, torch.distributed as dist
 from pathlib import Path
-from toolkit.parity import run as parity
-from toolkit.parity.run import Case, build, collect_gradients, draw
+from toolkit.parity import worker as parity
+from toolkit.parity.worker import Case, build, collect_gradients, draw
 from megatron_vl.training.step import run_schedule
 from megatron_vl.platform import get_platform
 from megatron_vl.parallel.grid import init_distributed

@@ -112,7 +112,7 @@ from megatron_vl.models.moe import routers
 from megatron_vl.parallel.grid import init_distributed, make_grid
 from megatron_vl.training.feed import Feed
 from toolkit.bench.options import parse
-from toolkit.bench.run import build, make_loader, one_step
+from toolkit.bench.measure import build, make_loader, one_step
 
 shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
 options = parse(["--hf", HF, "--rows", "text", "--even_routing", "true", *shape])

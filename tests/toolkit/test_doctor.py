@@ -17,10 +17,10 @@ from converters.convert import convert
 from megatron_vl.config import parse_config
 from megatron_vl.models.families import read_spec
 from tests.training.small_run import prepare
-from toolkit.commands.doctor import _show
 from toolkit.doctor import Finding
+from toolkit.doctor.before_start import _resume, check_checkpoint, check_data, check_run
+from toolkit.doctor.command import show
 from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
-from toolkit.doctor.run import _resume, check_checkpoint, check_data, check_run
 from toolkit.plan.memory import StageMemory, estimate, peak_gib
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
 
 
 def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path):
-    from toolkit.doctor.run import _start_weights
+    from toolkit.doctor.before_start import _start_weights
 
     convert(tiny_checkpoint("qwen2_5_vl", tied=True), tmp_path / "other")
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "other")])
@@ -117,7 +117,7 @@ def test_experts_in_the_layout_and_a_run_that_is_done(run, monkeypatch):
     report = check_run(["--config", str(run["yaml"]), "--parallel.ep", "2"], 4, [])
     assert report.findings[0].found == "4 ranks: tp 2 x pp 2 x vpp 1 x dp 1, experts ep 2 x etp 1"
 
-    monkeypatch.setattr("toolkit.doctor.run.step_to_resume", lambda config: 7)
+    monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
     for steps, state, said in ((7, "note", "step 7 of 7: nothing is left to do"), (8, "ok", "step 7; the run goes on")):
         config = parse_config(["--config", str(run["yaml"]), "--steps", str(steps)])
         finding = _resume(config, read_spec(run["hf"]), 1)[-1]
@@ -157,6 +157,6 @@ def test_all_reduce_over_two_processes():
 
 def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    _show([], SimpleNamespace(memory=[StageMemory(stage=0)]))
+    show([], SimpleNamespace(memory=[StageMemory(stage=0)]))
     out = capsys.readouterr().out
     assert all(word in out for word in ("in flight", "gradients", "optimizer", "activations", "workspace", "total"))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert
 from toolkit.cli import main
 from toolkit.layouts import parse_layout, parse_layouts
-from toolkit.parity.command import spread
+from toolkit.parity.compare import spread
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:

@@ -19,7 +19,7 @@ from converters.verify import compare
 from megatron_vl.models.tensors import Cut
 from megatron_vl.weights import WeightReader
 from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, metrics, prepare, train
-from toolkit.commands.checkpoint import verify_checkpoint
+from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.demo.reference import Reference
 
 

@@ -11,7 +11,7 @@ import torch
 from converters.convert import convert, export
 from megatron_vl.weights import WeightReader
 from tests.training.small_run import metrics, prepare, train
-from toolkit.commands.checkpoint import verify_checkpoint
+from toolkit.checkpoint.contents import verify_checkpoint
 
 LAYOUT = ["--parallel.ep", "2"]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.training.small_run import command, environment, metrics, prepare
-from toolkit.commands.checkpoint import verify_checkpoint
+from toolkit.checkpoint.contents import verify_checkpoint
 
 LAUNCHER = [sys.executable, "-m", "megatron_vl.launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -2,6 +2,6 @@
 
     torchrun --nproc-per-node 8 -m toolkit.bench --hf CONFIG_OR_FOLDER --rows images,text [--parallel.tp 2 ...]
 
-:mod:`.run` measures the trainer's own model, schedule, DDP, optimizer and feed, :mod:`.peer` a Hugging Face model under
+:mod:`.measure` measures the trainer's own model, schedule, DDP, optimizer and feed, :mod:`.peer` a Hugging Face model under
 FSDP2; both take their rows from :mod:`.workload` and write their figures with :mod:`.report`.
 """

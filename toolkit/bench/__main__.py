@@ -1,12 +1,11 @@
-"""One rank of a benchmark; started by torchrun (``megatron-vl bench`` does that)."""
+"""One rank of a benchmark; started by torchrun (``megatron-vl bench`` does that). With ``--peer``: of the peer alone."""
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
 
-from megatron_vl.config import RunConfigError
+from megatron_vl.errors import UserError, describe, is_fixable
 
 from .options import parse
 
@@ -19,18 +18,15 @@ def main(argv: list[str]) -> int:
         if options.peer:
             from .peer import run
         else:
-            from .run import run
+            from .measure import run
         run(options)
         from megatron_vl.parallel.grid import end_distributed
 
         end_distributed()
-    except (RunConfigError, ValueError, FileNotFoundError) as error:
-        print(f"toolkit.bench: rank {rank}: {error}", file=sys.stderr, flush=True)
-        return 2
-    except Exception:
+    except Exception as error:
         # Every rank says what happened to it: torchrun shows one of them only.
-        print(f"toolkit.bench: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        return 1
+        print(f"toolkit.bench: rank {rank}: {describe(error)}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError | FileNotFoundError) and is_fixable(error) else 1
     return 0
 
 

@@ -1,58 +1,71 @@
-"""What a benchmark is asked to do: its own options, and any field of a run by its dotted name."""
+"""Options of ``megatron-vl bench``, and what they and the fields of a run come to."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
 
-from jsonargparse import ArgumentParser, set_parsing_settings
-
-from megatron_vl.config import RunConfigError, TrainConfig, read_arguments, validate
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
+from megatron_vl.errors import UsageError
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.layout import Layout, run_layout
 from megatron_vl.training.check import check_data_path
+from toolkit import options as command_line
+from toolkit.options import CommandOptions, option
 
 WORKLOADS = ("images", "text", "data")
 
 
-@dataclass
-class BenchOptions:
-    """Options of the benchmark itself."""
+@dataclass(kw_only=True)
+class BenchOptions(CommandOptions):
+    """Time a model of real size with random weights: tokens/s, MFU, memory, and where the time of a step goes.
 
-    hf: str = ""
-    """Hugging Face folder or config.json that gives the model's sizes; empty: model.hf of the run."""
-    rows: str = ""
-    """Workloads, comma-separated: images, text (both seeded), data (the data set of data.path through the real loader).
-    Empty: data when data.path is given, else images,text."""
-    warm_up: int = 2
+    The rows are seeded ones of pictures and of text, or those of a data set.
+    """
+
+    run_fields: ClassVar[bool] = True
+
+    hf: str = option("", metavar="HF", shown_default="model.hf of the run", must_exist=True)
+    """Hugging Face folder or config.json that gives the model's sizes."""
+    gpus: int | None = option(None, metavar="N", least=1)
+    """Start so many processes, one a GPU."""
+    processes: int | None = option(None, metavar="N", least=1)
+    """Start so many processes on CPU, for small models."""
+    data: Path | None = option(None, metavar="DIR", must_exist=True)
+    """Time the rows of this data set through the real loader (data.path of a run)."""
+    rows: str = option("", metavar="LIST", shown_default="data with a data set, else images,text")
+    """Workloads with commas between: images, text (both seeded), data (the data set)."""
+    warm_up: int = option(2, metavar="N", least=1)
     """Untimed steps before the timed ones of each workload."""
-    timed: int = 4
+    timed: int = option(4, metavar="N", least=1)
     """Timed steps of each workload."""
-    part_steps: int = 2
+    part_steps: int = option(2, metavar="N", least=0)
     """Steps of each workload, after the timed ones, in which the parts of a step are timed; 0: none."""
-    language_layers: int = 0
-    """Decoder layers instead of the config's; 0: as in the config."""
-    vision_layers: int = 0
-    """Vision layers instead of the config's; 0: as in the config."""
+    language_layers: int = option(0, metavar="N", least=0, shown_default="as in the config")
+    """Decoder layers instead of the config's."""
+    vision_layers: int = option(0, metavar="N", least=0, shown_default="as in the config")
+    """Vision layers instead of the config's."""
     even_routing: bool = False
-    """Experts are chosen at random, evenly: a trained router balances them, one with random weights prefers a few by far."""
-    distinct_rows: int = 0
-    """Seeded rows each data-parallel rank draws before it repeats them; 0: as many as it uses."""
-    out: str = ""
-    """File for the figures as JSON; empty: none."""
-    json: bool = False
-    """Print JSON on standard output instead of a table."""
+    """Choose experts at random, evenly: a trained router balances them, one with random weights prefers a few by far."""
+    distinct_rows: int = option(0, metavar="N", least=0, shown_default="as many as it uses")
+    """Seeded rows that each data-parallel rank draws before it repeats them."""
     peer: bool = False
-    """Measure the Hugging Face model under FSDP2 with full activation checkpointing instead."""
-    gradient_sync: str = "every"
+    """Also time the Hugging Face model under FSDP2 with full activation checkpointing on the same seeded rows."""
+    gradient_sync: Literal["every", "last"] = option("every")
     """Peer only: reduce gradients after every row (less memory) or after the last one of a step."""
+    out: str = option("", metavar="FILE")
+    """Write the figures as JSON."""
+    json: bool = False
+    """Print JSON instead of a table."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Options(BenchOptions):
-    """Parsed and checked."""
+    """One benchmark, of our program or (``peer``) of the other one: parsed and checked."""
 
-    config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    config: TrainConfig = dataclasses.field(default_factory=TrainConfig, metadata={"hidden": True})
 
     @property
     def workloads(self) -> list[str]:
@@ -71,8 +84,8 @@ class Options(BenchOptions):
     def layout(self) -> Layout:
         return run_layout(self.spec(), self.config.parallel)
 
-    def check(self, ranks: int) -> None:
-        """Refuses what cannot run on so many ranks; raises ValueError, naming the field."""
+    def check_ranks(self, ranks: int) -> None:
+        """Refuses what cannot run on so many ranks; raises RunConfigError or LayoutError, naming the field."""
         self.layout()
         if "data" in self.workloads:
             check_data_path(self.config.data.path)
@@ -82,33 +95,26 @@ class Options(BenchOptions):
             validate(self.config, ranks)
 
 
-def build_parser(program: str = "python -m toolkit.bench") -> ArgumentParser:
-    """``--config RUN.yaml``, the options above, and one dotted option for each field of a run."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
-        prog=program,
-        usage=f"{program} --hf FOLDER_OR_CONFIG [options] [--section.field value ...]",
-        description="Time a real-size Qwen-VL model with random weights.",
-        exit_on_error=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML of a run; later options override it.")
-    parser.add_class_arguments(BenchOptions)
-    parser.add_class_arguments(TrainConfig)
-    return parser
-
-
 def parse(argv: list[str], program: str = "python -m toolkit.bench") -> Options:
-    """Reads and checks the options.
+    """Reads and checks the options of one benchmark, and the fields of a run.
 
     Raises:
-        RunConfigError: names the option or field and what would be valid.
+        UsageError, RunConfigError: names the option or field and what would be valid.
     """
-    parser = build_parser(program)
-    namespace = read_arguments(parser, argv)
-    values = {field.name: namespace.pop(field.name) for field in dataclasses.fields(BenchOptions)}
-    instance = parser.instantiate_classes(namespace)
-    config = TrainConfig(**{field.name: getattr(instance, field.name) for field in dataclasses.fields(TrainConfig)})
+    return resolve(command_line.parse(BenchOptions, argv, program))
+
+
+def resolve(given: BenchOptions) -> Options:
+    """Options with the fields of the run read. Raises as :func:`parse`."""
+    fields = [*given.fields]
+    if given.data:
+        fields += ["--data.path", str(given.data)]
+    if given.processes:
+        fields += ["--platform", "cpu"]
+    config = parse_config(fields)
     config.checkpoint.dir = ""  # nothing is saved
+
+    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(BenchOptions)}
     options = Options(**values, config=config)
     options.hf = options.hf or config.model.hf
     options.rows = options.rows or ("data" if config.data.path else "images,text")
@@ -118,20 +124,15 @@ def parse(argv: list[str], program: str = "python -m toolkit.bench") -> Options:
 
 def _check(o: Options) -> None:
     if not o.hf:
-        raise RunConfigError("--hf is missing; give a Hugging Face folder or a config.json")
+        raise UsageError("--hf is missing; give a Hugging Face folder or a config.json")
     unknown = [name for name in o.workloads if name not in WORKLOADS]
     if unknown:
-        raise RunConfigError(f"--rows {o.rows}: {', '.join(unknown)} unknown; valid: {', '.join(WORKLOADS)}")
+        raise UsageError(f"--rows {o.rows}: {', '.join(unknown)} unknown; valid: {', '.join(WORKLOADS)}")
     if "data" in o.workloads and not o.config.data.path:
-        raise RunConfigError("--rows data needs --data.path, a folder written by `megatron-vl data convert`")
+        raise UsageError("--rows data needs --data, a folder written by `megatron-vl data convert`")
     if "data" in o.workloads and o.peer:
-        raise RunConfigError("--peer measures seeded rows only; give --rows images,text")
+        raise UsageError("--peer measures seeded rows only; give --rows images,text")
     if o.even_routing and o.peer:
-        raise RunConfigError("--even_routing with --peer: the peer's router cannot be made even; leave one of them out")
+        raise UsageError("--even-routing with --peer: the peer's router cannot be made even; leave one of them out")
     if o.even_routing and not o.spec().language.moe:
-        raise RunConfigError("--even_routing is for models with experts; leave it out")
-    if o.gradient_sync not in ("every", "last"):
-        raise RunConfigError(f"--gradient_sync {o.gradient_sync} is unknown; valid: every, last")
-    for name, least in (("warm_up", 1), ("timed", 1), ("part_steps", 0), ("language_layers", 0), ("vision_layers", 0)):
-        if getattr(o, name) < least:
-            raise RunConfigError(f"--{name} {getattr(o, name)} must be at least {least}")
+        raise UsageError("--even-routing is for models with experts; leave it out")

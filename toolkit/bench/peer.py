@@ -241,7 +241,7 @@ def run(options: Options) -> None:
     config, spec = options.config, options.spec()
     device = _init_distributed()
     world = dist.get_world_size()
-    options.check(world)
+    options.check_ranks(world)
     notes = use_liger(spec.family)
     model = build(hf_config(options), device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"

@@ -30,8 +30,8 @@ from megatron_vl.weights import WeightReader
 
 from .gather import StoredTensors
 from .reference import backward, canonical, fingerprint, load_hf, remembered
-from .run import ADAM, Case, Live, build, draw
 from .tolerances import LOSS_TOLERANCE
+from .worker import ADAM, Case, Live, build, draw
 
 STATE_TOLERANCE = 2.5e-4
 """Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps of tiny weights.

@@ -263,6 +263,12 @@ class _Sizes:
 # --- Schedule -------------------------------------------------------------------------------------------------------
 
 
+def warm_up_passes(pp: int, vpp: int, stage: int, micro_batches: int) -> int:
+    """Forward passes of a stage before its first backward pass."""
+    passes = (pp - stage - 1) * 2 + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
+    return min(passes, micro_batches * vpp)
+
+
 def play_schedule(pp: int, vpp: int, stage: int, micro_batches: int) -> list[tuple[int, ...]]:
     """Micro-batches whose activations each chunk of a stage holds, after every forward pass of a step.
 
@@ -272,8 +278,7 @@ def play_schedule(pp: int, vpp: int, stage: int, micro_batches: int) -> list[tup
     """
     total = micro_batches * vpp
     turns = [(i // pp) % vpp for i in range(total)] if vpp > 1 else [0] * total
-    warm_up = (pp - stage - 1) * 2 + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
-    warm_up = min(warm_up, total)
+    warm_up = warm_up_passes(pp, vpp, stage, micro_batches)
     held, seen = [0] * vpp, []
     for forward, chunk in enumerate(turns):
         held[chunk] += 1

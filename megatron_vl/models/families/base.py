@@ -10,8 +10,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_vl.errors import UserError
 
-class ConfigError(ValueError):
+
+class ConfigError(UserError, ValueError):
     """A Hugging Face config that cannot be used; the message names the field and what would be valid."""
 
 

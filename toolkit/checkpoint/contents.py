@@ -1,25 +1,9 @@
-"""``megatron-vl checkpoint show|verify``: what is in a run's checkpoint, and whether it is whole."""
+"""What is in a run's checkpoint, and whether it is whole."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
-
-
-def register(subparsers: argparse._SubParsersAction) -> None:
-    """Adds the subcommands."""
-    parser = subparsers.add_parser("checkpoint", help="look into a training run's checkpoints, and check that they are whole")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, text, run in (
-        ("show", "list a run's checkpoints, or describe one of them; exit code 1 when files of it are missing", _show),
-        ("verify", "read every file of a checkpoint and compare it with the hashes written beside it", _verify),
-    ):
-        action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        action.add_argument("path", type=Path, help="folder of a run (its latest checkpoint) or a step_ folder")
-        action.add_argument("--json", action="store_true", help="print JSON")
-        action.set_defaults(run=run, inputs=("path",))
 
 
 def find_step(path: Path) -> Path:
@@ -83,40 +67,3 @@ def verify_checkpoint(source: Path) -> list[str]:
     except (WeightsError, OSError, ValueError) as error:
         problems.append(str(error))
     return problems
-
-
-def _show(args: argparse.Namespace) -> int:
-    from megatron_vl.training.checkpoint import saved_steps
-
-    facts = describe(find_step(args.path))
-    steps = saved_steps(args.path)
-    if args.json:
-        print(json.dumps(facts | {"steps": steps}, indent=2))
-        return 1 if facts["missing"] else 0
-    if steps:
-        print(f"checkpoints of steps {', '.join(map(str, steps))}")
-    layout = facts["layout"]
-    print(f"{facts['checkpoint']}: step {facts['step']}, {facts['family']}, {facts['tensors']} tensors")
-    shape = f"tp {layout['tp']} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
-    if layout.get("ep", 1) * layout.get("etp", 1) > 1:
-        shape += f", experts ep {layout['ep']} x etp {layout['etp']}"
-    print(f"  layout   {shape}, layers {layout['layers']}")
-    print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
-    for part, size in sorted(facts["bytes"].items()):
-        print(f"  {part:<11} {size / 1e6:12.1f} MB")
-    if facts["missing"]:
-        print(f"missing: {', '.join(facts['missing'])}; resume from another step with --checkpoint.step")
-    return 1 if facts["missing"] else 0
-
-
-def _verify(args: argparse.Namespace) -> int:
-    source = find_step(args.path)
-    problems = verify_checkpoint(source)
-    if args.json:
-        print(json.dumps({"checkpoint": str(source), "whole": not problems, "problems": problems}, indent=2))
-    elif problems:
-        print("\n".join(problems))
-        print(f"{source} is damaged; resume from another step with --checkpoint.step, or from weights that verify")
-    else:
-        print(f"{source} is whole")
-    return 1 if problems else 0

@@ -1,6 +1,6 @@
 """What each process of a generation does.
 
-    torchrun --nproc-per-node 4 -m toolkit.generate.run JOB.json OUT.json
+    torchrun --nproc-per-node 4 -m toolkit.generate.worker JOB.json OUT.json
 
 ``JOB.json`` holds the fields of :class:`Job`; ``OUT.json`` gets the list of new tokens of each prompt.
 """

@@ -59,7 +59,7 @@ def run(options: Options) -> None:
     config, spec, layout = options.config, options.spec(), options.layout()
     platform = get_platform(config.platform)
     init_distributed(platform)
-    options.check(dist.get_world_size())
+    options.check_ranks(dist.get_world_size())
     grid = make_grid(layout)
     live = build(options, spec, platform, grid, layout)
     name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"

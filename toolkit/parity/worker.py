@@ -1,6 +1,6 @@
 """Runs named cases in a real process group and compares each with the reference.
 
-    torchrun --nproc-per-node 4 -m toolkit.parity.run CASES.json OUT.json [cpu|cuda]
+    torchrun --nproc-per-node 4 -m toolkit.parity.worker CASES.json OUT.json [cpu|cuda]
 
 ``CASES.json`` is a list of :class:`Case` fields. Every case runs the trainer's own schedule, DDP and gradient
 finalisation; nothing of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run it alike; the

@@ -48,7 +48,7 @@ def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> F
 def check_checkpoint(folder: Path) -> Finding:
     """Every byte of weights, or of a run's latest (or the given) checkpoint."""
     from converters.verify import check_hashes
-    from toolkit.commands.checkpoint import find_step, verify_checkpoint
+    from toolkit.checkpoint.contents import find_step, verify_checkpoint
 
     try:
         is_run = (folder / "run.json").is_file() or (folder / "latest.json").is_file() or any(folder.glob("step_*"))

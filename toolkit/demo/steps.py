@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.cli import CommandError
+from megatron_vl.errors import UserError
 from toolkit.demo import data
 from toolkit.demo.reference import Reference
 from toolkit.processes import kill_tree
@@ -112,11 +112,11 @@ class Demo:
         self.checks.append(Check(what, measured, passed))
 
     def shell(self, *command: str | Path, fails: bool = False) -> int:
-        """Shows a command and runs it. Raises CommandError when it fails, unless ``fails`` allows it."""
+        """Shows a command and runs it. Raises UserError when it fails, unless ``fails`` allows it."""
         process = self.start(*command)
         code = process.wait()
         if code and not fails:
-            raise CommandError(f"the command above ended with exit code {code}; what it printed says why")
+            raise UserError(f"the command above ended with exit code {code}; what it printed says why")
         return code
 
     def start(self, *command: str | Path, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
@@ -178,7 +178,7 @@ def _clear(folder: Path) -> None:
     """Empties a folder that an earlier demo wrote; refuses any other that holds something."""
     mark = folder / ".megatron-vl-demo"
     if folder.exists() and any(folder.iterdir()) and not mark.exists():
-        raise CommandError(f"{folder} is not empty and not of an earlier demo; give another --dir")
+        raise UserError(f"{folder} is not empty and not of an earlier demo; give another --dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     mark.touch()
@@ -261,7 +261,7 @@ def train_until_killed(demo: Demo) -> None:
         while process.poll() is None and not (saved.is_dir() and any(m["step"] >= goal for m in read_metrics(demo.run_dir))):
             time.sleep(0.2)
         if process.poll() is not None:
-            raise CommandError(f"the training ended by itself with exit code {process.returncode}; {log} says why")
+            raise UserError(f"the training ended by itself with exit code {process.returncode}; {log} says why")
         kill_tree(process.pid)
         process.wait()
     last = read_metrics(demo.run_dir)[-1]["step"]

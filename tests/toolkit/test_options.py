@@ -1,0 +1,173 @@
+"""Every command's options: spelled one way, explained, read from one declaration; old spellings work; help is fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+
+from megatron_vl.config import fields
+from megatron_vl.errors import UsageError, UserError
+from toolkit.cli import main, read
+from toolkit.commands import COMMANDS
+from toolkit.options import CommandOptions, exactly_one, option, parse, words
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(kw_only=True)
+class Example(CommandOptions):
+    """Do something. Then say so."""
+
+    run_fields: ClassVar[bool] = True
+
+    out_dir: Path = option(metavar="DIR")
+    """Folder to write."""
+    kind: Literal["one", "two"] = option("one")
+    """Which of the two."""
+    media: list[Path] = option([], metavar="FILE", repeat=True)
+    """A file."""
+    keep_all: bool = False
+    """Keep everything."""
+    data: Path | None = option(None, metavar="DIR")
+    """The command's own, beside the section of a run."""
+    share: float = option(0.5, metavar="F", share=True)
+    """A part."""
+
+
+def example(*line: str) -> Example:
+    return parse(Example, list(line), "megatron-vl example")
+
+
+def test_words_become_values_and_fields_of_a_run_are_kept_apart():
+    got = example("--out-dir", "a", "--media", "x", "--data.seq_len", "8", "--media=y", "--keep-all", "--data", "d", "--steps", "3")
+    assert (got.out_dir, got.kind, got.media, got.keep_all, got.data) == (Path("a"), "one", [Path("x"), Path("y")], True, Path("d"))
+    assert got.fields == ["--data.seq_len", "8", "--steps", "3"]
+
+
+def test_the_old_spellings_are_read():
+    """Underscores, a word after a switch, and fields of a run after ``--``."""
+    assert example("--out_dir", "a", "--keep_all", "true").keep_all
+    assert example("--out_dir=a", "--keep_all", "false") == example("--out-dir", "a")
+    assert example("--out-dir", "a", "--", "--data.seq_len", "8").fields == ["--data.seq_len", "8"]
+
+
+def test_no_two_parses_share_a_list():
+    example("--out-dir", "a", "--media", "x")
+    assert example("--out-dir", "a").media == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ([], "--out-dir"),
+        (["--out-dir", "a", "--kind", "three"], "invalid choice: 'three'"),
+        (["--out-dir", "a", "--share", "2"], "'2' is not a number from 0 to 1"),
+        (["--out-dir"], "--out-dir: expected one argument"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_with_exit_code_2(line, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        example(*line)
+    assert "\n" not in str(caught.value) and "megatron-vl example --help" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_options_become_words_again():
+    given = example("--out-dir", "a b", "--keep-all", "--share", "0.25")
+    line = words(given, leave_out=("media",))
+    assert line == ["--out-dir", "a b", "--share", "0.25", "--keep-all"] or set(line) == {"--out-dir", "a b", "--share", "0.25", "--keep-all"}
+    assert example(*line) == given
+
+
+def test_one_of_two_is_asked_for():
+    both = dataclasses.replace(example("--out-dir", "a"), media=[Path("x")], data=Path("y"))
+    with pytest.raises(UsageError, match="give --media or --data, not both"):
+        exactly_one(both, "media", "data")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_every_command_is_explained(name, capsys):
+    """In words, with a capital and no empty text; multi-word options have hyphens; the fields of a run are listed too."""
+    from toolkit.options import _field_texts, _shown
+
+    options = COMMANDS[name].load_options()
+    texts = _field_texts(options)
+    with pytest.raises(SystemExit) as end:
+        main([*name.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0
+    for field in _shown(options):
+        assert len(texts[field.name]) > 5, f"{name}: {field.name} is not explained"
+        spelled = field.name if field.metadata.get("positional") else "--" + field.name.replace("_", "-")
+        assert spelled in shown or field.metadata["metavar"] in shown
+    for field in fields() if options.run_fields else []:
+        assert f"--{field} " in shown, f"{name} --help lacks the run's field {field}"
+    assert callable(COMMANDS[name].load_function())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data convert --input a.json b.json --media_root m --out o --max_quarantined 0.5 --val_fraction 0.1",
+        "generate --checkpoint c --hf h --prompt_file a.jsonl --prompt_file b.jsonl --max_new_tokens 3",
+        "bench --hf h --gpus 8 --data.seq_len 8192 --global_batch_size 32 --warm_up 1 --part_steps 0 --even_routing true",
+        "doctor --config run.yaml --world_size 8 -- --data.seq_len 16384",
+        "parity --family qwen2_5_vl --layouts 1,tp2sp --reference_device cpu",
+        "evaluate --original a --converted b --data x --out o --lmu_data l --no_scores --gpus_per_process 2",
+    ],
+)
+def test_documented_commands_are_read_in_both_spellings(line):
+    name = line.split(" --")[0]
+    old = line.split()[len(name.split()) :]
+    new = [word if "." in word or word == "--global_batch_size" else word.replace("_", "-") if word[:2] == "--" else word for word in old]
+    new = [word for i, word in enumerate(new) if not (word == "true" and new[i - 1] == "--even-routing")]
+    assert old != new
+    assert read(name, old)[1] == read(name, new)[1]
+
+
+def test_help_and_overview_import_no_torch():
+    code = """
+import sys, time
+start = time.perf_counter()
+from toolkit.cli import main
+for words in (["--help"], ["train", "--help"], ["bench", "--help"], ["data", "--help"], ["parity", "--help"]):
+    try:
+        main(words)
+    except SystemExit as end:
+        assert end.code == 0
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+print(time.process_time(), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stderr) < 10  # seconds of this process for five helps, on any machine; importing torch alone takes two
+    assert "--data.seq_len" in done.stdout and "--even-routing" in done.stdout
+
+
+def test_a_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
+    """A user's error is one line; anything else keeps its traceback and asks for a report."""
+
+    def broken(path):
+        raise KeyError("a bug")
+
+    def refused(path):
+        raise UserError("say it otherwise")
+
+    monkeypatch.setattr("toolkit.checkpoint.command.find_step", broken)
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("megatron-vl checkpoint show: KeyError: 'a bug'") and "Traceback" in said and "please report" in said
+
+    monkeypatch.setattr("toolkit.checkpoint.command.find_step", refused)
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "megatron-vl checkpoint show: say it otherwise\n"
+
+    monkeypatch.setenv("MEGATRON_VL_TRACEBACK", "1")
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""``megatron-vl bench``: how fast a model trains on this machine, where its time and memory go, and how a peer compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.errors import UserError
+from toolkit.launch import run_group
+from toolkit.options import exactly_one, words
+
+from .options import BenchOptions, resolve
+
+OF_COMMAND = ("gpus", "processes", "out", "json", "peer")
+"""Options that the ranks are not given."""
+
+
+def bench(options: BenchOptions) -> int:
+    """Starts the ranks of our program, then those of the peer, and shows the figures."""
+    exactly_one(options, "gpus", "processes")
+    processes = options.gpus or options.processes or 1
+    peers = (False, True) if options.peer else (False,)
+    for peer in peers:  # refused here, before any process starts
+        resolve(dataclasses.replace(options, peer=peer)).check_ranks(processes)
+    if options.gpus:
+        _check_gpus(options.gpus)
+
+    given = words(options, leave_out=OF_COMMAND) + options.fields
+    if options.processes:
+        given += ["--platform", "cpu"]
+    systems = []
+    for peer in peers:
+        own = [*given, "--peer"] if peer else given
+        figures = _launch(processes, own, quiet=options.json, cpu=bool(options.processes))
+        if isinstance(figures, int):
+            return figures
+        systems.append(figures)
+    _report(options, systems)
+    return 0
+
+
+def _check_gpus(wanted: int) -> None:
+    import torch
+
+    if (found := torch.cuda.device_count()) < wanted:
+        raise UserError(f"--gpus {wanted}: torch sees {found} GPUs here; for small models on CPU use --processes {wanted}")
+
+
+def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[str, Any] | int:
+    """Starts one process a GPU; the figures of rank 0, or the exit code of a failure."""
+    # Torch's profiler says "ERROR: gpuGetDeviceCount failed" on each rank where there is no GPU to count.
+    variables = {"KINETO_LOG_LEVEL": "5"} if cpu else {}
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as folder:
+        out = Path(folder) / "figures.json"
+        done = run_group(
+            "toolkit.bench",
+            [*options, "--out", out],
+            processes,
+            show="errors" if quiet else "all",
+            # Without it, packed rows of changing sizes fragment the GPU's memory.
+            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | variables,
+        )
+        if done.returncode:
+            return done.returncode
+        return json.loads(out.read_text())
+
+
+def _report(options: BenchOptions, systems: list[dict[str, Any]]) -> None:
+    from .report import compare, ratios
+
+    result = compare(*systems) if options.peer else systems[0]
+    if options.out:
+        out = Path(options.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(result, indent=2))
+    elif options.peer:
+        print("\n".join(ratios(result)))

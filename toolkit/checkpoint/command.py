@@ -1,0 +1,47 @@
+"""``megatron-vl checkpoint show | verify``: what is in a run's checkpoint, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+
+from .contents import describe, find_step, verify_checkpoint
+from .options import ShowOptions, VerifyOptions
+
+
+def show(options: ShowOptions) -> int:
+    """The checkpoints of a run, and one of them in detail."""
+    from megatron_vl.training.checkpoint import saved_steps
+
+    facts = describe(find_step(options.path))
+    steps = saved_steps(options.path)
+    if options.json:
+        print(json.dumps(facts | {"steps": steps}, indent=2))
+        return 1 if facts["missing"] else 0
+    if steps:
+        print(f"checkpoints of steps {', '.join(map(str, steps))}")
+    layout = facts["layout"]
+    print(f"{facts['checkpoint']}: step {facts['step']}, {facts['family']}, {facts['tensors']} tensors")
+    shape = f"tp {layout['tp']} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
+    if layout.get("ep", 1) * layout.get("etp", 1) > 1:
+        shape += f", experts ep {layout['ep']} x etp {layout['etp']}"
+    print(f"  layout   {shape}, layers {layout['layers']}")
+    print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
+    for part, size in sorted(facts["bytes"].items()):
+        print(f"  {part:<11} {size / 1e6:12.1f} MB")
+    if facts["missing"]:
+        print(f"missing: {', '.join(facts['missing'])}; resume from another step with --checkpoint.step")
+    return 1 if facts["missing"] else 0
+
+
+def verify(options: VerifyOptions) -> int:
+    """Every byte of a checkpoint against its hashes."""
+    source = find_step(options.path)
+    problems = verify_checkpoint(source)
+    if options.json:
+        print(json.dumps({"checkpoint": str(source), "whole": not problems, "problems": problems}, indent=2))
+    elif problems:
+        print("\n".join(problems))
+        print(f"{source} is damaged; resume from another step with --checkpoint.step, or from weights that verify")
+    else:
+        print(f"{source} is whole")
+    return 1 if problems else 0

@@ -1,0 +1,23 @@
+"""Options of the commands about a run's checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.options import CommandOptions, option
+
+
+@dataclass(kw_only=True)
+class ShowOptions(CommandOptions):
+    """List a run's checkpoints and describe one of them. Exit code 1 when files of it are missing."""
+
+    path: Path = option(metavar="PATH", positional=True, must_exist=True)
+    """Folder of a run (its latest checkpoint) or a step_ folder."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(kw_only=True)
+class VerifyOptions(ShowOptions):
+    """Read every file of a checkpoint and compare it with the hashes written beside it. Exit code 1 when one differs."""

@@ -1,0 +1,58 @@
+"""The register of the commands. A command's folder holds ``options.py`` (its dataclass) and ``command.py`` (its function)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from toolkit.options import CommandOptions
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives; nothing of it is imported before it is asked for."""
+
+    folder: str
+    """``toolkit.folder.options`` and ``toolkit.folder.command``."""
+    options: str
+    """Dataclass in ``options``."""
+    function: str
+    """Function in ``command``: takes the options, returns the exit code."""
+
+    def load_options(self) -> type[CommandOptions]:
+        return getattr(importlib.import_module(f"toolkit.{self.folder}.options"), self.options)
+
+    def load_function(self) -> Callable[[CommandOptions], int]:
+        return getattr(importlib.import_module(f"toolkit.{self.folder}.command"), self.function)
+
+
+COMMANDS = {
+    "train": Command("train", "TrainOptions", "train"),
+    "convert": Command("weights", "ConvertOptions", "convert"),
+    "split": Command("weights", "SplitOptions", "split"),
+    "merge": Command("weights", "MergeOptions", "merge"),
+    "export": Command("weights", "ExportOptions", "export"),
+    "verify": Command("weights", "VerifyOptions", "verify"),
+    "data convert": Command("data", "ConvertOptions", "convert"),
+    "data verify": Command("data", "VerifyOptions", "verify"),
+    "checkpoint show": Command("checkpoint", "ShowOptions", "show"),
+    "checkpoint verify": Command("checkpoint", "VerifyOptions", "verify"),
+    "generate": Command("generate", "GenerateOptions", "generate"),
+    "parity": Command("parity", "ParityOptions", "parity"),
+    "evaluate": Command("evaluate", "EvaluateOptions", "evaluate"),
+    "bench": Command("bench", "BenchOptions", "bench"),
+    "doctor": Command("doctor", "DoctorOptions", "doctor"),
+    "demo": Command("demo", "DemoOptions", "demo"),
+}
+"""Words of the command line -> the command."""
+
+
+def groups() -> dict[str, list[str]]:
+    """First word of commands of two words -> their second words."""
+    found: dict[str, list[str]] = {}
+    for name in COMMANDS:
+        first, _, second = name.partition(" ")
+        if second:
+            found.setdefault(first, []).append(second)
+    return found

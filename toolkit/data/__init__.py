@@ -1,0 +1,1 @@
+"""``megatron-vl data convert | verify``: conversation files into data sets."""

@@ -1,0 +1,13 @@
+"""``megatron-vl demo``: the whole path on CPU, from a Hugging Face folder through 3D-parallel training and back."""
+
+from __future__ import annotations
+
+from .options import DemoOptions
+
+
+def demo(options: DemoOptions) -> int:
+    """Runs every step; exit code 1 when a check fails."""
+    from .steps import Machine, run_demo
+
+    machine = Machine(options.platform, options.ranks, options.tp, options.pp)
+    return run_demo(options.dir, options.steps, machine, options.raw)

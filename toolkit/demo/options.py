@@ -1,0 +1,34 @@
+"""Options of ``megatron-vl demo``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_vl.errors import UsageError
+from toolkit.options import CommandOptions, option
+
+
+@dataclass(kw_only=True)
+class DemoOptions(CommandOptions):
+    """Train a small Qwen2.5-VL under tensor x pipeline parallelism on CPU and check every step of the way."""
+
+    dir: Path = option(Path(".demo"), metavar="DIR")
+    """Folder for everything it writes."""
+    steps: int = option(60, metavar="N", least=12)
+    """Training steps; fewer than 60 may not be enough to learn the answers."""
+    platform: Literal["cpu", "cuda"] = option("cpu")
+    """Where the ranks run; cuda needs Transformer Engine."""
+    ranks: int = option(4, metavar="N", least=1)
+    """Processes, one a GPU with cuda."""
+    tp: int = option(2, metavar="T", least=1)
+    """Tensor parallel size in ranks."""
+    pp: int = option(2, metavar="P", least=1)
+    """Pipeline parallel size in stages."""
+    raw: Path | None = option(None, metavar="DIR", must_exist=True)
+    """Raw data of an earlier demo (its raw/ folder) instead of new data."""
+
+    def check(self) -> None:
+        if self.ranks % (self.tp * self.pp):
+            raise UsageError(f"--ranks {self.ranks} must be a multiple of --tp {self.tp} x --pp {self.pp}")

@@ -1,0 +1,39 @@
+"""Options of ``megatron-vl doctor``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megatron_vl.errors import UsageError
+from toolkit.options import CommandOptions, option
+
+
+@dataclass(kw_only=True)
+class DoctorOptions(CommandOptions):
+    """Check this machine, a data set, a checkpoint, or a run before it is started.
+
+    Looks at Python packages, GPUs, NCCL, shared memory, open files and disk. With --config also at everything about a run that
+    can be known before a GPU is touched: fields, layout, memory of each stage, model, data, weights, disk. Exit code 1 when
+    something is broken.
+    """
+
+    run_fields: ClassVar[bool] = True
+
+    config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
+    """Check this run before it is started."""
+    world_size: int | None = option(None, metavar="N", least=1, shown_default="those of this machine")
+    """GPUs of the whole run."""
+    data: Path | None = option(None, metavar="DIR", must_exist=True)
+    """Read a data set and compare it with its hashes."""
+    checkpoint: Path | None = option(None, metavar="DIR", must_exist=True)
+    """Read weights or a run's checkpoint and compare its hashes."""
+    nccl: bool = False
+    """Reduce a tensor over all GPUs (gloo, two processes without one)."""
+    json: bool = False
+    """Print JSON."""
+
+    def check(self) -> None:
+        if self.fields and not self.config:
+            raise UsageError(f"{self.fields[0]}: fields of a run go with --config RUN.yaml; see megatron-vl doctor --help")

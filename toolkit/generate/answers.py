@@ -1,0 +1,168 @@
+"""``megatron-vl generate``: reads prompts, starts the processes, turns tokens into text."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_tools.formats import Conversation, RecordError, read_prompt
+from data_tools.media import read_media, resolve
+from data_tools.records import BadLine, ReadError, is_array, read_records
+from megatron_vl.config import DataConfig
+from megatron_vl.data.assemble import Sample
+from megatron_vl.data.chat import ChatError, stop_tokens
+from megatron_vl.data.pixels import PixelError
+from megatron_vl.errors import UserError
+from megatron_vl.parallel.layout import make_layout
+from megatron_vl.weights import WeightReader
+from toolkit.launch import end_of, run_group
+from toolkit.samples import SampleEncoder, write_samples
+
+from .worker import Job, write_job
+
+TOLD = 10
+"""Unusable records that are named; the rest is counted."""
+
+Prompt = tuple[Conversation, Path, str]
+"""A conversation, the folder that its media lie in, links followed, and its file and line for messages (empty: --prompt)."""
+
+
+@dataclass
+class Request:
+    """What the command was asked for."""
+
+    hf: Path
+    checkpoint: Path
+    conversations: list[Prompt]
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Arguments of :func:`megatron_vl.parallel.layout.make_layout`."""
+    max_new_tokens: int = 128
+    dtype: str = "float32"
+    platform: str = "cpu"
+    batch: int = 8
+    data: DataConfig = field(default_factory=DataConfig)
+    """Limits of pictures and videos."""
+
+
+def run_generate(request: Request, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
+    """{"text", "tokens", "prompt_tokens"} of each conversation's next turn.
+
+    Raises:
+        UserError, FileNotFoundError: the processes failed, or the request is impossible.
+    """
+    encoder = SampleEncoder(request.hf, request.data)
+    spec = WeightReader(request.checkpoint).spec
+    if (spec.family, spec.vision, spec.language) != (encoder.spec.family, encoder.spec.vision, encoder.spec.language):
+        raise UserError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
+    layout = make_layout(spec, **request.layout)
+    samples = _encode(encoder, request.conversations)
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
+        work = Path(folder)
+        write_samples(samples, work / "samples.safetensors")
+        job = Job(
+            hf=str(request.hf),
+            checkpoint=str(request.checkpoint),
+            samples=str(work / "samples.safetensors"),
+            layout=request.layout,
+            max_new_tokens=request.max_new_tokens,
+            stop=stop_tokens(request.hf),
+            dtype=request.dtype,
+            platform=request.platform,
+            batch=request.batch,
+        )
+        write_job(job, work / "job.json")
+        ranks = layout.tp * layout.pp * layout.least_dp
+        say(f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} process{'es' if ranks > 1 else ''}")
+        done = run_group("toolkit.generate.worker", [work / "job.json", work / "answers.json"], ranks)
+        if done.returncode:
+            raise UserError(f"the processes failed:\n{end_of(done)}")
+        answers: list[list[int]] = json.loads((work / "answers.json").read_text())
+    decode = encoder.chat.tokenizer.decode
+    return [
+        {"text": decode(tokens, skip_special_tokens=True), "tokens": tokens, "prompt_tokens": len(sample)}
+        for tokens, sample in zip(answers, samples, strict=True)
+    ]
+
+
+def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
+    """Raises UserError, which names the prompts that the model cannot be given."""
+    samples, wrong = [], _Wrong()
+    for conversation, root, place in prompts:
+        try:
+            media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
+            samples.append(encoder.prompt(conversation.messages, media))
+        except (RecordError, ChatError, PixelError) as error:
+            wrong.add(place, error)
+    wrong.tell()
+    return samples
+
+
+class _Wrong:
+    """Records that cannot be used."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.count = 0
+
+    def add(self, place: str, error: ValueError) -> None:
+        self.count += 1
+        reason = error.reason if isinstance(error, RecordError) else ""
+        said = [part for part in (place, reason if reason != str(error) else "", str(error)) if part]
+        if self.count <= TOLD:
+            self.lines.append(": ".join(said))
+
+    def tell(self) -> None:
+        """Raises UserError when there is one."""
+        if self.count == 1:
+            raise UserError(self.lines[0])
+        if self.count:
+            more = [f"and {self.count - TOLD} more"] if self.count > TOLD else []
+            raise UserError("\n  ".join([f"{self.count} records cannot be used:", *self.lines, *more]))
+
+
+def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Conversation:
+    """A user's turn with pictures, videos, then the text."""
+    parts: list[dict[str, Any]] = [{"type": "image", "image": str(path.resolve())} for path in images]
+    parts += [{"type": "video", "video": str(path.resolve())} for path in videos]
+    return read_prompt({"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]})
+
+
+def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
+    """The conversations of JSON or JSON-lines files; a last turn that is the assistant's is left out.
+
+    Args:
+        files: each with the folder that its media lie in, links followed.
+
+    Raises:
+        UserError: records cannot be used, or their media are not there; the message names the first ten and counts them all.
+    """
+    prompts: list[Prompt] = []
+    wrong = _Wrong()
+    for path, root in files:
+        try:
+            counted = "record" if is_array(path) else "line"
+            for number, record in read_records(path):
+                place = f"{path} {counted} {number}"
+                try:
+                    prompts.append((_conversation(record, root), root, place))
+                except RecordError as error:
+                    wrong.add(place, error)
+        except ReadError as error:  # names its file, which cannot be read on
+            wrong.add("", error)
+    wrong.tell()
+    return prompts
+
+
+def _conversation(record: Any, root: Path) -> Conversation:
+    """Raises RecordError: it cannot be used, or a file that it names is not inside ``root``."""
+    if isinstance(record, BadLine):
+        raise RecordError(record.reason, str(record))
+    conversation = read_prompt(record)
+    for _, reference in conversation.media:
+        if reference[:5].lower() != "data:":
+            resolve(reference, root)
+    return conversation

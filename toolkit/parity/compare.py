@@ -1,0 +1,264 @@
+"""``megatron-vl parity``: prepares pictures, weights and the reference, runs the layouts, tells what came of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.convert import convert
+from data_tools.formats import read_conversation
+from megatron_vl.config import ParallelConfig
+from megatron_vl.data.assemble import Sample
+from megatron_vl.errors import UserError
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.models.tensors import LayoutError, tensor_table
+from megatron_vl.parallel.layout import run_layout
+from megatron_vl.weights import WeightReader
+from toolkit.hf import check_folder
+from toolkit.launch import end_of, run_group
+from toolkit.layouts import LayoutSpec
+from toolkit.samples import SampleEncoder, write_samples
+from toolkit.tiny import FAMILIES, write_tiny_checkpoint
+
+from .places import component_of, place_of
+from .stored import Job, write_job
+from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
+from .worker import Case, write_cases
+
+PHOTOGRAPHS = ("astronaut", "two_images", "image_between_texts", "text_only")
+"""Of the demo's conversations, those that are compared when no pictures are given."""
+QUESTION, ANSWER = "<image>\nWhat is in this picture?", "This is what one can see in the picture."
+
+
+@dataclass
+class Request:
+    """What the command was asked for."""
+
+    layouts: list[LayoutSpec]
+    hf: Path | None = None
+    family: str = ""
+    """Instead of ``hf``: a small model of this family with random weights."""
+    checkpoint: Path | None = None
+    """Megatron weights to compare instead of a fresh conversion of ``hf``."""
+    images: list[Path] = field(default_factory=list)
+    dtype: str = "float32"
+    platform: str = "cpu"
+    steps: int = 0
+    reference_device: str = ""
+    """Device of ``transformers``; empty: that of the platform."""
+
+
+def run_parity(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Compares every layout with ``transformers``.
+
+    Args:
+        say: gets a line of text before each longer part.
+
+    Returns:
+        {"ok", "hf", "dtype", "tokens", "inputs", "layouts": {layout: result of the case}}.
+
+    Raises:
+        UserError, FileNotFoundError: a process of the comparison failed, or the request is impossible.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as folder:
+        work = Path(folder)
+        hf = request.hf or write_tiny_checkpoint(work / "hf", _family(request.family), dtype=torch.float32)
+        check_folder(hf)
+        spec = read_spec(hf)
+        for layout in request.layouts:
+            _check_layout(spec, layout)
+        weights = _weights(request, hf, spec, work, say)
+        samples = prepare_samples(request.images, hf, work, _count(request.layouts))
+        say(f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, {request.dtype}")
+        job = Job(
+            hf=str(hf),
+            samples=str(work / "samples.safetensors"),
+            conversations=str(work / "conversations.json"),
+            out=str(work),
+            dtype=request.dtype,
+            device=request.reference_device or ("cuda" if request.platform == "cuda" else "cpu"),
+            steps=request.steps,
+        )
+        write_job(job, work / "job.json")
+        done = run_group("toolkit.parity.stored", [work / "job.json"], 1)
+        if done.returncode:
+            raise UserError(f"transformers failed on {hf}:\n{end_of(done)}")
+        results = run_layouts(request, hf, weights, samples, work, say)
+        facts = json.loads((work / "reference.json").read_text())
+        inputs = facts["inputs"]
+        if request.checkpoint:
+            for result in results.values():
+                result["tensors"] = differing_tensors(request, hf, result, work)
+    ok = not inputs["tokens_differ"] and inputs["pixel_error"] <= 1e-5 and all(r["ok"] for r in results.values())
+    shown = str(request.hf) if request.hf else request.family
+    return {"ok": ok, "hf": shown, "dtype": request.dtype, "tokens": facts["tokens"], "inputs": inputs, "layouts": results}
+
+
+def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
+    """Raises UserError, in the words of the command line, where this model cannot be laid out so."""
+    if spec.language.moe and layout.tp > 1 and not layout.sequence_parallel:
+        sizes, colon, layers = layout.text.partition(":")
+        raise UserError(
+            f"--layouts {layout.text}: with experts, tensor parallelism needs sequence parallelism (each rank routes tokens of "
+            f"its own); write {sizes}sp{colon}{layers}"
+        )
+    try:
+        run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
+    except LayoutError as error:
+        raise UserError(f"--layouts {layout.text}: {error}") from error
+
+
+def _family(name: str) -> str:
+    if name not in FAMILIES:
+        raise UserError(f"--family {name!r} is unknown; valid: {', '.join(FAMILIES)}")
+    return name
+
+
+def _weights(request: Request, hf: Path, spec: ModelSpec, work: Path, say: Callable[[str], None]) -> Path:
+    """The Megatron weights that are compared."""
+    if request.checkpoint is None:
+        say(f"converting {hf}")
+        convert(hf, work / "weights")
+        return work / "weights"
+    reader = WeightReader(request.checkpoint)
+    if (reader.spec.family, reader.spec.vision, reader.spec.language) != (spec.family, spec.vision, spec.language):
+        raise UserError(f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than --hf {hf}")
+    return request.checkpoint
+
+
+def _count(layouts: list[LayoutSpec]) -> int:
+    """Rows of a step: the same for every layout, so that the reference is computed once."""
+    multiple = math.lcm(*(layout.rows for layout in layouts))
+    return multiple * -(-2 // multiple)
+
+
+def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list[Sample]:
+    """At least as many samples as ``rows``, of the pictures or of the demo's photographs; also as the files of a :class:`Job`.
+
+    Raises:
+        UserError: no pictures are given and scikit-image, which brings photographs, is not installed.
+        RecordError, FileNotFoundError: a picture cannot be used.
+    """
+    if images:
+        turns = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
+        records = [{"image": str(path.resolve()), "conversations": turns} for path in images]
+        records.append(
+            {"conversations": [{"from": "human", "value": "Which day is it?"}, {"from": "gpt", "value": "It is Friday."}]}
+        )
+        root = Path("/")
+    else:
+        records, root = _photographs(work)
+    records = list(itertools.islice(itertools.cycle(records), max(len(records), rows)))
+    encoder, samples, described = SampleEncoder(hf), [], []
+    for record in records:
+        conversation = read_conversation(record)
+        paths = [root / reference for _, reference in conversation.media]
+        media = [(kind, path.name, path.read_bytes()) for (kind, _), path in zip(conversation.media, paths, strict=True)]
+        samples.append(encoder.sample(conversation.messages, media))
+        described.append({"messages": conversation.messages, "images": [str(path) for path in paths]})
+    write_samples(samples, work / "samples.safetensors")
+    (work / "conversations.json").write_text(json.dumps(described))
+    return samples
+
+
+def _photographs(work: Path) -> tuple[list[dict[str, Any]], Path]:
+    from toolkit.demo.data import write_raw_data
+
+    try:
+        conversations = json.loads(write_raw_data(work / "raw").read_text())
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}; or give pictures of your own with --image") from error
+    return [record for record in conversations if record["id"] in PHOTOGRAPHS], work / "raw" / "media"
+
+
+def run_layouts(
+    request: Request, hf: Path, weights: Path, samples: list[Sample], work: Path, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Layout -> result; one group of processes for each number of ranks."""
+    rows = spread(len(samples), _count(request.layouts))
+    longest = max(sum(len(samples[i]) for i in row) for row in rows)
+    unit = math.lcm(64, *(layout.tp for layout in request.layouts))
+    results: dict[str, dict[str, Any]] = {}
+    for ranks in sorted({layout.ranks for layout in request.layouts}):
+        group = [layout for layout in request.layouts if layout.ranks == ranks]
+        cases = [
+            Case(
+                name=layout.text,
+                hf=str(hf),
+                weights=str(weights),
+                steps=[[[f"sample:{i}" for i in row] for row in rows]] * max(request.steps, 1),
+                seq_len=-(-longest // unit) * unit,
+                dtype=request.dtype,
+                train=request.steps > 0,
+                samples=str(work / "samples.safetensors"),
+                reference=str(work),
+                activations=request.steps == 0,
+                optimizer=request.steps > 0,
+                sequence_parallel=layout.sequence_parallel,
+                attention="sdpa" if request.dtype == "float32" else "auto",
+                **layout.model_parallel,
+            )
+            for layout in group
+        ]
+        say(f"{', '.join(layout.text for layout in group)} in {ranks} process{'es' if ranks > 1 else ''}")
+        given, out = work / f"cases_{ranks}.json", work / f"results_{ranks}.json"
+        write_cases(cases, given)
+        done = run_group("toolkit.parity.worker", [given, out, request.platform], ranks)
+        found = json.loads(out.read_text()) if out.exists() else {}
+        for layout in group:
+            missing = {"ok": False, "error": f"the processes ended before this layout:\n{end_of(done)}"}
+            results[layout.text] = found.get(layout.text, missing)
+    return {layout.text: results[layout.text] for layout in request.layouts}
+
+
+def spread(samples: int, rows: int) -> list[list[int]]:
+    """Sample numbers of each row, in order, as evenly as can be."""
+    bounds = [samples * i // rows for i in range(rows + 1)]
+    return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def first_departure(result: dict[str, Any]) -> str:
+    """The first place that departs: in forward order by what it gives; else, in backward order, by its gradients.
+
+    Empty when every place agrees.
+    """
+    for step in result.get("steps", []):
+        if step.get("departs"):
+            return step["departs"]
+        if step.get("unexpected"):
+            return f"gradient of {step['unexpected'][0]}"
+        noise = step.get("transformers_bf16_gradient_error")
+        limit = GRADIENT_TOLERANCE if noise is None else noise * BF16_GRADIENT_RATIO
+        order = list(step.get("activations", {}))
+        wrong = [place for place, error in step.get("gradients", {}).items() if not error <= limit]
+        if wrong:
+            return "gradient of " + max(wrong, key=lambda place: order.index(place) if place in order else -1)
+    return ""
+
+
+def by_component(places: dict[str, float]) -> dict[str, float]:
+    """The worst error of each component."""
+    worst: dict[str, float] = {}
+    for place, error in places.items():
+        worst[component_of(place)] = max(worst.get(component_of(place), 0.0), error)
+    return worst
+
+
+def differing_tensors(request: Request, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
+    """Tensors of the first place that departs which are not what conversion makes of the Hugging Face folder."""
+    place = first_departure(result).removeprefix("gradient of ")
+    if not place or request.checkpoint is None:
+        return []
+    fresh = work / "converted"
+    if not fresh.exists():
+        convert(hf, fresh)
+    ours, theirs = WeightReader(request.checkpoint), WeightReader(fresh)
+    return [n for n in tensor_table(ours.spec) if place_of(n) == place and not torch.equal(ours.get(n), theirs.get(n))]

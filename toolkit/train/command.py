@@ -1,0 +1,94 @@
+"""``megatron-vl train``: starts the ranks of a training, or is one of them; or says what the training would be."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
+from megatron_vl.errors import UsageError
+from toolkit.launch import free_port
+
+from .environment import Surroundings, read
+from .options import TrainOptions
+
+FOR_GPUS = {
+    # Core wants one work queue for overlap of communication with tensor parallelism.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Sizes of pictures differ from row to row, which fragments the GPU's memory without it.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "OMP_NUM_THREADS": "1",
+}
+"""Variables of the ranks where the user has not set them."""
+
+
+def train(options: TrainOptions) -> int:
+    """Exit code of the training: 0 done or stopped by a signal, 1 stopped with a message."""
+    surroundings = read(os.environ)
+    if surroundings.is_rank and not options.dry_run:
+        return _be_a_rank(options.fields, surroundings.variables)
+
+    config = _config(options.fields)
+    if options.dry_run:
+        from .dry_run import show
+
+        show(config, options.nproc_per_node, options.nnodes or surroundings.nnodes, options.json)
+        return 0
+
+    nnodes = options.nnodes or surroundings.nnodes
+    per_node = options.nproc_per_node or _gpus_here()
+    validate(config, nnodes * per_node)  # refused here, once, before any process starts
+    for name, value in FOR_GPUS.items():
+        os.environ.setdefault(name, value)
+    if nnodes * per_node == 1:
+        return _be_a_rank(options.fields, _alone())
+    return _start_ranks(options, surroundings, nnodes, per_node)
+
+
+def _config(fields: list[str]) -> TrainConfig:
+    if not fields:
+        raise UsageError("give the run: megatron-vl train --config RUN.yaml (megatron-vl train --help explains every field)")
+    try:
+        return parse_config(fields)
+    except RunConfigError as error:
+        raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
+
+
+def _be_a_rank(fields: list[str], variables: object) -> int:
+    """Trains in this process."""
+    os.environ.update(dict(variables))  # type: ignore[call-overload]
+    from megatron_vl.train import main
+
+    return main(fields)
+
+
+def _alone() -> dict[str, str]:
+    """What torchrun would set for a single rank."""
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return one | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def _gpus_here() -> int:
+    import torch
+
+    found = torch.cuda.device_count()
+    if not found:
+        raise UsageError("torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU")
+    return found
+
+
+def _start_ranks(options: TrainOptions, surroundings: Surroundings, nnodes: int, per_node: int) -> int:
+    """Starts this node's ranks and waits for them."""
+    from megatron_vl.launch import main as launch
+
+    meeting = ["--standalone"]
+    if nnodes > 1:
+        host = options.master_addr or surroundings.master_addr
+        if not host:
+            raise UsageError(f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all")
+        port = options.master_port or surroundings.master_port
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
+        meeting += ["--rdzv-id", options.job_id or surroundings.job_id]
+    sys.stdout.flush()
+    group = ["--nnodes", str(nnodes), "--nproc-per-node", str(per_node), *meeting]
+    return launch([*group, "-m", "megatron_vl.train", *options.fields])

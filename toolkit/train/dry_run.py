@@ -1,0 +1,114 @@
+"""What a training would be: its layout, its schedule, and the memory of each pipeline stage. Needs neither GPU nor torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.parallel.layout import Layout, run_layout
+from toolkit.doctor.machine import list_gpus
+from toolkit.plan.memory import GPU_GIB, PARTS, RESERVE_GIB, estimate, peak_gib, warm_up_passes
+
+
+def show(config: TrainConfig, per_node: int | None, nnodes: int, as_json: bool) -> None:
+    """Prints the plan. Raises as :func:`plan`."""
+    world = nnodes * (per_node or len(list_gpus()) or _least_ranks(config, nnodes))
+    facts = plan(config, world)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(facts)
+
+
+def plan(config: TrainConfig, world: int) -> dict[str, Any]:
+    """Layout, schedule and memory (GiB) of a run of ``world`` ranks.
+
+    Raises:
+        RunConfigError, LayoutError, ConfigError: the run is impossible; the message names the field.
+    """
+    dp = validate(config, world)
+    if not config.model.hf:
+        raise RunConfigError("model.hf is empty; give a Hugging Face folder, or a config.json, for the model's sizes")
+    spec = read_spec(config.model.hf)
+    layout = run_layout(spec, config.parallel)
+    micro_batches = config.global_batch_size // dp
+    stages = estimate(config, spec, world)
+    fit = [name for name, gib in GPU_GIB.items() if peak_gib(stages) + RESERVE_GIB <= gib]
+    return {
+        "family": spec.family,
+        "ranks": world,
+        "layout": {**layout.as_dict(), "dp": dp, "sequence_parallel": config.parallel.sequence_parallel},
+        "stages": [_contents(spec, layout, stage) for stage in range(layout.pp)],
+        "rows_per_step": config.global_batch_size,
+        "tokens_per_step": config.global_batch_size * config.data.seq_len,
+        "schedule": _schedule(layout, micro_batches),
+        "memory_gib": [stage.as_json() for stage in stages],
+        "peak_gib": round(peak_gib(stages), 1),
+        "fits": fit,
+    }
+
+
+def _least_ranks(config: TrainConfig, nnodes: int) -> int:
+    """Ranks of a node when nobody says how many: as few as the layout needs."""
+    p = config.parallel
+    return max(1, -(-p.pp * math.lcm(p.tp, p.ep * p.etp) // nnodes))
+
+
+def _contents(spec: ModelSpec, layout: Layout, stage: int) -> list[str]:
+    """What lives on a stage, in the order of the model."""
+    found = ["vision tower", "embedding"] if stage == 0 else []
+    for v in range(layout.vpp):
+        layers = list(layout.chunk_layers(stage, v))
+        chunk = f" (chunk {v})" if layout.vpp > 1 else ""
+        if layers:
+            found.append(f"decoder layers {layers[0]} to {layers[-1]}{chunk}")
+    if stage == layout.pp - 1:
+        found.append("output layer and loss")
+    return found
+
+
+def _schedule(layout: Layout, micro_batches: int) -> dict[str, Any]:
+    """Passes of each stage, in micro-batches (of virtual chunks: chunk-micro-batches)."""
+    passes = micro_batches * layout.vpp
+    warm_up = [warm_up_passes(layout.pp, layout.vpp, stage, micro_batches) for stage in range(layout.pp)]
+    return {
+        "kind": "interleaved 1F1B" if layout.vpp > 1 else "1F1B" if layout.pp > 1 else "no pipeline",
+        "micro_batches": micro_batches,
+        "warm_up": warm_up,
+        "steady": [passes - first for first in warm_up],
+        "idle_share": round((layout.pp - 1) / (passes + layout.pp - 1), 4),
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    sizes, schedule = facts["layout"], facts["schedule"]
+    experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
+    sequence = ", sequence parallel" if sizes["sequence_parallel"] else ""
+    print(f"{facts['family']} on {facts['ranks']} ranks")
+    print(f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}{experts}{sequence}")
+    for stage, contents in enumerate(facts["stages"]):
+        print(f"  stage {stage}: {', '.join(contents)}")
+
+    print(f"step: {facts['rows_per_step']} rows, {facts['tokens_per_step']:,} tokens")
+    each = f"{schedule['micro_batches']} micro-batches on each data-parallel rank"
+    print(f"schedule: {schedule['kind']}, {each}")
+    if sizes["pp"] > 1:
+        for stage, (first, steady) in enumerate(zip(schedule["warm_up"], schedule["steady"], strict=True)):
+            print(f"  stage {stage}: {first} forward, {steady} x (forward, backward), {first} backward")
+        print(f"  idle: {schedule['idle_share']:.1%} of a step, if every stage takes equally long")
+
+    table = Table("stage", "in flight", *PARTS, "total", title="Memory of a GPU of each pipeline stage, GiB, estimated")
+    for stage in facts["memory_gib"]:
+        table.add_row(*map(str, stage.values()))
+    console = Console(highlight=False, file=sys.stdout)
+    Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
+    fits = ", ".join(facts["fits"]) or f"none of {', '.join(GPU_GIB)}"
+    print(f"fullest GPU: {facts['peak_gib']} GiB, with a row that is all pictures; {RESERVE_GIB:.0f} more should stay free")
+    print(f"fits: {fits}")

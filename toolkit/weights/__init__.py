@@ -1,0 +1,1 @@
+"""``megatron-vl convert | split | merge | export | verify``: weights between Hugging Face and Megatron, in any layout."""
