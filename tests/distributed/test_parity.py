@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from converters.convert import convert
+from tests.support.ranks import run_module
 from tests.tiny import tiny_checkpoint
-from toolkit import launch
 from toolkit.parity.run import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Case, write_cases
 
 from .cases import CASES, SEEDS
@@ -65,7 +65,7 @@ def run_cases(cases: list[Case], ranks: int, folder: Path) -> tuple[dict[str, An
     folder.mkdir()
     given, out = folder / "cases.json", folder / "results.json"
     write_cases(cases, given)
-    done = launch.run_group("toolkit.parity.run", [given, out], ranks, timeout=900)
+    done = run_module("toolkit.parity.run", [given, out], ranks, timeout_s=900)
     results = json.loads(out.read_text()) if out.exists() else {}
     return results, done.stdout[-4000:] + done.stderr[-20000:]
 

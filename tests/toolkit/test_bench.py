@@ -15,7 +15,8 @@ import pytest
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.models.families import read_spec
 from megatron_vl.training.flops import Flops, recompute_flops, row_flops
-from tests.training.process import run_single
+from tests.support.ranks import call
+from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare
 from toolkit.bench import parts
 from toolkit.bench.workload import rows
@@ -105,30 +106,9 @@ def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
         assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5
 
 
-ROUTED = """
-from megatron_vl.platform import get_platform
-platform = get_platform("cpu")
-from megatron_vl.models.moe import routers
-from megatron_vl.parallel.grid import init_distributed, make_grid
-from megatron_vl.training.feed import Feed
-from toolkit.bench.options import parse
-from toolkit.bench.run import build, make_loader, one_step
-
-shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
-options = parse(["--hf", HF, "--rows", "text", "--even_routing", "true", *shape])
-layout = options.layout()
-init_distributed(platform)
-live = build(options, options.spec(), platform, make_grid(layout), layout)
-for router in routers(live.chunks):
-    router.weight.data.zero_()  # all experts are equally good: the router takes the same ones for each token
-one_step(live, Feed(live.grid, platform, make_loader(live, "text", 1), 1, balanced=False))
-RESULT = [float(router.load.max() / router.load.float().mean()) for router in routers(live.chunks)]
-"""
-
-
 def test_experts_are_chosen_evenly_where_that_is_asked_for(tiny_checkpoint) -> None:
     """The busiest expert's tokens, over the mean: experts / top_k without the option."""
-    busiest = run_single(ROUTED, HF=str(tiny_checkpoint("qwen3_vl_moe")))
+    busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))
     assert busiest and max(busiest) < 1.5, busiest
 
 
