@@ -42,7 +42,9 @@ def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
     trainer = tiny_trainer(hf)
     chunk = trainer.chunks[0]
     rows_of_logits: list[int] = []
-    chunk.language_model.output_layer.register_forward_hook(lambda module, args, out: rows_of_logits.append(len(out[0])))
+    chunk.language_model.output_layer.register_forward_hook(
+        lambda module, args, out: rows_of_logits.append(len(out[0]))
+    )
 
     row = _row(trainer, "image", "text")
     found = []

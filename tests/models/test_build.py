@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.models.programs import padding_under_training
 from tests.support.ranks import call
+
+pytestmark = pytest.mark.ranks
 
 
 def test_padding_stays_zero_under_training(tiny_checkpoint) -> None:

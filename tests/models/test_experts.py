@@ -12,6 +12,8 @@ import torch
 
 from tests.support.ranks import run_module
 
+pytestmark = pytest.mark.ranks
+
 ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

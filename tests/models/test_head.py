@@ -8,6 +8,8 @@ import torch
 from tests.models.programs import gradients_without_loss, losses_of_chosen_tokens
 from tests.support.ranks import call
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_losses_and_gradients_equal_those_with_all_logits(tiny_checkpoint, tied: bool) -> None:

@@ -69,6 +69,7 @@ def measured(one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactory
     return gradients(cases, 2, tmp_path_factory.mktemp("gradients") / "out.pt")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 + SP", "DP2", "EP2", "full recompute"])
 def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured, layout: str) -> None:
     """Four rows with tails, of which two ranks have two each, or each half of all: the scale depends on neither."""
@@ -80,6 +81,7 @@ def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured
         assert (ours[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 + SP", "EP2", "full recompute"])
 def test_every_token_is_counted_once(one_layer, measured, layout: str) -> None:
     moe = read_spec(one_layer["hf"]).language.moe

@@ -11,6 +11,7 @@ from tests.models.programs import step_with_and_without_kernels
 from tests.support.ranks import call
 
 
+@pytest.mark.ranks
 def test_a_step_with_the_kernels_is_the_step_without(tiny_checkpoint) -> None:
     """One step from the same weights on the same rows, the kernels in Triton's interpreter; window layers take them, too."""
     hf = str(tiny_checkpoint(vision_heads=2))  # of 40

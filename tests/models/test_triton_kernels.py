@@ -12,6 +12,8 @@ import torch
 
 from tests.support.ranks import run_module
 
+pytestmark = pytest.mark.ranks
+
 
 def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
     done = run_module("tests.models.triton_checks", arguments, environment=variables, timeout_s=300)

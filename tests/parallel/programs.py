@@ -37,7 +37,9 @@ def order_of_gathers() -> dict[str, list[Any]]:
     """For core's DDP and for ours: which parameters' gathers start when, and how many are under way as each module runs."""
     init_distributed(get_platform("cpu"))
     mpu.initialize_model_parallel()
-    core = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, calculate_per_token_loss=True)
+    core = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, calculate_per_token_loss=True
+    )
     config = DistributedDataParallelConfig(
         overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True, bucket_size=40
     )
@@ -57,7 +59,9 @@ def _gathers_of(ddp: Any) -> list[Any]:
 
     for number, group in enumerate(ddp.bucket_groups):
 
-        def start(*args: Any, number: int = number, original: Any = group.start_param_sync, **kwargs: Any) -> Any:
+        def start(
+            *args: Any, number: int = number, original: Any = group.start_param_sync, **kwargs: Any
+        ) -> Any:
             happened.append(["start", number])
             return original(*args, **kwargs)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.parallel.programs import order_of_gathers
 from tests.support.ranks import call
+
+pytestmark = pytest.mark.ranks
 
 
 def test_modules_wait_for_their_parameters_as_in_core() -> None:

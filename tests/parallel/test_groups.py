@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.parallel.programs import groups_of_layouts, late_rank
 from tests.support.ranks import call
+
+pytestmark = pytest.mark.ranks
 
 
 def test_layouts_share_groups(tiny_checkpoint) -> None:

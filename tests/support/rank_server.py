@@ -179,7 +179,9 @@ def _prepare(job: Job, rank: int) -> None:
 def _execute(job: Job, rank: int) -> int:
     if job.module:
         sys.argv = [job.module, *job.arguments]
-        sys.modules.pop(job.module, None)  # it runs as __main__ and must not be known under its own name as well
+        sys.modules.pop(
+            job.module, None
+        )  # it runs as __main__ and must not be known under its own name as well
         runpy.run_module(job.module, run_name="__main__", alter_sys=True)
         return 0
 

@@ -25,6 +25,9 @@ from .rank_server import Job, Outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+allowed = True
+"""Set by the tests' fixtures: whether the test that runs now is marked ``ranks``."""
+
 _jobs = count()
 
 
@@ -66,12 +69,19 @@ def call(
         job = _job(folder, ranks, environment, None, timeout_s, function=named, variables=variables)
         outcome = _ask(job)
         stdout, stderr = _said(folder)
-        assert not any(outcome.exit_codes), f"exit codes {outcome.exit_codes}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
+        assert not any(outcome.exit_codes), (
+            f"exit codes {outcome.exit_codes}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
+        )
         return json.loads((Path(folder) / "result.json").read_text())
 
 
 def _job(
-    folder: str, ranks: int, environment: Mapping[str, str] | None, cwd: Path | None, timeout_s: float, **work: Any
+    folder: str,
+    ranks: int,
+    environment: Mapping[str, str] | None,
+    cwd: Path | None,
+    timeout_s: float,
+    **work: Any,
 ) -> Job:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(environment or {})}
     return Job(
@@ -86,6 +96,7 @@ def _job(
 
 
 def _ask(job: Job) -> Outcome:
+    assert allowed, "a test that starts ranks needs the mark `ranks`"
     server = _server(job.environment.get("TRITON_INTERPRET", "0"))
     server.send(job)
     return server.recv()

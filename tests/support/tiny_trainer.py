@@ -79,6 +79,8 @@ def tiny_trainer(hf: str | Path, dtype: str = "float32", **optimizer: Any) -> Ti
     trainer.chunks = trainer.new_chunks()
     trainer.wrapped = wrap(config, trainer.chunks)
     trainer.optimizer = build_optimizer(config, platform, trainer.wrapped)
-    rows = itertools.cycle([pack_row([make_sample(kind, spec, 0)], spec, SEQ_LEN) for kind in ("image", "text")])
+    rows = itertools.cycle(
+        [pack_row([make_sample(kind, spec, 0)], spec, SEQ_LEN) for kind in ("image", "text")]
+    )
     trainer.feed = trainer.feed_of(rows, ROWS)
     return trainer

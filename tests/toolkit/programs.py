@@ -27,10 +27,19 @@ def order_of_chunks(pp: int, vpp: int, micro_batches: int, stage: int) -> list[i
     return convert_schedule_table_to_order(warm_up, vpp, get_schedule_table(micro_batches, vpp, pp))
 
 
-def built_examples(schedules: list[tuple[int, int, int]], examples: dict[str, tuple[str, str, str]]) -> dict[str, Any]:
+def built_examples(
+    schedules: list[tuple[int, int, int]], examples: dict[str, tuple[str, str, str]]
+) -> dict[str, Any]:
     """Core's orders of ``schedules``, and the tensors of the modules that each example builds."""
     get_platform("cpu")
-    cuda = ["--fp8.recipe", "tensorwise", "--parallel.tp_comm_overlap", "true", "--model.language_attention", "te"]
+    cuda = [
+        "--fp8.recipe",
+        "tensorwise",
+        "--parallel.tp_comm_overlap",
+        "true",
+        "--model.language_attention",
+        "te",
+    ]
     cuda += ["--model.window_attention", "fused"]
     cuda += ["--recompute.language", "selective", "--recompute.language_modules", "[layernorm]"]
     return {

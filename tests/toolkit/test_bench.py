@@ -46,8 +46,7 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     """Tokens, images and FLOPs of the rows after the warm-up, drawn here once more."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
@@ -78,8 +77,7 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     assert images["hfu"] > images["mfu"] and text["hfu"] == text["mfu"]
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_parts_are_where_the_layout_puts_them(figures) -> None:
     for name in ("images", "data"):
         first, last = figures["workloads"][name]["parts_by_stage"]
@@ -93,8 +91,7 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
     assert figures["workloads"]["data"]["work"]["images"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
     """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient."""
     folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]
@@ -106,6 +103,7 @@ def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
         assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5
 
 
+@pytest.mark.ranks
 def test_experts_are_chosen_evenly_where_that_is_asked_for(tiny_checkpoint) -> None:
     """The busiest expert's tokens, over the mean: experts / top_k without the option."""
     busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))

@@ -91,7 +91,7 @@ def test_auto_is_estimated_as_the_backend_that_it_is(head_dim):
 SCHEDULES = [(2, 1, 6), (4, 1, 3), (4, 1, 9), (2, 2, 4), (4, 2, 8), (4, 3, 12), (2, 4, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(("pp", "vpp", "micro_batches"), SCHEDULES)
 def test_schedule_is_that_of_megatron_core(pp, vpp, micro_batches):
     """Forward and backward passes of each chunk in the order of core's own table, counted."""
@@ -153,7 +153,7 @@ def _spec_and_world(path: Path) -> tuple[Path, int]:
     return HF_CONFIGS / f"{Path(config.model.hf).name}.json", world
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
 def test_example_builds_under_its_layout(path):
     """Each stage has just the tensors of the table that live there, in the shape of their shard, and the weights estimated."""
@@ -172,7 +172,7 @@ def test_example_builds_under_its_layout(path):
         assert memory.gradients == 4 * sum(math.prod(shape) for _, shape, trained in built if trained)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_run_with_options_that_only_cuda_has_is_built_too():
     said = core_says()
     assert said["with CUDA's options"] == said["built"]["qwen2_vl_7b"]

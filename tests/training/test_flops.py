@@ -121,6 +121,7 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     assert (ours.vision if part == "language" else ours.language) == 0.0
 
 
+@pytest.mark.ranks
 def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
     """What Megatron-core runs again under each kind of recompute, and what its modules run at all.
 

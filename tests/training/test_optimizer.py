@@ -41,6 +41,7 @@ def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
 
 
 
+@pytest.mark.ranks
 def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> None:
     out = call(steps_with_one_not_finite, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert [r["updated"] for r in out] == [True, False, True]
@@ -48,6 +49,7 @@ def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> N
     assert [r["finite"] for r in out] == [True, False, True]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("family", "tensors"), [("qwen2_5_vl", 77), ("qwen3_vl", 110)])
 def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, tensors: int) -> None:
     out = call(rates_and_decays, hf=str(tiny_checkpoint(family)))
@@ -58,6 +60,7 @@ def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, t
         assert decay == (0.1 if dimensions > 1 else 0.0), name
 
 
+@pytest.mark.ranks
 def test_weights_copied_together_are_those_that_core_copies_one_by_one(tiny_checkpoint) -> None:
     out = call(weights_copied_together, hf=str(tiny_checkpoint("qwen3_vl")))
     assert out == [True, 1, True]
