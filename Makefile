@@ -4,13 +4,15 @@ PYTHON ?= python3.12
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# SEED=1 runs the tests in a random order that the seed repeats.
+ORDER  := $(if $(SEED),-p randomly -p no:cacheprovider --randomly-seed=$(SEED),-p no:randomly)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ORDER)
 # A file's tests stay in one process: groups of processes are started once for all that read their results.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 # Run by `make docs`, hence not again by `make test`.
 DOC_TESTS := tests/test_docs.py tests/test_examples.py
 
-.PHONY: help demo test check lint types docs setup eval lock clean
+.PHONY: help demo quick test test-full check lint types docs setup eval lock clean
 
 help:            ## what can be made
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
@@ -18,8 +20,17 @@ help:            ## what can be made
 demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face, every step checked (.demo/)
 	$(BIN)/megatron-vl demo --dir .demo
 
-test: $(READY)   ## the tests, real multi-process groups on CPU included
-	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(DOC_TESTS)) --durations=10 $(ARGS)
+quick: $(READY)  ## the tests that start no ranks: under 3 minutes on 2 cores
+	$(PYTEST) $(SPREAD) -m "not ranks and not full" $(ARGS)
+
+test: $(READY)   ## what guards a change, real multi-process groups on CPU included: under 15 minutes on 2 cores
+	$(PYTEST) $(SPREAD) -m "not full" --durations=10 $(ARGS)
+
+test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about an hour
+	$(PYTEST) $(SPREAD) --durations=10 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.data --count 5000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.checkpoints --count 500
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.kills --kills 20
 
 check: lint types docs ## what the pre-commit hooks run
 

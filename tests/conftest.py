@@ -19,9 +19,11 @@ if str(REPOSITORY) not in sys.path:
 
 import pytest  # noqa: E402
 
+from tests.support import ranks  # noqa: E402
+
 LONGEST_FIRST = (
-    "fuzz/test_kills.py",
     "toolkit/test_demo.py",
+    "fuzz/test_kills.py",
     "distributed/test_parity.py",
     "training/test_run.py",
     "toolkit/test_evaluate_sets.py",
@@ -34,10 +36,17 @@ LONGEST_FIRST = (
 """Files of minutes, which begin first: with tests on two cores one would be busy alone at the end otherwise."""
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Longest files first; the order within a file and among the others stays."""
     place = {str(REPOSITORY / "tests" / name): number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(str(item.path), len(place)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """``make quick`` leaves out the tests marked ``ranks``; one that starts ranks without the mark fails everywhere."""
+    ranks.allowed = item.get_closest_marker("ranks") is not None
 
 
 @pytest.fixture(scope="session")

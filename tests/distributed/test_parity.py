@@ -1,13 +1,11 @@
 """Loss and gradients of every layout equal those of transformers, in real groups of processes.
 
-One group is started for each number of ranks and runs all of that number's cases; each test reads its case's result.
+One group is started for each number of ranks and runs all of that number's chosen cases; each test reads its case's result.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,19 +15,34 @@ import pytest
 import torch
 
 from converters.convert import convert
+from tests.support.ranks import run_module
 from tests.tiny import tiny_checkpoint
-from toolkit import launch
 from toolkit.parity.worker import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Case, write_cases
 
 from .cases import CASES, SEEDS
+from .pairwise import pairwise
 
-TABLE = [(ranks, entry["name"]) for ranks, entries in CASES.items() for entry in entries]
+NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
+
+
+def table() -> list[Any]:
+    """(ranks, name) of every case; those beyond the pairwise choice are marked ``full``."""
+    rows = []
+    for ranks, entries in CASES.items():
+        chosen = pairwise(entries)
+        for entry in entries:
+            marks = [] if entry["name"] in chosen else [pytest.mark.full]
+            rows.append(pytest.param(ranks, entry["name"], marks=marks, id=f"{ranks}-{entry['name']}"))
+    return rows
 
 
 @pytest.fixture(scope="session")
-def run_group(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """``run_group(ranks)``: the results of all cases of that number of ranks."""
+def run_group(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, Any]]:
+    """``run_group(ranks)``: the results of that number's cases, as far as this session runs their tests."""
     folder = tmp_path_factory.mktemp("parity")
+    wanted = {item.callspec.params["name"] for item in request.session.items if _is_case(item)}
 
     @cache
     def weights(hf: Path) -> Path:
@@ -39,38 +52,36 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[
 
     @cache
     def run(ranks: int) -> dict[str, Any]:
-        cases: list[Case] = []
+        cases = []
         for entry in CASES[ranks]:
-            fields = dict(entry)
-            family = fields.pop("family")
-            hf = tiny_checkpoint(family, tied=fields.pop("tied"), dtype=torch.float32, seed=SEEDS.get(family, 0))
-            cases.append(Case(hf=str(hf), weights=str(weights(hf)), **fields))
-        results, log = run_cases(cases, ranks, folder / str(ranks))
-        killed = re.search(r"exitcode *: (-(?:6|11)) ", log)
-        # Of the case in which one died another may have told that its connection closed.
-        left = [case for case in cases if "error" in results.get(case.name, {"error": ""})]
-        if left and killed:
-            # Twice in some thirty runs a rank died of a damaged heap, each time in another case, which is clean under valgrind
-            # (docs/log.md). What is left is run once more; the crash is told as a warning.
-            warnings.warn(f"a group of {ranks} ranks died (signal {killed[1]}) before {left[0].name!r}:\n{log}", stacklevel=1)
-            more, log = run_cases(left, ranks, folder / f"{ranks}_again")
-            results |= more
-        return results | {"log": log}
+            if entry["name"] in wanted:
+                fields = dict(entry)
+                family = fields.pop("family")
+                hf = tiny_checkpoint(
+                    family, tied=fields.pop("tied"), dtype=torch.float32, seed=SEEDS.get(family, 0)
+                )
+                cases.append(Case(hf=str(hf), weights=str(weights(hf)), **fields))
+        return run_cases(cases, ranks, folder / str(ranks))
 
     return run
 
 
-def run_cases(cases: list[Case], ranks: int, folder: Path) -> tuple[dict[str, Any], str]:
-    """Results by name, as far as the group came, and the end of what it said."""
+def _is_case(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.originalname == test_parity.__name__
+
+
+def run_cases(cases: list[Case], ranks: int, folder: Path) -> dict[str, Any]:
+    """Results by name, as far as the group came; ``log`` is the end of what it said."""
     folder.mkdir()
     given, out = folder / "cases.json", folder / "results.json"
     write_cases(cases, given)
-    done = launch.run_group("toolkit.parity.worker", [given, out], ranks, timeout=900)
+    done = run_module("toolkit.parity.worker", [given, out], ranks, timeout_s=1800)
     results = json.loads(out.read_text()) if out.exists() else {}
-    return results, done.stdout[-4000:] + done.stderr[-20000:]
+    return results | {"log": done.stdout[-4000:] + done.stderr[-20000:]}
 
 
-@pytest.mark.parametrize(("ranks", "name"), TABLE, ids=[f"{ranks}-{name}" for ranks, name in TABLE])
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "name"), table())
 def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: str) -> None:
     results = run_group(ranks)
     assert name in results, f"the group of {ranks} ranks ended before this case:\n{results['log']}"
@@ -81,11 +92,25 @@ def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: st
             assert step["ok"], f"step {number}: {step}"
             continue
         assert not step["unexpected"], f"step {number}: gradients missing or not wanted: {step['unexpected']}"
-        assert step["loss_error"] <= LOSS_TOLERANCE, f"step {number}: loss {step['loss']} against {step['reference']}"
+        assert step["loss_error"] <= LOSS_TOLERANCE, (
+            f"step {number}: loss {step['loss']} against {step['reference']}"
+        )
         assert step["gradient_error"] <= GRADIENT_TOLERANCE, f"step {number}: {step['worst']}"
         assert step["compared"] > 0
     assert result["ok"], result.get("state")
 
 
 def test_names_are_unique() -> None:
-    assert len({name for _, name in TABLE}) == len(TABLE)
+    assert len(set(NAMES)) == len(NAMES)
+
+
+def test_chosen_cases_hold_every_pair_of_settings() -> None:
+    """Worked out by hand: of four cases, the third holds nothing that the first two do not."""
+    steps = [[["image"]]]
+    cases = [
+        {"name": "a", "tp": 2, "tied": True, "steps": steps},
+        {"name": "b", "tp": 1, "tied": False, "steps": steps},
+        {"name": "c", "tp": 2, "tied": True, "steps": steps},
+        {"name": "d", "tp": 2, "tied": False, "steps": steps},
+    ]
+    assert pairwise(cases) == ["a", "b", "d"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_module
+
+pytestmark = pytest.mark.ranks
 
 
-def test_damage_is_refused_by_name_or_does_not_matter(repository: Path) -> None:
+def test_damage_is_refused_by_name_or_does_not_matter() -> None:
     """In a process of its own: the trainer's CPU platform changes torch for the rest of it."""
-    command = [sys.executable, "-m", "tests.fuzz.checkpoints", "--count", "60", "--seed", "5", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=repository, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run_module("tests.fuzz.checkpoints", ["--count", "60", "--seed", "5", "--json"])
     assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if line.startswith(("FAULT", "  ")))
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["damaged"] == 60 and result["faults"] == []

@@ -6,25 +6,19 @@ Values, gradients, one reduction of each weight's gradient, and no more rows exc
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+from tests.support.ranks import run_module
+
+pytestmark = pytest.mark.ranks
+
+ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def errors_of(checks: str, *arguments: str, ranks: int, **variables: str) -> dict[str, float]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*launch, "-m", f"tests.models.{checks}", *arguments],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_module(f"tests.models.{checks}", arguments, ranks, environment=variables, timeout_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,62 +11,18 @@ from megatron_vl.config import ParallelConfig
 from megatron_vl.models.families import read_spec
 from megatron_vl.models.tensors import LayoutError
 from megatron_vl.parallel.layout import run_layout
+from tests.models.programs import gradients_of_cases
+from tests.support.ranks import call
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = ["mixed", "text", "video", "image"]
 """One sample a row, of four lengths, with tails of four lengths."""
 COEFFICIENT = 0.3
 """Large, so that its gradient is a good part of the router's."""
 
-PROGRAM = """
-import json, sys, torch, torch.distributed as dist
-from pathlib import Path
-from toolkit.parity import worker as parity
-from toolkit.parity.worker import Case, build, collect_gradients, draw
-from megatron_vl.training.step import run_schedule
-from megatron_vl.platform import get_platform
-from megatron_vl.parallel.grid import init_distributed
-from megatron_vl.weights import unshard
-from megatron_vl.models.moe import expert_load
-from megatron_vl.models.tensors import tensor_table
-
-platform = get_platform("cpu")
-torch.set_num_threads(1)
-init_distributed(platform)
-results = {}
-for name, fields in json.loads(sys.argv[1]).items():
-    case = Case(name=name, **fields)
-    live = build(case, platform)
-    data = live.feed(draw(case.steps[0], live.spec, 0), platform, case.seq_len)
-    for chunk in live.wrapped:
-        chunk.zero_grad_buffer()
-    run_schedule(live.wrapped, data.rows, seq_len=case.seq_len)
-    load = expert_load(live.wrapped, live.spec.language.num_layers, live.spec.language.moe.num_experts)
-    gradients = collect_gradients(live.wrapped, live.tensors, live.grid, live.spec)
-    table, cut = tensor_table(live.spec), live.layout.cut
-    results[name] = {n: unshard([c[0][p] for p in range(cut.parts(table[n]))], table[n], cut) for n, c in gradients.items()}
-    results[name]["load"] = load
-if dist.get_rank() == 0:
-    torch.save(results, sys.argv[2])
-dist.destroy_process_group()
-"""
-
 
 def gradients(cases: dict[str, dict], ranks: int, out: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Full gradients (and the experts' load) of named cases, all in one process group."""
-    import json
-
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-    program = out.with_suffix(".py")
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [*launch, sys.executable, str(program), json.dumps(cases), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    call(gradients_of_cases, ranks, cases=cases, out=str(out))
     return torch.load(out, weights_only=True)
 
 
@@ -116,6 +69,7 @@ def measured(one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactory
     return gradients(cases, 2, tmp_path_factory.mktemp("gradients") / "out.pt")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 + SP", "DP2", "EP2", "full recompute"])
 def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured, layout: str) -> None:
     """Four rows with tails, of which two ranks have two each, or each half of all: the scale depends on neither."""
@@ -127,6 +81,7 @@ def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured
         assert (ours[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 + SP", "EP2", "full recompute"])
 def test_every_token_is_counted_once(one_layer, measured, layout: str) -> None:
     moe = read_spec(one_layer["hf"]).language.moe

@@ -7,34 +7,15 @@ import torch
 
 from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.tower_attention import tower_attention
-from tests.training.process import run_single
-from tests.training.test_optimizer import STEP
+from tests.models.programs import step_with_and_without_kernels
+from tests.support.ranks import call
 
 
+@pytest.mark.ranks
 def test_a_step_with_the_kernels_is_the_step_without(tiny_checkpoint) -> None:
     """One step from the same weights on the same rows, the kernels in Triton's interpreter; window layers take them, too."""
-    plain, kernels = run_single(
-        "import os\nos.environ['TRITON_INTERPRET'] = '1'\n"
-        + STEP
-        + """
-from megatron_vl.models import build, tower_attention
-from tests.models.triton_checks import mend_interpreter
-mend_interpreter()
-calls, attend = [], tower_attention._attend
-def counted(*args): calls.append(1); return attend(*args)
-tower_attention._attend = counted
-data = feed.next_step()
-def step(wrapped, optimizer):
-    result = train_step(wrapped, optimizer, data.rows, grid, 256)
-    return [result.loss, result.grad_norm, len(calls)]
-RESULT = [step(wrapped, optimizer)]
-build.choose_backend = lambda name, *, causal, **rest: "sdpa" if causal else "triton"
-chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
-wrapped = wrap(config, chunks)
-RESULT.append(step(wrapped, build_optimizer(config, platform, wrapped)))
-""",
-        HF=str(tiny_checkpoint(vision_heads=2)),  # of 40
-    )
+    hf = str(tiny_checkpoint(vision_heads=2))  # of 40
+    plain, kernels = call(step_with_and_without_kernels, environment={"TRITON_INTERPRET": "1"}, hf=hf)
     assert plain[2] == 0 and kernels[2] > 0
     assert kernels[:2] == pytest.approx(plain[:2], rel=1e-5)
 

@@ -6,22 +6,17 @@ On a GPU: benchmarks/kernels.py and benchmarks/experts.py.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.support.ranks import run_module
+
+pytestmark = pytest.mark.ranks
+
 
 def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.triton_checks", *arguments],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_module("tests.models.triton_checks", arguments, environment=variables, timeout_s=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

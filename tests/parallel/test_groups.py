@@ -4,71 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.training.process import run_ranks
+import pytest
 
-HEAD = """
-import os, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from megatron_vl.platform import get_platform
-platform = get_platform("cpu")
-from megatron.core import parallel_state as mpu
-from megatron_vl.models.families import read_spec
-from megatron_vl.parallel.grid import end_distributed, init_distributed, make_grid
-from megatron_vl.parallel.layout import make_layout
-from tests.tiny import tiny_checkpoint
+from tests.parallel.programs import groups_of_layouts, late_rank
+from tests.support.ranks import call
 
-spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
-"""
-
-LAYOUTS = """
-rounds, sums = [], []
-for world in range(2):
-    init_distributed(platform)
-    for _ in range(3):
-        for tp, pp in ((2, 1), (1, 2), (1, 1), (1, 1)):
-            grid = make_grid(make_layout(spec, tp, pp, 1, None))
-            for group, size in ((grid.tp_group, tp), (grid.dp_group, 2 // tp // pp), (grid.replica_group, tp * pp)):
-                assert group.size() == size, (tp, pp, size)
-                one = torch.ones(1)
-                dist.all_reduce(one, group=group)
-                sums.append(one.item() == size)
-            assert (grid.owners_gloo is not None) == (tp * pp == 1 and grid.owns_loader)
-            assert mpu.get_pipeline_model_parallel_world_size() == pp
-        dist.barrier()
-        rounds.append([len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))])
-    if world == 0:
-        end_distributed()
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-RESULT = {"rounds": rounds, "right": all(sums)}
-"""
+pytestmark = pytest.mark.ranks
 
 
-def test_layouts_share_groups() -> None:
+def test_layouts_share_groups(tiny_checkpoint) -> None:
     """Behind the first round no group and no thread is added; another default group begins anew."""
-    out = run_ranks(2, HEAD + LAYOUTS)
+    out = call(groups_of_layouts, 2, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert out["right"]
     first, second = out["rounds"][:3], out["rounds"][3:]
     assert first[0] == first[1] == first[2]
     assert [groups for groups, _ in second] == [first[0][0]] * 3
 
 
-TOGETHER = """
-init_distributed(platform)
-layout = make_layout(spec, 2, 1, 1, None)
-seen = []
-for number in range(3):
-    mark = Path(FOLDER) / f"late_{number}"
-    if os.environ["RANK"] == "1":
-        time.sleep(1)
-        mark.touch()
-    make_grid(layout)
-    seen.append(mark.exists())
-RESULT = seen
-"""
 
-
-def test_ranks_begin_a_layout_together(tmp_path: Path) -> None:
+def test_ranks_begin_a_layout_together(tiny_checkpoint, tmp_path: Path) -> None:
     """Nobody uses a kept group while another rank may still be in the layout before."""
-    assert all(run_ranks(2, HEAD + TOGETHER, FOLDER=str(tmp_path)))
+    assert all(call(late_rank, 2, hf=str(tiny_checkpoint("qwen2_5_vl")), folder=str(tmp_path)))

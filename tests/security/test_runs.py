@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_vl.data.state import StateError, from_json, to_json
+from tests.support.ranks import run_module
 
 WEIGHTS = ("merge", "export", "load", "resume")
 EXPECTED = {
@@ -32,15 +29,14 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    command = [sys.executable, "-m", "tests.security.runs", str(tmp_path_factory.mktemp("runs"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2], env=environment)
+    done = run_module("tests.security.runs", [tmp_path_factory.mktemp("runs")])
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == EXPECTED.keys()
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_hostile_checkpoints_are_refused_or_read_without_harm(outcomes, kind):
     refusing, said = EXPECTED[kind]

@@ -15,7 +15,8 @@ import pytest
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.models.families import read_spec
 from megatron_vl.training.flops import Flops, recompute_flops, row_flops
-from tests.training.process import run_single
+from tests.support.ranks import call
+from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare
 from toolkit.bench import parts
 from toolkit.bench.workload import rows
@@ -45,8 +46,7 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     """Tokens, images and FLOPs of the rows after the warm-up, drawn here once more."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
@@ -77,8 +77,7 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     assert images["hfu"] > images["mfu"] and text["hfu"] == text["mfu"]
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_parts_are_where_the_layout_puts_them(figures) -> None:
     for name in ("images", "data"):
         first, last = figures["workloads"][name]["parts_by_stage"]
@@ -92,8 +91,7 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
     assert figures["workloads"]["data"]["work"]["images"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
     """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient."""
     folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]
@@ -105,30 +103,10 @@ def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
         assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5
 
 
-ROUTED = """
-from megatron_vl.platform import get_platform
-platform = get_platform("cpu")
-from megatron_vl.models.moe import routers
-from megatron_vl.parallel.grid import init_distributed, make_grid
-from megatron_vl.training.feed import Feed
-from toolkit.bench.options import parse
-from toolkit.bench.measure import build, make_loader, one_step
-
-shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
-options = parse(["--hf", HF, "--rows", "text", "--even_routing", "true", *shape])
-layout = options.layout()
-init_distributed(platform)
-live = build(options, options.spec(), platform, make_grid(layout), layout)
-for router in routers(live.chunks):
-    router.weight.data.zero_()  # all experts are equally good: the router takes the same ones for each token
-one_step(live, Feed(live.grid, platform, make_loader(live, "text", 1), 1, balanced=False))
-RESULT = [float(router.load.max() / router.load.float().mean()) for router in routers(live.chunks)]
-"""
-
-
+@pytest.mark.ranks
 def test_experts_are_chosen_evenly_where_that_is_asked_for(tiny_checkpoint) -> None:
     """The busiest expert's tokens, over the mean: experts / top_k without the option."""
-    busiest = run_single(ROUTED, HF=str(tiny_checkpoint("qwen3_vl_moe")))
+    busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))
     assert busiest and max(busiest) < 1.5, busiest
 
 

@@ -29,8 +29,7 @@ def demo(tmp_path_factory) -> steps.Demo:
     return steps.Demo(folder, 60)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_all_checks_pass_and_the_curve_is_drawn(demo):
     report = json.loads((demo.folder / "report.json").read_text())
     assert report["passed"] and len(report["checks"]) == 9
@@ -38,8 +37,7 @@ def test_all_checks_pass_and_the_curve_is_drawn(demo):
         assert picture.width > 800 and len(picture.convert("RGB").getcolors(1 << 20)) > 50
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_a_damaged_export_fails(demo, tmp_path):
     """The control: one layer's heads swapped, as a wrong conversion would do, and the loss and the answers are wrong."""
     damaged = tmp_path / "damaged"
@@ -56,8 +54,7 @@ def test_a_damaged_export_fails(demo, tmp_path):
     assert steps.report(demo) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_a_second_demo_replaces_the_first_but_nothing_else(demo, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     assert main(["demo", "--dir", str(tmp_path)]) == 1

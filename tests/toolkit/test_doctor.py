@@ -56,7 +56,7 @@ def doctor(*words: str | Path, path: Path | None = None) -> tuple[int, dict[str,
     return done.returncode, json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
     """A package that fails at import, as Transformer Engine's parts do without each other, is found and nothing else is."""
     package = tmp_path / "transformer_engine"
@@ -74,7 +74,7 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
     assert len(report["memory_gib"]) == 2 and peak == pytest.approx(peak_gib(estimate(config, spec, 4)), abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     """In this process: the same findings that the command prints."""
     good = check_run(["--config", str(run["yaml"])], None, [])
@@ -149,7 +149,7 @@ def test_gpus_as_nvidia_smi_lists_them():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_all_reduce_over_two_processes():
     finding = all_reduce(0)
     assert finding.state == "ok" and "gloo over 2 ranks: right" in finding.found

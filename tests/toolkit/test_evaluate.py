@@ -110,7 +110,7 @@ def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_an_examples_script_scores_original_round_trip_and_training(original, table, tmp_path):
     """Two processes share the questions; answers and scores are those that transformers and counting give."""
     full, shards, run = tmp_path / "full", tmp_path / "shards", tmp_path / "run"

@@ -18,8 +18,7 @@ TOKENS = 12
 IDS = ("astronaut", "two_images", "text_only", "video")
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

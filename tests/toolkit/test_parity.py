@@ -21,8 +21,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, di
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_layouts_agree_with_transformers(capsys):
     code, report = run(capsys, "--family", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3")
     assert code == 0 and report["ok"] and report["inputs"] == {"tokens_differ": [], "pixel_error": pytest.approx(0, abs=1e-6)}
@@ -35,7 +34,7 @@ def test_layouts_agree_with_transformers(capsys):
         assert 0 < max(step["gradients"].values()) < 1e-4 and step["loss"] == pytest.approx(step["reference"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_damaged_checkpoint_fails_and_its_layer_is_named(capsys, tiny_checkpoint, tmp_path: Path):
     """The rows of one k_proj in another order: shapes, norms and hashes are right, and the loss is not."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)

@@ -18,7 +18,8 @@ from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.layout import make_layout
-from tests.training.process import run_single
+from tests.support.ranks import call
+from tests.toolkit.programs import built_examples
 from toolkit.plan.memory import GPU_GIB, RESERVE_GIB, estimate, peak_gib, play_schedule, stage_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +91,7 @@ def test_auto_is_estimated_as_the_backend_that_it_is(head_dim):
 SCHEDULES = [(2, 1, 6), (4, 1, 3), (4, 1, 9), (2, 2, 4), (4, 2, 8), (4, 3, 12), (2, 4, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(("pp", "vpp", "micro_batches"), SCHEDULES)
 def test_schedule_is_that_of_megatron_core(pp, vpp, micro_batches):
     """Forward and backward passes of each chunk in the order of core's own table, counted."""
@@ -144,34 +145,7 @@ def test_example_fits_the_memory_that_it_states(path):
 def core_says() -> dict[str, Any]:
     """From one process of its own: example -> stages -> [name, shape, trained] of the modules built, and core's schedules."""
     arguments = {path.parent.name: (str(path), *map(str, _spec_and_world(path))) for path in EXAMPLES}
-    return run_single(
-        """
-from megatron_vl.platform import get_platform
-get_platform("cpu")
-from types import SimpleNamespace
-from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
-from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
-from megatron_vl.config import parse_config
-from megatron_vl.models.families import read_spec
-from toolkit.plan.dry_build import dry_build
-def order(pp, vpp, n, stage):
-    group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
-    place = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
-    warm_up = get_pp_rank_microbatches(n, vpp, pp, p2p_communicator=place)[2]
-    return convert_schedule_table_to_order(warm_up, vpp, get_schedule_table(n, vpp, pp))
-orders = [[order(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in SCHEDULES]
-def parts(name, *options):
-    path, hf, world = EXAMPLES[name]
-    stages = dry_build(parse_config(["--config", path, *options]), read_spec(hf), int(world))
-    return [[[t.name, t.shape, t.trained] for t in stage] for stage in stages]
-cuda = ["--fp8.recipe", "tensorwise", "--parallel.tp_comm_overlap", "true", "--model.language_attention", "te"]
-cuda += ["--model.window_attention", "fused", "--recompute.language", "selective", "--recompute.language_modules", "[layernorm]"]
-built = {name: parts(name) for name in EXAMPLES}
-RESULT = {"built": built, "orders": orders, "with CUDA's options": parts("qwen2_vl_7b", *cuda)}
-""",
-        SCHEDULES=SCHEDULES,
-        EXAMPLES=arguments,
-    )
+    return call(built_examples, schedules=SCHEDULES, examples=arguments)
 
 
 def _spec_and_world(path: Path) -> tuple[Path, int]:
@@ -179,7 +153,7 @@ def _spec_and_world(path: Path) -> tuple[Path, int]:
     return HF_CONFIGS / f"{Path(config.model.hf).name}.json", world
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
 def test_example_builds_under_its_layout(path):
     """Each stage has just the tensors of the table that live there, in the shape of their shard, and the weights estimated."""
@@ -198,7 +172,7 @@ def test_example_builds_under_its_layout(path):
         assert memory.gradients == 4 * sum(math.prod(shape) for _, shape, trained in built if trained)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_run_with_options_that_only_cuda_has_is_built_too():
     said = core_says()
     assert said["with CUDA's options"] == said["built"]["qwen2_vl_7b"]

@@ -15,6 +15,7 @@ from converters.convert import convert
 from data_tools.convert import Options
 from data_tools.convert import convert as convert_data
 from tests.data.media import encoded
+from tests.support.ranks import run_module
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.layers", "[1,3]", "--parallel.sequence_parallel", "true"]
@@ -43,12 +44,17 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
 
 
 def command(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6) -> list[str]:
-    """The command line of a run; later ``options`` override earlier ones."""
+    """The command line of a run in processes of its own; later ``options`` override earlier ones."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launch, "-m", "megatron_vl.train", *options_of(prepared, run, *options, steps=steps)]
+
+
+def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int = 6) -> list[str]:
+    """The options of a run; later ``options`` override earlier ones."""
     common = ["--model.hf", prepared["hf"], "--model.checkpoint", prepared["weights"], "--data.path", prepared["data"]]
     shape = ["--data.seq_len", "128", "--global_batch_size", "4", "--steps", steps, "--dtype", "float32", "--platform", "cpu"]
     rest = ["--optimizer.lr", "1e-3", "--optimizer.warmup_steps", "2", "--data.shuffle_buffer", "8", "--data.packing_buffer", "8"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "megatron_vl.train"]
-    return [str(part) for part in (*launch, *common, *shape, *rest, "--checkpoint.dir", run, *options)]
+    return [str(part) for part in (*common, *shape, *rest, "--checkpoint.dir", run, *options)]
 
 
 def environment() -> dict[str, str]:
@@ -59,8 +65,8 @@ def train(
     prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6
 ) -> subprocess.CompletedProcess[str]:
     """Runs the trainer to its end."""
-    arguments = command(prepared, run, *options, ranks=ranks, steps=steps)
-    return subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=600, cwd=prepared["folder"])
+    arguments = options_of(prepared, run, *options, steps=steps)
+    return run_module("megatron_vl.train", arguments, ranks, cwd=prepared["folder"])
 
 
 def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

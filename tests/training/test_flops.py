@@ -18,8 +18,8 @@ from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.data.row import LOSS_INDEX_MULTIPLE
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.training.flops import language_parts, recompute_flops, row_flops, vision_parts
-from tests.training.process import run_single
-from tests.training.test_optimizer import STEP
+from tests.support.ranks import call
+from tests.training.programs import counted_flops
 from toolkit.bench.report import Work
 from toolkit.parity.batches import make_sample
 from toolkit.parity.reference import hf_inputs
@@ -121,6 +121,7 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     assert (ours.vision if part == "language" else ours.language) == 0.0
 
 
+@pytest.mark.ranks
 def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
     """What Megatron-core runs again under each kind of recompute, and what its modules run at all.
 
@@ -134,28 +135,8 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
         RecomputeConfig(language="selective", language_modules=["core_attn"]),
         RecomputeConfig(language="selective", language_modules=["core_attn", "mlp"]),
     ]
-    counted = run_single(
-        STEP
-        + """
-import dataclasses
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from megatron_vl.training.step import run_schedule
-RESULT = []
-samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
-length = sum(map(len, samples))
-for kind in KINDS:
-    c = dataclasses.replace(config, recompute=RecomputeConfig(**kind))
-    built = build_chunks(platform, spec, layout, c, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
-    built[0].config.finalize_model_grads_func = None
-    row = Feed(grid, platform, iter([pack_row(samples, spec, length)]), 1, balanced=False).next_step().rows
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        run_schedule(built, row, seq_len=length)
-    RESULT.append(counter.get_total_flops())
-""",
-        HF=str(hf),
-        KINDS=[{"language": k.language, "language_modules": k.language_modules, "vision": k.vision} for k in kinds],
-    )
+    chosen = [{"language": k.language, "language_modules": k.language_modules, "vision": k.vision} for k in kinds]
+    counted = call(counted_flops, hf=str(hf), kinds=chosen)
     spec = read_spec(hf)
     samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
     where, loss_tokens = lengths(samples, spec), sum(len(learnt(sample)) for sample in samples)

@@ -9,7 +9,8 @@ import torch
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from megatron_vl.training.optimizer import learning_rate
-from tests.training.process import run_single
+from tests.support.ranks import call
+from tests.training.programs import rates_and_decays, steps_with_one_not_finite, weights_copied_together
 
 SHAPE = {"peak": 3e-4, "final": 3e-5, "steps": 100, "warmup": 10}
 
@@ -39,74 +40,19 @@ def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
         reference.step()
 
 
-STEP = """
-import itertools, json, math, torch
-from megatron_vl.config import *
-from megatron_vl.platform import get_platform
-platform = get_platform("cpu")
-from megatron_vl.data.assemble import pack_row
-from megatron_vl.models.build import build_chunks
-from megatron_vl.models.families import read_spec
-from megatron_vl.parallel.grid import init_distributed, make_grid
-from megatron_vl.parallel.layout import make_layout
-from megatron_vl.training.feed import Feed
-from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.step import train_step, wrap
-from toolkit.parity.batches import make_sample
 
-spec = read_spec(HF)
-layout = make_layout(spec)
-init_distributed(platform)
-grid = make_grid(layout)
-config = TrainConfig(dtype="float32", steps=10, global_batch_size=2, data=DataConfig(seq_len=256),
-                     optimizer=OptimizerConfig(lr=1e-3, vision_lr=5e-4, merger_lr=2e-4, weight_decay=0.1, schedule="constant"))
-chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
-wrapped = wrap(config, chunks)
-optimizer = build_optimizer(config, platform, wrapped)
-rows = itertools.cycle([pack_row([make_sample(kind, spec, 0)], spec, 256) for kind in ("image", "text")])
-feed = Feed(grid, platform, rows, 2, balanced=False)
-"""
-
-
+@pytest.mark.ranks
 def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> None:
-    out = run_single(
-        STEP
-        + """
-def weights(): return {n: p.detach().clone() for n, p in chunks[0].named_parameters()}
-results = []
-for step in range(3):
-    data = feed.next_step()
-    hooks = [chunks[0].language_model.register_forward_hook(lambda m, i, out: out * math.nan)] if step == 1 else []
-    set_learning_rates(optimizer, config, step)
-    before = weights()
-    result = train_step(wrapped, optimizer, data.rows, grid, 256)
-    for hook in hooks: hook.remove()
-    changed = any(not torch.equal(before[n], p) for n, p in weights().items())
-    results.append({"updated": result.updated, "changed": changed, "finite": math.isfinite(result.loss)})
-RESULT = results
-""",
-        HF=str(tiny_checkpoint("qwen2_5_vl")),
-    )
+    out = call(steps_with_one_not_finite, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert [r["updated"] for r in out] == [True, False, True]
     assert [r["changed"] for r in out] == [True, False, True]
     assert [r["finite"] for r in out] == [True, False, True]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("family", "tensors"), [("qwen2_5_vl", 77), ("qwen3_vl", 110)])
 def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, tensors: int) -> None:
-    out = run_single(
-        STEP
-        + """
-set_learning_rates(optimizer, config, 0)
-names = {id(p): n for n, p in chunks[0].named_parameters()}
-from megatron_vl.models.names import LiveTensor
-from megatron_vl.training.optimizer_state import optimizer_slices
-RESULT = {}
-for piece in optimizer_slices(optimizer, [LiveTensor(n, p) for n, p in chunks[0].named_parameters()]):
-    RESULT[piece.name] = [piece.group["lr"], piece.group["weight_decay"], piece.tensor.parameter.dim()]
-""",
-        HF=str(tiny_checkpoint(family)),
-    )
+    out = call(rates_and_decays, hf=str(tiny_checkpoint(family)))
     assert len(out) == tensors
     for name, (rate, decay, dimensions) in out.items():
         want = 2e-4 if ".merger." in name or ".deepstack_mergers." in name else 5e-4 if name.startswith("vision_model.") else 1e-3
@@ -114,23 +60,7 @@ for piece in optimizer_slices(optimizer, [LiveTensor(n, p) for n, p in chunks[0]
         assert decay == (0.1 if dimensions > 1 else 0.0), name
 
 
+@pytest.mark.ranks
 def test_weights_copied_together_are_those_that_core_copies_one_by_one(tiny_checkpoint) -> None:
-    out = run_single(
-        STEP.replace('dtype="float32"', 'dtype="bfloat16"')
-        + """
-set_learning_rates(optimizer, config, 0)
-updated = train_step(wrapped, optimizer, feed.next_step().rows, grid, config.data.seq_len).updated
-parts = optimizer.chained_optimizers
-together = [p.detach().clone() for p in chunks[0].parameters()]
-for part in parts:
-    copied = part._copy_main_params_to_model_params
-    assert len(copied.pairs[0]) == sum(len(g) for g in part.shard_fp32_from_float16_groups), "not all shards"
-for parameter in chunks[0].parameters():
-    parameter.data.fill_(float("nan"))
-for part in parts:
-    type(part)._copy_main_params_to_model_params(part)
-RESULT = [updated, len(parts), all(torch.equal(a, p) for a, p in zip(together, chunks[0].parameters(), strict=True))]
-""",
-        HF=str(tiny_checkpoint("qwen3_vl")),
-    )
+    out = call(weights_copied_together, hf=str(tiny_checkpoint("qwen3_vl")))
     assert out == [True, 1, True]

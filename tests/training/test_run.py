@@ -22,6 +22,8 @@ from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, m
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.demo.reference import Reference
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
@@ -134,15 +136,21 @@ def test_evaluations_are_in_tensorboard(evaluated: Path) -> None:
     assert all(line["answers"][1]["answer"] in text for line, text in zip(lines, texts, strict=True))
 
 
-def test_resumed_run_equals_the_undisturbed_one(prepared: dict[str, Path], whole: Path) -> None:
-    """Stopped after three steps and started again: same losses, norms and samples, bit for bit, and the same weights."""
+@pytest.fixture(scope="module")
+def resumed(prepared: dict[str, Path]) -> Path:
+    """The run of ``whole``, stopped after three steps and started again."""
     run = prepared["folder"] / "resumed"
     for options in (["--stop_after", "3"], []):
         done = train(prepared, run, *LAYOUT, *options)
         assert done.returncode == 0, done.stderr[-4000:]
     assert "resumed at step 3" in done.stdout and "nothing to do" not in done.stdout
-    assert [[line[k] for k in EXACT] for line in metrics(run)] == [[line[k] for k in EXACT] for line in metrics(whole)]
-    a, b = WeightReader(run), WeightReader(whole)
+    return run
+
+
+def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> None:
+    """The same losses, norms and samples, bit for bit, and the same weights."""
+    assert [[line[k] for k in EXACT] for line in metrics(resumed)] == [[line[k] for k in EXACT] for line in metrics(whole)]
+    a, b = WeightReader(resumed), WeightReader(whole)
     for name in a.names():
         assert torch.equal(a.get(name), b.get(name)), name
 
@@ -166,7 +174,9 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
         assert spans == [(0, reader.get(name, 0, Cut(2)).numel())]  # no data parallelism here, so each rank owns all of its shard
 
 
-def test_another_layout_goes_on_where_the_run_stopped(prepared: dict[str, Path], whole: Path) -> None:
+def test_another_layout_goes_on_where_the_run_stopped(
+    prepared: dict[str, Path], resumed: Path, whole: Path
+) -> None:
     """Saved under TP2 x PP2 + SP, resumed on one rank and under PP2 x VPP2: the same samples, and losses within 1e-6."""
     want = metrics(whole)
     for name, options, ranks in (
@@ -174,7 +184,7 @@ def test_another_layout_goes_on_where_the_run_stopped(prepared: dict[str, Path],
         ("interleaved", ["--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.distributed_optimizer", "false"], 2),
     ):
         run = prepared["folder"] / f"elastic_{name}"
-        shutil.copytree(prepared["folder"] / "resumed" / "step_00000003", run / "step_00000003")
+        shutil.copytree(resumed / "step_00000003", run / "step_00000003")
         plain = ["--parallel.overlap_param_gather", "false"] if "false" in options else []
         done = train(prepared, run, *options, *plain, ranks=ranks)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -186,9 +196,11 @@ def test_another_layout_goes_on_where_the_run_stopped(prepared: dict[str, Path],
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), name
 
 
-def test_a_changed_number_of_data_parallel_ranks_is_refused_unless_the_data_restarts(prepared: dict[str, Path]) -> None:
+def test_a_changed_number_of_data_parallel_ranks_is_refused_unless_the_data_restarts(
+    prepared: dict[str, Path], resumed: Path
+) -> None:
     run = prepared["folder"] / "changed_dp"
-    shutil.copytree(prepared["folder"] / "resumed" / "step_00000003", run / "step_00000003")
+    shutil.copytree(resumed / "step_00000003", run / "step_00000003")
     done = train(prepared, run, ranks=2)
     assert done.returncode != 0
     assert "was saved with dp 1, this run has 2" in done.stderr and "restart_data" in done.stderr
@@ -199,9 +211,11 @@ def test_a_changed_number_of_data_parallel_ranks_is_refused_unless_the_data_rest
 
 @pytest.mark.parametrize("victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_refused_by_name(prepared: dict[str, Path], victim: str, damage: str) -> None:
+def test_a_damaged_checkpoint_is_refused_by_name(
+    prepared: dict[str, Path], resumed: Path, victim: str, damage: str
+) -> None:
     """What resume reads is verified against its hash; one flipped bit is enough."""
-    source = prepared["folder"] / "resumed" / "step_00000003"
+    source = resumed / "step_00000003"
     broken = prepared["folder"] / "broken" / f"{Path(victim).name}_{damage}"
     shutil.copytree(source, broken)
     path = broken / victim
@@ -216,8 +230,8 @@ def test_a_damaged_checkpoint_is_refused_by_name(prepared: dict[str, Path], vict
     assert not verify_checkpoint(source)
 
 
-def test_a_run_that_is_done_says_so(prepared: dict[str, Path]) -> None:
-    done = train(prepared, prepared["folder"] / "resumed", *LAYOUT)
+def test_a_run_that_is_done_says_so(prepared: dict[str, Path], resumed: Path) -> None:
+    done = train(prepared, resumed, *LAYOUT)
     assert done.returncode == 0 and "nothing to do: step 6 of 6 is done; raise steps" in done.stdout, done.stdout
 
 
@@ -277,10 +291,12 @@ def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Pa
     assert listed and all(sample["key"] and sample["reason"] for sample in listed)
 
 
-def test_a_save_that_fails_leaves_the_last_good_checkpoint(prepared: dict[str, Path], whole: Path) -> None:
+def test_a_save_that_fails_leaves_the_last_good_checkpoint(
+    prepared: dict[str, Path], resumed: Path, whole: Path
+) -> None:
     """Files may not grow beyond some kilobytes, as on a full disk: the run ends, and goes on from the checkpoint before."""
     run = prepared["folder"] / "full_disk"
-    shutil.copytree(prepared["folder"] / "resumed" / "step_00000003", run / "step_00000003")
+    shutil.copytree(resumed / "step_00000003", run / "step_00000003")
     limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "limited", *command(prepared, run, *LAYOUT)]
     done = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=300, cwd=prepared["folder"])
     assert done.returncode != 0

@@ -13,6 +13,8 @@ from megatron_vl.weights import WeightReader
 from tests.training.small_run import metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 
+pytestmark = pytest.mark.ranks
+
 LAYOUT = ["--parallel.ep", "2"]
 
 

@@ -45,8 +45,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in children if b"megatron_vl.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_path):
     run = tmp_path / "run"
     first = start(LAUNCHER, prepared, run)
@@ -72,8 +71,7 @@ def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_p
     assert "rank 1 was ended by SIGKILL" in err and "ChildFailedError" not in err
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_torchrun_saves_at_sigterm_too(prepared, tmp_path):
     """It signals the loaders' worker processes with the ranks, and ends with a report of its own."""
     run = tmp_path / "run"

@@ -1,0 +1,61 @@
+"""Which cases of a table ``make test`` runs: the fewest that hold every pair of settings that any case holds.
+
+Most faults of a layout show when two settings meet (sequence parallelism with a tied output layer, say), seldom only when
+three do. ``make test-full`` runs the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def pairwise(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the chosen cases, in the order of the table.
+
+    Args:
+        cases: each with a ``name``; its other fields are its settings.
+    """
+    left = {case["name"]: set(_pairs(case)) for case in cases}
+    uncovered = set().union(*left.values()) if left else set()
+
+    chosen = set()
+    while uncovered:
+        # The first of those that cover most, so that the choice depends on the table alone.
+        name = max(left, key=lambda name: len(left[name] & uncovered))
+        uncovered -= left.pop(name)
+        chosen.add(name)
+    return [case["name"] for case in cases if case["name"] in chosen]
+
+
+def _pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
+    """Every two settings of a case."""
+    yield from combinations(sorted(_settings(case)), 2)
+
+
+def _settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """The settings of a case. Rows are told apart by the kinds of samples in them, splits of layers by what is odd in them."""
+    settings = {
+        (field, repr(value)) for field, value in case.items() if field not in ("name", "steps", "layers")
+    }
+    kinds = {kind for step in case["steps"] for row in step for kind in row}
+    settings |= {("sample", kind) for kind in kinds}
+
+    text_only = {"text", "short_text", "without_loss"}
+    rows = [row for step in case["steps"] for row in step]
+    if kinds - text_only and any(set(row) <= text_only for row in rows):
+        settings.add(("rows", "with and without pictures"))
+    if any(len(row) > 1 for row in rows):
+        settings.add(("rows", "packed"))
+    if len(case["steps"]) > 1:
+        settings.add(("steps", "several"))
+
+    layers = case.get("layers") or []
+    if len(set(layers)) > 1:
+        settings.add(("layers", "uneven"))
+    if 0 in layers:
+        settings.add(("layers", "an empty stage or chunk"))
+    return settings

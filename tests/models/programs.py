@@ -1,0 +1,153 @@
+"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from megatron_vl.data.assemble import pack_row
+from megatron_vl.models import build, tower_attention
+from megatron_vl.models.build import check_tensors, chunk_tensors
+from megatron_vl.training.optimizer import build_optimizer
+from megatron_vl.training.step import run_schedule, token_loss, train_step, wrap
+from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
+from toolkit.parity.batches import make_sample
+
+
+def padding_under_training(hf: str) -> list[list[float]]:
+    """Sums of the padded parts of an FFN of width 107 in 128, and of the rest, before and after three steps."""
+    trainer = tiny_trainer(hf)
+    check_tensors(trainer.spec, trainer.layout, chunk_tensors(trainer.chunks, trainer.layout, 0))
+
+    def sums() -> list[float]:
+        parameters = dict(trainer.chunks[0].named_parameters())
+        layer = "vision_model.decoder.layers.1.mlp."
+        fc1 = parameters[layer + "linear_fc1.weight"]
+        bias = parameters[layer + "linear_fc1.bias"]
+        fc2 = parameters[layer + "linear_fc2.weight"]
+        padded = (fc1[107:128], fc1[235:], bias[107:128], bias[235:], fc2[:, 107:])
+        inside = fc1[:107].abs().sum() + fc1[128:235].abs().sum()
+        return [*(float(part.abs().sum()) for part in padded), float(inside)]
+
+    before = sums()
+    for number in range(3):
+        assert trainer.step(number).updated
+    return [before, sums()]
+
+
+def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
+    """Losses and gradients of one row, with logits of the tokens that bear loss and with all logits."""
+    trainer = tiny_trainer(hf)
+    chunk = trainer.chunks[0]
+    rows_of_logits: list[int] = []
+    chunk.language_model.output_layer.register_forward_hook(
+        lambda module, args, out: rows_of_logits.append(len(out[0]))
+    )
+
+    row = _row(trainer, "image", "text")
+    found = []
+    for index in (row.loss_index, None):
+        chunk.zero_grad(set_to_none=True)
+        for parameter in chunk.parameters():
+            parameter.main_grad.zero_()
+        losses = chunk(dataclasses.replace(row, loss_index=index))
+        token_loss(row, losses)[0].backward()
+        found.append((losses.detach(), {name: p.main_grad.clone() for name, p in chunk.named_parameters()}))
+
+    (some, ours), (all_losses, whole) = found
+    inside = torch.zeros_like(some).index_fill(1, row.loss_index, 1.0)
+    chunk(row, labels=False)
+    return {
+        "rows of logits": rows_of_logits,
+        "outside": (some * (1 - inside)).abs().max().item(),
+        "loss": ((some - all_losses) * inside).abs().max().item(),
+        "learnt": (row.loss_mask[row.loss_index].sum() - row.loss_mask.sum()).item(),
+        "without gradient": [name for name, gradient in whole.items() if not gradient.any()],
+        "gradients": {
+            name: ((gradient - whole[name]).norm() / whole[name].norm().clamp(min=1e-30)).item()
+            for name, gradient in ours.items()
+        },
+    }
+
+
+def gradients_without_loss(hf: str) -> list[Any]:
+    """[parameters without a gradient, the largest gradient, loss, loss tokens] of a row that bears no loss."""
+    trainer = tiny_trainer(hf)
+    came: set[str] = set()
+    for name, parameter in trainer.chunks[0].named_parameters():
+        parameter.register_hook(lambda gradient, name=name: came.add(name))
+
+    reports = run_schedule(trainer.wrapped, [_row(trainer, "without_loss")], seq_len=SEQ_LEN)
+    names = {name for name, _ in trainer.chunks[0].named_parameters()}
+    largest = max(p.main_grad.abs().max().item() for p in trainer.chunks[0].parameters())
+    return [sorted(names - came), largest, *reports[0]["loss"].tolist()]
+
+
+def _row(trainer: TinyTrainer, *kinds: str) -> Any:
+    """One row of these samples as the model gets it."""
+    samples = [make_sample(kind, trainer.spec, 0) for kind in kinds]
+    return trainer.feed_of([pack_row(samples, trainer.spec, SEQ_LEN)], 1).next_step().rows[0]
+
+
+def step_with_and_without_kernels(hf: str) -> list[list[float]]:
+    """[loss, gradient norm, calls of the kernels] of a step with torch's attention, and with ours in Triton's interpreter."""
+    from tests.models.triton_checks import mend_interpreter
+
+    mend_interpreter()
+    trainer = tiny_trainer(hf)
+    calls: list[int] = []
+    attend = tower_attention._attend
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return attend(*arguments)
+
+    tower_attention._attend = counted
+    rows = trainer.feed.next_step().rows
+
+    def step(wrapped: list[Any], optimizer: Any) -> list[float]:
+        result = train_step(wrapped, optimizer, rows, trainer.grid, SEQ_LEN)
+        return [result.loss, result.grad_norm, len(calls)]
+
+    plain = step(trainer.wrapped, trainer.optimizer)
+    build.choose_backend = lambda name, *, causal, **rest: "sdpa" if causal else "triton"
+    wrapped = wrap(trainer.config, trainer.new_chunks())
+    return [plain, step(wrapped, build_optimizer(trainer.config, trainer.platform, wrapped))]
+
+
+def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
+    """Writes the whole gradients of named parity cases, and their experts' load, to ``out``."""
+    import torch.distributed as dist
+
+    from megatron_vl.models.moe import expert_load
+    from megatron_vl.models.tensors import tensor_table
+    from megatron_vl.parallel.grid import end_distributed, init_distributed
+    from megatron_vl.platform import get_platform
+    from megatron_vl.weights import unshard
+    from toolkit.parity.worker import Case, collect_gradients, draw
+    from toolkit.parity.worker import build as build_case
+
+    platform = get_platform("cpu")
+    init_distributed(platform)
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    for name, fields in cases.items():
+        case = Case(name=name, **fields)
+        live = build_case(case, platform)
+        data = live.feed(draw(case.steps[0], live.spec, 0), platform, case.seq_len)
+        for chunk in live.wrapped:
+            chunk.zero_grad_buffer()
+        run_schedule(live.wrapped, data.rows, seq_len=case.seq_len)
+
+        load = expert_load(live.wrapped, live.spec.language.num_layers, live.spec.language.moe.num_experts)
+        gradients = collect_gradients(live.wrapped, live.tensors, live.grid, live.spec)
+        table, cut = tensor_table(live.spec), live.layout.cut
+        results[name] = {"load": load}
+        for tensor, copies in gradients.items():
+            parts = [copies[0][part] for part in range(cut.parts(table[tensor]))]
+            results[name][tensor] = unshard(parts, table[tensor], cut)
+
+    if dist.get_rank() == 0:
+        torch.save(results, out)
+    end_distributed()

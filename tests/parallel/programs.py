@@ -1,0 +1,127 @@
+"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_vl.models.families import read_spec
+from megatron_vl.parallel.ddp import ReplicaDDP
+from megatron_vl.parallel.grid import end_distributed, init_distributed, make_grid
+from megatron_vl.parallel.layout import make_layout
+from megatron_vl.platform import get_platform
+
+
+class Several(torch.nn.Module):
+    """Six small weights, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(6):
+            weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=number != 3)
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(x @ weight for weight in self.parameters())
+
+
+def order_of_gathers() -> dict[str, list[Any]]:
+    """For core's DDP and for ours: which parameters' gathers start when, and how many are under way as each module runs."""
+    init_distributed(get_platform("cpu"))
+    mpu.initialize_model_parallel()
+    core = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, calculate_per_token_loss=True
+    )
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True, bucket_size=40
+    )
+    result = {
+        kind.__name__: _gathers_of(kind(core, config, torch.nn.Sequential(*(Several() for _ in range(3)))))
+        for kind in (DistributedDataParallel, ReplicaDDP)
+    }
+    end_distributed()
+    return result
+
+
+def _gathers_of(ddp: Any) -> list[Any]:
+    happened: list[Any] = []
+
+    def under_way() -> int:
+        return sum(group.param_gather_handle is not None for group in ddp.bucket_groups)
+
+    for number, group in enumerate(ddp.bucket_groups):
+
+        def start(
+            *args: Any, number: int = number, original: Any = group.start_param_sync, **kwargs: Any
+        ) -> Any:
+            happened.append(["start", number])
+            return original(*args, **kwargs)
+
+        group.start_param_sync = start
+    for module in ddp.module:
+        module.register_forward_pre_hook(lambda *_: happened.append(["run", under_way()]))
+
+    for _ in range(2):
+        for group in ddp.bucket_groups:
+            group.param_gather_dispatched = False
+        for _ in range(2):
+            ddp(torch.ones(2, 4))
+    happened.append(["groups", len(ddp.bucket_groups)])
+    return happened
+
+
+def groups_of_layouts(hf: str) -> dict[str, Any]:
+    """Groups and threads after each round of layouts, in two default groups after each other, and whether all sums were right."""
+    platform, spec = get_platform("cpu"), read_spec(hf)
+    rounds, sums = [], []
+    for world in range(2):
+        init_distributed(platform)
+        for _ in range(3):
+            for tp, pp in ((2, 1), (1, 2), (1, 1), (1, 1)):
+                grid = make_grid(make_layout(spec, tp, pp, 1, None))
+                sums += _sums_over(grid, tp, pp)
+                assert (grid.owners_gloo is not None) == (tp * pp == 1 and grid.owns_loader)
+                assert mpu.get_pipeline_model_parallel_world_size() == pp
+            dist.barrier()
+            rounds.append([len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))])
+
+        if world == 0:
+            end_distributed()
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    end_distributed()
+    return {"rounds": rounds, "right": all(sums)}
+
+
+def _sums_over(grid: Any, tp: int, pp: int) -> list[bool]:
+    """Whether a sum of ones over each group is the size that the group should have."""
+    right = []
+    for group, size in ((grid.tp_group, tp), (grid.dp_group, 2 // tp // pp), (grid.replica_group, tp * pp)):
+        assert group.size() == size, (tp, pp, size)
+        one = torch.ones(1)
+        dist.all_reduce(one, group=group)
+        right.append(one.item() == size)
+    return right
+
+
+def late_rank(hf: str, folder: str) -> list[bool]:
+    """Whether rank 1, which comes late to each of three layouts, was there when this rank's layout was ready."""
+    init_distributed(get_platform("cpu"))
+    layout = make_layout(read_spec(hf), 2, 1, 1, None)
+    seen = []
+    for number in range(3):
+        mark = Path(folder) / f"late_{number}"
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+            mark.touch()
+        make_grid(layout)
+        seen.append(mark.exists())
+    end_distributed()
+    return seen

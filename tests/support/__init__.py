@@ -1,0 +1,1 @@
+"""What the tests share: processes that start without importing the stack again, and small models and data sets."""

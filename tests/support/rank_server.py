@@ -1,0 +1,210 @@
+"""A process that has imported the training stack once and forks ranks from there.
+
+    python -m tests.support.rank_server SOCKET
+
+Importing torch, Megatron-core and transformers costs over four seconds of processor time; a fork costs a hundredth of that.
+The server never touches the platform, a process group or a data set itself, so what it forks is as fresh as a new process.
+It reads one pickled :class:`Job` after another from the socket (both ends belong to the same test process), runs it to its end
+and answers with an :class:`Outcome`. Ranks are treated as torchrun treats them: when one fails, the others are ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+PRELOADED = (
+    "megatron_vl.train",
+    "megatron_vl.training.check",
+    "megatron_vl.training.loop",
+    "toolkit.parity.worker",
+    "toolkit.cli",
+    "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
+)
+"""Imported before the first fork. A module that a rank needs beyond these is imported by the rank."""
+
+GRACE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL for the peers of a rank that failed; torchrun waits 30."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One group of ranks: a module to run as ``python -m`` does, or a function to call."""
+
+    ranks: int
+    environment: dict[str, str]
+    """The whole environment of each rank, apart from what says which rank it is."""
+    folder: str
+    """An empty folder for ``stdout``, ``stderr`` and ``result.json``."""
+    cwd: str
+    timeout_s: float
+    port: int
+    """A free TCP port for the group's rendezvous."""
+    module: str = ""
+    arguments: list[str] = field(default_factory=list)
+    function: tuple[str, str] = ("", "")
+    """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: each one's exit code (-N for signal N), and whether the time ran out."""
+
+    exit_codes: list[int]
+    timed_out: bool
+
+
+def main(descriptor: int) -> None:
+    """Serves until the other end closes."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+    assert threading.active_count() == 1, "a thread of the server would be missing in every rank"
+    gc.collect()
+    gc.freeze()  # pages that the ranks share stay shared
+
+    connection = Connection(descriptor)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        connection.send(_run(job, connection))
+
+
+def _run(job: Job, connection: Connection) -> Outcome:
+    """Forks the ranks and waits for the last of them."""
+    running = {_fork(job, rank, connection): rank for rank in range(job.ranks)}
+    exit_codes = [0] * job.ranks
+
+    ends_at, failed_at, timed_out = time.monotonic() + job.timeout_s, None, False
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            exit_codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
+            if code and failed_at is None:
+                failed_at = time.monotonic()
+                _signal_all(running, signal.SIGTERM)
+            continue
+
+        if time.monotonic() > ends_at:
+            timed_out = True
+        if timed_out or (failed_at is not None and time.monotonic() > failed_at + GRACE_S):
+            _signal_all(running, signal.SIGKILL)
+        time.sleep(0.005)
+    return Outcome(exit_codes, timed_out)
+
+
+def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _fork(job: Job, rank: int, connection: Connection) -> int:
+    """The process id of a new rank; in the rank itself this never returns."""
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        _be_rank(job, rank)
+    return pid
+
+
+def _be_rank(job: Job, rank: int) -> NoReturn:
+    """Runs the job as this rank and leaves the process, with the exit code that a Python program of its own would have."""
+    code = 1
+    try:
+        _prepare(job, rank)
+        code = _execute(job, rank)
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # What an interpreter does at its end; os._exit keeps the server's own exit handlers out of it.
+        with contextlib.suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]
+        with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _prepare(job: Job, rank: int) -> None:
+    """Environment, working folder and output of a rank as a launcher would have set them."""
+    identity = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job.port),
+        "TORCHELASTIC_ERROR_FILE": str(Path(job.folder) / "attempt" / str(rank) / "error.json"),
+    }
+    os.environ.clear()
+    os.environ.update(job.environment | identity)
+    os.chdir(job.cwd)
+
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        target = os.open(Path(job.folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, descriptor)
+        os.close(target)
+    (Path(job.folder) / "attempt" / str(rank)).mkdir(parents=True, exist_ok=True)
+    faulthandler.enable()
+    sys.path.insert(0, job.cwd)
+
+
+def _execute(job: Job, rank: int) -> int:
+    if job.module:
+        sys.argv = [job.module, *job.arguments]
+        sys.modules.pop(
+            job.module, None
+        )  # it runs as __main__ and must not be known under its own name as well
+        runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+        return 0
+
+    module, name = job.function
+    function = getattr(importlib.import_module(module), name)
+    result = function(**job.variables)
+    if rank == 0:
+        (Path(job.folder) / "result.json").write_text(json.dumps(result))
+    return 0
+
+
+def _exit_code(error: SystemExit) -> int:
+    """As the interpreter understands ``sys.exit``."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    # Under its importable name, so that what the test process pickles is understood here.
+    from tests.support.rank_server import main as serve
+
+    serve(socket.socket(fileno=int(sys.argv[1])).detach())

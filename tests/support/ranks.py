@@ -1,0 +1,152 @@
+"""Programs and functions in processes of their own, forked from a server that has imported the stack (:mod:`.rank_server`).
+
+A rank needs a process of its own: the CPU platform changes torch for the rest of it, and groups of ranks are groups of
+processes. Tests that must see a real start (signals, kills, the launcher, the demo) start real processes instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .rank_server import Job, Outcome
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+allowed = True
+"""Set by the tests' fixtures: whether the test that runs now is marked ``ranks``."""
+
+_jobs = count()
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str | Path] = (),
+    ranks: int = 1,
+    *,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 600,
+) -> subprocess.CompletedProcess[str]:
+    """``python -m module arguments`` in ``ranks`` processes, to its end.
+
+    Raises:
+        subprocess.TimeoutExpired: the ranks were still running after ``timeout_s`` seconds and were killed.
+    """
+    words = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        job = _job(folder, ranks, environment, cwd, timeout_s, module=module, arguments=words)
+        outcome = _ask(job)
+        stdout, stderr = _said(folder)
+    if outcome.timed_out:
+        raise subprocess.TimeoutExpired([module, *words], timeout_s, stdout, stderr)
+    return subprocess.CompletedProcess([module, *words], _first_failure(outcome), stdout, stderr)
+
+
+def call(
+    function: Callable[..., Any],
+    ranks: int = 1,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 300,
+    **variables: Any,
+) -> Any:
+    """What ``function(**variables)`` returns on rank 0 when each of ``ranks`` processes calls it; JSON types only."""
+    named = (function.__module__, function.__name__)
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        job = _job(folder, ranks, environment, None, timeout_s, function=named, variables=variables)
+        outcome = _ask(job)
+        stdout, stderr = _said(folder)
+        assert not any(outcome.exit_codes), (
+            f"exit codes {outcome.exit_codes}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
+        )
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def _job(
+    folder: str,
+    ranks: int,
+    environment: Mapping[str, str] | None,
+    cwd: Path | None,
+    timeout_s: float,
+    **work: Any,
+) -> Job:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+    return Job(
+        ranks=ranks,
+        environment=variables,
+        folder=folder,
+        cwd=str(cwd or REPOSITORY),
+        timeout_s=timeout_s,
+        port=_free_port(),
+        **work,
+    )
+
+
+def _ask(job: Job) -> Outcome:
+    assert allowed, "a test that starts ranks needs the mark `ranks`"
+    server = _server(job.environment.get("TRITON_INTERPRET", "0"))
+    server.send(job)
+    return server.recv()
+
+
+@cache
+def _server(triton_interpret: str) -> Connection:
+    """The connection to a server of this test process, which ends with it; Triton reads its variable when it is imported."""
+    ours, theirs = socket.socketpair()
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": triton_interpret}
+    environment = {**os.environ, **variables}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.rank_server", str(theirs.fileno())],
+        env=environment,
+        cwd=REPOSITORY,
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+    )
+    theirs.close()
+    connection = Connection(ours.detach())
+
+    def end() -> None:
+        connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+
+    atexit.register(end)
+    return connection
+
+
+def _free_port() -> int:
+    """A port below those that the kernel hands out on its own, so that nobody takes it between this check and its use."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 15_000 + worker * 2_000 + (os.getpid() + next(_jobs)) % 2_000
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def _said(folder: str) -> tuple[str, str]:
+    """What all ranks wrote to standard output and to standard error."""
+    paths = (Path(folder) / name for name in ("stdout", "stderr"))
+    stdout, stderr = (path.read_text(errors="replace") if path.exists() else "" for path in paths)
+    return stdout, stderr
+
+
+def _first_failure(outcome: Outcome) -> int:
+    """0, or 1 as torchrun ends when any rank failed; a single process has its own exit code."""
+    if len(outcome.exit_codes) == 1:
+        return outcome.exit_codes[0]
+    return int(any(outcome.exit_codes))

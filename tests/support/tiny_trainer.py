@@ -1,0 +1,86 @@
+"""A trainer of a small model on one rank, for functions that run in a process of their own (:func:`tests.support.ranks.call`).
+
+Making one chooses the CPU platform, which changes torch for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.config import DataConfig, OptimizerConfig, TrainConfig
+from megatron_vl.data.assemble import pack_row
+from megatron_vl.models.build import build_chunks
+from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.layout import Layout, make_layout
+from megatron_vl.platform import Platform, get_platform
+from megatron_vl.training.feed import Feed
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.step import train_step, wrap
+from toolkit.parity.batches import make_sample
+
+SEQ_LEN = 256
+ROWS = 2
+"""Micro-batches of a step."""
+
+
+@dataclass
+class TinyTrainer:
+    """What the training loop holds, built with random weights."""
+
+    platform: Platform
+    spec: ModelSpec
+    layout: Layout
+    grid: Grid
+    config: TrainConfig
+    chunks: list[Any]
+    wrapped: list[Any]
+    optimizer: Any
+    feed: Feed
+
+    def step(self, number: int = 0) -> Any:
+        """Sets the learning rates of a step and takes it on the feed's next rows."""
+        rows = self.feed.next_step().rows
+        set_learning_rates(self.optimizer, self.config, number)
+        return train_step(self.wrapped, self.optimizer, rows, self.grid, SEQ_LEN)
+
+    def feed_of(self, rows: Iterable[Any], count: int) -> Feed:
+        """A feed of other rows, ``count`` of them a step."""
+        return Feed(self.grid, self.platform, iter(rows), count, balanced=False)
+
+    def new_chunks(self, config: TrainConfig | None = None) -> list[Any]:
+        """The same model once more, with the same random weights."""
+        statistics = {"pixel_mean": (0.5,) * 3, "pixel_std": (0.5,) * 3}
+        return build_chunks(self.platform, self.spec, self.layout, config or self.config, **statistics)
+
+
+def tiny_trainer(hf: str | Path, dtype: str = "float32", **optimizer: Any) -> TinyTrainer:
+    """A trainer whose rows are an image and a text in turn; ``optimizer`` overrides fields of its configuration."""
+    platform = get_platform("cpu")
+    spec = read_spec(hf)
+    layout = make_layout(spec)
+    init_distributed(platform)
+    grid = make_grid(layout)
+
+    rates = {"lr": 1e-3, "vision_lr": 5e-4, "merger_lr": 2e-4, "weight_decay": 0.1, "schedule": "constant"}
+    config = TrainConfig(
+        dtype=dtype,  # type: ignore[arg-type]
+        steps=10,
+        global_batch_size=ROWS,
+        data=DataConfig(seq_len=SEQ_LEN),
+        optimizer=OptimizerConfig(**(rates | optimizer)),
+    )
+    trainer = TinyTrainer(platform, spec, layout, grid, config, [], [], None, None)  # type: ignore[arg-type]
+
+    trainer.chunks = trainer.new_chunks()
+    trainer.wrapped = wrap(config, trainer.chunks)
+    trainer.optimizer = build_optimizer(config, platform, trainer.wrapped)
+    rows = itertools.cycle(
+        [pack_row([make_sample(kind, spec, 0)], spec, SEQ_LEN) for kind in ("image", "text")]
+    )
+    trainer.feed = trainer.feed_of(rows, ROWS)
+    return trainer

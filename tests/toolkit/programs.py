@@ -1,0 +1,74 @@
+"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
+
+from megatron_vl.config import parse_config
+from megatron_vl.models.families import read_spec
+from megatron_vl.models.moe import routers
+from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.platform import get_platform
+from megatron_vl.training.feed import Feed
+
+Stages = list[list[list[Any]]]
+"""[stage][tensor] -> [name, shape, trained]."""
+
+
+def order_of_chunks(pp: int, vpp: int, micro_batches: int, stage: int) -> list[int]:
+    """Core's own order of forward (positive) and backward (negative) passes of the chunks of a stage, counted from 1."""
+    group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
+    place = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
+    warm_up = get_pp_rank_microbatches(micro_batches, vpp, pp, p2p_communicator=place)[2]
+    return convert_schedule_table_to_order(warm_up, vpp, get_schedule_table(micro_batches, vpp, pp))
+
+
+def built_examples(
+    schedules: list[tuple[int, int, int]], examples: dict[str, tuple[str, str, str]]
+) -> dict[str, Any]:
+    """Core's orders of ``schedules``, and the tensors of the modules that each example builds."""
+    get_platform("cpu")
+    cuda = [
+        "--fp8.recipe",
+        "tensorwise",
+        "--parallel.tp_comm_overlap",
+        "true",
+        "--model.language_attention",
+        "te",
+    ]
+    cuda += ["--model.window_attention", "fused"]
+    cuda += ["--recompute.language", "selective", "--recompute.language_modules", "[layernorm]"]
+    return {
+        "orders": [[order_of_chunks(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in schedules],
+        "built": {name: _tensors(*example) for name, example in examples.items()},
+        "with CUDA's options": _tensors(*examples["qwen2_vl_7b"], *cuda),
+    }
+
+
+def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
+    from toolkit.plan.dry_build import dry_build
+
+    stages = dry_build(parse_config(["--config", path, *options]), read_spec(hf), int(world))
+    return [[[tensor.name, tensor.shape, tensor.trained] for tensor in stage] for stage in stages]
+
+
+def busiest_experts(hf: str) -> list[float]:
+    """Per layer, the busiest expert's tokens over the mean, with ``--even_routing`` and routers that prefer no expert."""
+    from toolkit.bench.options import parse
+    from toolkit.bench.measure import build, make_loader, one_step
+
+    platform = get_platform("cpu")
+    shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
+    options = parse(["--hf", hf, "--rows", "text", "--even_routing", "true", *shape])
+    layout = options.layout()
+    init_distributed(platform)
+    live = build(options, options.spec(), platform, make_grid(layout), layout)
+
+    for router in routers(live.chunks):
+        router.weight.data.zero_()  # all experts are equally good: the router takes the same ones for each token
+    one_step(live, Feed(live.grid, platform, make_loader(live, "text", 1), 1, balanced=False))
+    return [float(router.load.max() / router.load.float().mean()) for router in routers(live.chunks)]
