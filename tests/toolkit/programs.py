@@ -58,8 +58,8 @@ def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
 
 def busiest_experts(hf: str) -> list[float]:
     """Per layer, the busiest expert's tokens over the mean, with ``--even_routing`` and routers that prefer no expert."""
-    from toolkit.bench.options import parse
     from toolkit.bench.measure import build, make_loader, one_step
+    from toolkit.bench.options import parse
 
     platform = get_platform("cpu")
     shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]

@@ -26,7 +26,7 @@ from toolkit.hf import load_model, load_processor
 from toolkit.tiny import write_tiny_checkpoint
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ranks,
     pytest.mark.skipif(importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"),
 ]
 
