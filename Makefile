@@ -9,13 +9,11 @@ ORDER  := $(if $(SEED),-p randomly -p no:cacheprovider --randomly-seed=$(SEED),-
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ORDER)
 # A file's tests stay in one process: groups of processes are started once for all that read their results.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
-# Run by `make docs`, hence not again by `make test`.
-DOC_TESTS := tests/test_docs.py tests/test_examples.py
 
-.PHONY: help demo quick test test-full check lint types docs setup eval lock clean
+.PHONY: help demo quick test test-full test-next check lint types docs setup eval lock clean
 
 help:            ## what can be made
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
 
 demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face, every step checked (.demo/)
 	$(BIN)/megatron-vl demo --dir .demo
@@ -23,7 +21,7 @@ demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face
 quick: $(READY)  ## the tests that start no ranks: under 3 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not ranks and not full" $(ARGS)
 
-test: $(READY)   ## what guards a change, real multi-process groups on CPU included: under 15 minutes on 2 cores
+test: $(READY)   ## what guards a change, real groups of processes on CPU included: under 15 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not full" --durations=10 $(ARGS)
 
 test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about an hour
@@ -32,16 +30,23 @@ test-full: $(READY) ## every test, the whole parity table, long fuzzing and twen
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.checkpoints --count 500
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.kills --kills 20
 
+test-next: $(READY) ## the tests with the newest released Megatron-core in place of the pinned one
+	rm -rf $(VENV)/next
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/next megatron-core
+	PYTHONPATH=$(VENV)/next MEGATRON_VL_UNTESTED_CORE=1 $(PYTEST) $(SPREAD) -m "not full" $(ARGS)
+
 check: lint types docs ## what the pre-commit hooks run
 
-lint: $(READY)   ## ruff
+lint: $(READY)   ## ruff, its formatter, and which folder may import which
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(READY)  ## mypy
 	$(BIN)/mypy
 
-docs: $(READY)   ## commands of the README run, commands and YAML of the examples validated
-	$(PYTEST) $(DOC_TESTS)
+docs: $(READY)   ## the documentation site, built strictly (.site/); its commands are checked by the tests
+	$(BIN)/mkdocs build --strict --quiet --site-dir .site
 
 setup: $(READY)  ## the virtual environment, pinned by constraints.txt
 
@@ -62,4 +67,4 @@ lock: eval       ## constraints.txt from what is installed now
 	  $(BIN)/python -m pip freeze --exclude-editable ) > constraints.tmp && mv constraints.tmp constraints.txt
 
 clean:           ## the demo's files and caches (not the virtual environment)
-	rm -rf .demo .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf .demo .site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache build *.egg-info
