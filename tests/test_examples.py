@@ -68,7 +68,10 @@ def test_split_takes_the_layout_of_the_yaml(example):
 
 @cache
 def counted(hf_config: Path) -> tuple[Counter[str], dict[str, Any]]:
-    """Parameters of transformers' model by part (vision, mergers, embedding, head, experts and rest of each layer), and its config."""
+    """Parameters of transformers' model by part, and its config.
+
+    The parts: vision, mergers, embedding, head, and of each layer the experts and the rest.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -180,8 +183,10 @@ def stage_parts(example: Example, stage: int) -> dict[str, int]:
 
 
 def activations_gib(example: Example, stage: int) -> float:
-    """What a decoder layer or vision layer keeps for its backward pass, in bfloat16: inputs and outputs of both norms, q, k, v and
-    the output of attention, and of the MLP its products."""
+    """What a decoder layer or vision layer keeps for its backward pass, in bfloat16.
+
+    That is: inputs and outputs of both norms, q, k, v and the output of attention, and of the MLP its products.
+    """
     _, sizes = counted(example.hf_config)
     config, p, text = example.config, example.config.parallel, sizes["text"]
     tokens, h = config.data.seq_len, text["hidden_size"]

@@ -100,8 +100,9 @@ def dry_run(capsys, *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-LARGE = ["--model.hf", str(CONFIGS / "Qwen2.5-VL-72B-Instruct.json"), "--data.seq_len", "8192", "--global_batch_size", "64"]
-LARGE += ["--parallel.tp", "8", "--parallel.pp", "4", "--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,21,21]"]
+LARGE = ["--model.hf", str(CONFIGS / "Qwen2.5-VL-72B-Instruct.json"), "--data.seq_len", "8192"]
+LARGE += ["--global_batch_size", "64", "--parallel.tp", "8", "--parallel.pp", "4"]
+LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,21,21]"]
 
 
 def test_dry_run_says_layout_schedule_and_memory(capsys):
