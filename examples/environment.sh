@@ -1,15 +1,32 @@
 #!/usr/bin/env bash
-# Sourced by the scripts of the examples, with what they start: megatron-vl or python. Where the environment is not on the path they
-# end with one line about it. From the root of the checkout any Python finds megatron_vl, but not what it imports: hence torch.
+# Sourced by the other scripts: finds megatron-vl, the YAML of the model that is named, and what that YAML says.
 set -euo pipefail
-on_the_path() {
-  if [ "$1" = python ]; then
-    python -c 'from importlib.util import find_spec; assert find_spec("megatron_vl") and find_spec("torch")' 2> /dev/null
-  else
-    command -v "$1" > /dev/null
-  fi
-}
-if ! on_the_path "${1:-megatron-vl}"; then
+if ! command -v megatron-vl > /dev/null; then
   echo "${0##*/}: megatron-vl is not on the path; in the root of the checkout: source .venv/bin/activate (make setup makes it)" >&2
   exit 127
 fi
+
+# config_of qwen2_5_vl_7b -> examples/qwen2_5_vl_7b.yaml; a YAML of your own stays what it is.
+config_of() {
+  local here config
+  here=$(dirname "${BASH_SOURCE[0]}")
+  config=$1
+  [ -f "$config" ] || config=$here/$(basename "$1" .yaml).yaml
+  if [ ! -f "$config" ]; then
+    echo "${0##*/}: $1 is neither a YAML nor one of: $(cd "$here" && echo *.yaml | sed 's/\.yaml//g')" >&2
+    exit 2
+  fi
+  echo "$config"
+}
+
+# field RUN.yaml section.name -> its value; empty where it is not set.
+field() {
+  "$(dirname "$(command -v megatron-vl)")/python" - "$@" << 'PYTHON'
+import sys
+
+import yaml
+
+section, name = sys.argv[2].split(".")
+print((yaml.safe_load(open(sys.argv[1], encoding="utf-8")).get(section) or {}).get(name, ""))
+PYTHON
+}

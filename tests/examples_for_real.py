@@ -2,7 +2,7 @@
 
     python -m tests.examples_for_real [--only qwen3_vl_8b ...] [--out FOLDER]
 
-For each folder: a checkpoint of the released family, layer count and tying, narrow; convert_then_split.sh in the YAML's own
+For each YAML: a checkpoint of the released family, layer count and tying, narrow; convert_then_split.sh in the YAML's own
 layout; pretrain.sh for two steps on the demo's conversations (layouts of more than four ranks in a smaller one, read from the
 same shards); evaluate.sh of the original, the round trip and the trained checkpoint, where VLMEvalKit is installed (make eval).
 Exit code 1 when a script fails. Some minutes an example; hence not among the tests.
@@ -60,7 +60,7 @@ def smaller(parallel: ParallelConfig, layers: int) -> list[str]:
 
 def scripts(example: Path, work: Path, data: Path, table: Path | None) -> dict[str, tuple[list[str], dict[str, Path | str]]]:
     """Script -> its options and environment."""
-    config = parse_config(["--config", str(example / "pretrain.yaml")])
+    config = parse_config(["--config", str(example)])
     spec = read_spec(ROOT / "tests" / "hf_configs" / f"{Path(config.model.hf).name}.json")
     small_checkpoint(work / "hf", spec)
     paths: dict[str, Path | str] = {"HF": work / "hf", "FULL": work / "full", "SHARDS": work / "shards", "RUN": work / "run"}
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="folder for checkpoints and logs; default: a temporary one")
     args = parser.parse_args()
     out = args.out or Path(tempfile.mkdtemp(prefix="examples-"))
-    examples = [path.parent for path in sorted((ROOT / "examples").glob("*/pretrain.yaml"))]
+    examples = sorted((ROOT / "examples").glob("*.yaml"))
     write_raw_data(out / "raw")
     source = ["--input", str(out / "raw" / "conversations.json"), "--media-root", str(out / "raw" / "media")]
     convert = [sys.executable, "-m", "toolkit", "data", "convert", *source, "--out", str(out / "data"), "--val-fraction", "0"]
@@ -107,13 +107,13 @@ def main() -> int:
         table = photograph_table(out / "tables" / "photographs.tsv")
     failed = False
     for example in examples:
-        if args.only and example.name not in args.only:
+        if args.only and example.stem not in args.only:
             continue
-        work = out / example.name
+        work = out / example.stem
         work.mkdir()
         for name, (options, variables) in scripts(example, work, out / "data", table).items():
-            fine, seconds = run(example / name, options, variables, work / f"{name}.log")
-            print(f"{'ok    ' if fine else 'FAILED'} {example.name}/{name} {seconds:.0f} s", flush=True)
+            fine, seconds = run(ROOT / "examples" / name, [example.stem, *options], variables, work / f"{name}.log")
+            print(f"{'ok    ' if fine else 'FAILED'} {name} {example.stem} {seconds:.0f} s", flush=True)
             if not fine:
                 failed = True
                 print("\n".join((work / f"{name}.log").read_text().splitlines()[-12:]), flush=True)

@@ -50,11 +50,14 @@ def test_commands_are_valid(document, line):
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
     elif "/slurm.sh" in line:
-        assert (ROOT / words[-1] / "pretrain.yaml").is_file() and (ROOT / words[-2]).is_file()
+        assert (ROOT / "examples" / f"{words[-1]}.yaml").is_file() and (ROOT / words[-2]).is_file()
     elif program.startswith("examples/"):
         assert os.access(ROOT / program, os.X_OK)
-        if program.endswith("pretrain.sh"):
-            parse_config(["--config", str((ROOT / program).parent / "pretrain.yaml"), *words[1:]])
+        name = words[1]
+        path = str(ROOT / "examples" / f"{name}.yaml")
+        assert Path(path).is_file() or name == "RUN.yaml"
+        if program.endswith("pretrain.sh") and name != "RUN.yaml":
+            parse_config(["--config", path, *words[2:]])
     elif program in ("pip", "pre-commit", "source", "python") or words[1:3] == ["-m", "pytest"]:
         for word in words[1:]:
             assert not word.startswith(("tests/", "constraints")) or (ROOT / word).exists()

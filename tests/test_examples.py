@@ -1,4 +1,4 @@
-"""Every shipped example: its YAML parses, its layout fits the released model, its scripts say the same as its YAML and run."""
+"""Every shipped example: its YAML parses, its layout fits the released model, its numbers hold, and the scripts run."""
 
 from __future__ import annotations
 
@@ -7,88 +7,253 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_vl.config import parse_config, validate
-from megatron_vl.models.families import FAMILIES, read_spec
+from megatron_vl.config import validate
+from megatron_vl.models.families import FAMILIES
 from megatron_vl.models.families.base import text_config
 from megatron_vl.parallel.layout import run_layout
 from megatron_vl.weights import WeightReader
-from tests.commands import logical_lines, megatron_vl_arguments
+from tests.commands import logical_lines, megatron_vl_command, words_of
+from tests.examples import EXAMPLES, HF_CONFIGS, ROOT, Example, read_example
+from toolkit.weights.options import SplitOptions
 
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/pretrain.yaml"))
-SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
-HF_CONFIGS = ROOT / "tests" / "hf_configs"
+SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
+GIB = 2**30
+H200_FLOPS = 989e12
+"""Data sheet, bfloat16, dense."""
+H200_GIB = 139.8
+"""As CUDA reports it."""
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT / "examples"))
+@pytest.fixture(params=EXAMPLES, ids=lambda path: path.stem)
+def example(request) -> Example:
+    return read_example(request.param)
 
 
 def test_every_family_and_every_released_size_has_an_example():
-    used = {Path(parse_config(["--config", str(e / "pretrain.yaml")]).model.hf).name for e in EXAMPLES}
-    assert used == {path.stem for path in HF_CONFIGS.glob("*.json")}
-    assert {read_spec(HF_CONFIGS / f"{size}.json").family for size in used} == set(FAMILIES)
+    examples = [read_example(path) for path in EXAMPLES]
+    assert {e.hf_config.stem for e in examples} == {path.stem for path in HF_CONFIGS.glob("*.json")}
+    assert {e.spec.family for e in examples} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("folder", EXAMPLES, ids=name)
-def test_yaml_fits_the_released_model(folder):
-    config = parse_config(["--config", str(folder / "pretrain.yaml")])
-    spec = read_spec(HF_CONFIGS / f"{Path(config.model.hf).name}.json")
-    assert folder.name.startswith(spec.family.removesuffix("_moe"))
-    p = config.parallel
-    run_layout(spec, p)
-    nodes = int(re.search(r"NNODES:-(\d+)", (folder / "pretrain.sh").read_text())[1])
-    assert validate(config, nodes * 8) >= 1
+def test_yaml_fits_the_released_model(example):
+    config, spec = example.config, example.spec
+    assert example.name.startswith(spec.family.removesuffix("_moe"))
+    run_layout(spec, config.parallel)
+    assert validate(config, example.world) >= 1
     assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]
     assert config.model.checkpoint and config.data.path and config.checkpoint.dir
 
 
-@pytest.mark.parametrize("folder", EXAMPLES, ids=name)
-def test_weights_are_split_as_the_yaml_says(folder):
-    config = parse_config(["--config", str(folder / "pretrain.yaml")])
-    text = (folder / "convert_then_split.sh").read_text()
-    defaults = dict(re.findall(r"^(\w+)=\$\{\1:-(.+)\}$", text, re.MULTILINE))
-    assert defaults["HF"] == config.model.hf and defaults["SHARDS"] == config.model.checkpoint
-    commands = [line for line in logical_lines(text) if line.startswith("megatron-vl")]
-    commands += [text[match.start() :].splitlines()[0] for match in re.finditer(r"megatron-vl convert .*--tp", text)]
-    parsed = [megatron_vl_arguments(line) for line in commands]
-    assert [args.command for args in parsed] == ["convert", "split", "convert"]
-    p = config.parallel
-    for args in parsed[1:]:
-        assert (args.tp, args.pp, args.vpp or 1, args.layers, args.ep or 1, args.etp or 1) == (
-            p.tp,
-            p.pp,
-            p.vpp,
-            p.layers,
-            p.ep,
-            p.etp,
-        )
+def test_split_takes_the_layout_of_the_yaml(example):
+    """``convert_then_split.sh`` gives it the YAML and nothing else."""
+    path = str(ROOT / "examples" / f"{example.name}.yaml")
+    p = example.config.parallel
+    _, options = megatron_vl_command(f"megatron-vl split --checkpoint full --config {path} --out shards")
+    assert isinstance(options, SplitOptions)
+    expected = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "layers": p.layers, "ep": p.ep, "etp": p.etp}
+    assert options.layout == expected
+    _, other = megatron_vl_command(f"megatron-vl split --checkpoint full --config {path} --tp 16 --out shards")
+    assert isinstance(other, SplitOptions) and other.layout == expected | {"tp": 16}
 
 
-@pytest.mark.parametrize("folder", EXAMPLES, ids=name)
-def test_evaluation_is_of_the_yamls_weights_and_run(folder):
-    """That such a script runs is shown by tests/toolkit/test_evaluate.py, where VLMEvalKit is installed."""
-    config = parse_config(["--config", str(folder / "pretrain.yaml")])
-    text = (folder / "evaluate.sh").read_text()
-    defaults = dict(re.findall(r"^(\w+)=\$\{\1:-(.+)\}$", text, re.MULTILINE))
-    paths = (config.model.hf, config.model.checkpoint, config.checkpoint.dir)
-    assert (defaults["HF"], defaults["SHARDS"], defaults["RUN"]) == paths
-    commands = [line.removesuffix(' "$@"') for line in logical_lines(text) if line.startswith("megatron-vl")]
-    shards, run, evaluated = (megatron_vl_arguments(line) for line in commands)
-    assert (shards.command, run.command, evaluated.command) == ("export", "export", "evaluate")
-    assert evaluated.original == shards.hf == run.hf and evaluated.converted.name == "converted"
-    assert evaluated.gpus_per_process == {"72B": 4, "A22B": 8}.get(config.model.hf.split("-")[-2], 1)
+# --- The numbers in the first lines, from transformers' own modules and by hand ---------------------------------------
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+@cache
+def counted(hf_config: Path) -> tuple[Counter[str], dict[str, Any]]:
+    """Parameters of transformers' model by part, and its config.
+
+    The parts: vision, mergers, embedding, head, and of each layer the experts and the rest.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(str(hf_config))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    parts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"language_model\.layers\.(\d+)\.", name)
+        if "visual." in name:
+            parts["mergers" if "merger" in name else "vision"] += parameter.numel()
+        elif layer:
+            parts[f"{'experts' if '.experts.' in name else 'layer'} {layer[1]}"] += parameter.numel()
+        else:
+            parts["embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "norm"] += parameter.numel()
+    return parts, {"text": config.get_text_config().to_dict(), "vision": config.vision_config.to_dict()}
+
+
+def vision_sizes(vision: dict[str, Any]) -> tuple[int, int, int, int, int]:
+    """Width, FFN width, matrices of an MLP, layers, layers with full attention; Qwen2-VL has other names."""
+    width = vision.get("embed_dim") or vision["hidden_size"]
+    ffn = vision.get("intermediate_size") or int(width * vision["mlp_ratio"])
+    layers = vision["depth"]
+    full = len(vision["fullatt_block_indexes"]) if "fullatt_block_indexes" in vision else layers
+    return width, ffn, 3 if "fullatt_block_indexes" in vision else 2, layers, full
+
+
+def flops_per_token(example: Example) -> float:
+    """Forward and backward: 6 a weight that multiplies a token, and attention; pictures of 640 x 480 with 152 tokens of text."""
+    parts, config = counted(example.hf_config)
+    text, vision = config["text"], config["vision"]
+    unit = vision["patch_size"] * vision["spatial_merge_size"]
+    pictured = round(640 / unit) * round(480 / unit)
+    document = pictured + 152
+    patches = 4 * pictured
+
+    active = text.get("num_experts_per_tok", 1) / text.get("num_local_experts", 1)
+    layers = sum(n for part, n in parts.items() if part.startswith("layer"))
+    experts = sum(n for part, n in parts.items() if part.startswith("experts"))
+    heads = text["num_attention_heads"] * (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
+    language = 6 * (layers + experts * active) * document + 6 * text["num_hidden_layers"] * heads * document**2
+    head = 6 * text["hidden_size"] * text["vocab_size"] * 75  # tokens that bear loss
+
+    width, _, _, _, full = vision_sizes(vision)
+    tower = 6 * (parts["vision"] + parts["mergers"] / 4) * patches + 12 * width * full * patches**2
+    return (language + head + tower) / document
+
+
+def base_mfu(example: Example) -> float:
+    """Measured, docs/log.md 2026-11-21: 7B and 3B under data parallelism, 7B under TP2, 30B-A3B in short and long rows."""
+    tensor = 39.0 / 50.1 if example.config.parallel.tp > 1 else 1.0
+    if example.spec.language.moe:
+        return tensor * (0.342 if example.config.data.seq_len >= 32768 else 0.188)
+    return tensor * (0.461 if counted(example.hf_config)[1]["text"]["hidden_size"] < 3072 else 0.501)
+
+
+def test_stated_speed_is_that_of_the_stated_mfu(example):
+    assert example.hours == pytest.approx(1e9 / example.tokens_per_second / 3600, abs=0.06)
+    if example.measured_per_gpu:
+        assert example.tokens_per_second == pytest.approx(example.measured_per_gpu * example.world, rel=0.001)
+        assert f"| image rows | {example.measured_per_gpu:,} |" in (ROOT / "README.md").read_text()
+        return
+    by_hand = example.mfu * H200_FLOPS * example.world / flops_per_token(example)
+    assert example.tokens_per_second == pytest.approx(by_hand, rel=0.08)
+
+
+def test_stated_mfu_is_a_measured_one_less_idle_stages_and_recomputation(example):
+    if example.measured_per_gpu:
+        return
+    p, config = example.config.parallel, example.config
+    passes = p.vpp * config.global_batch_size * p.tp * p.pp // example.world
+    busy = passes / (passes + p.pp - 1)
+    # A whole forward pass again makes 4/3 of the work.
+    least = 3 / 4 if "full" in (config.recompute.language, config.recompute.vision) else 1
+    assert least * base_mfu(example) * busy - 0.011 <= example.mfu <= base_mfu(example) * busy + 0.011
+
+
+def states_gib(example: Example, stage: int) -> float:
+    """Weights in bfloat16, gradients in float32, and 12 bytes of optimizer state over the ranks that hold the same."""
+    p = example.config.parallel
+    dp = example.world // (p.tp * p.pp)
+    total = 0.0
+    for part, n in stage_parts(example, stage).items():
+        sharded, copies = (p.ep * p.etp, p.tp * dp // (p.ep * p.etp)) if part.startswith("experts") else (p.tp, dp)
+        total += n / sharded * (2 + 4 + 12 / copies)
+    return total / GIB
+
+
+def stage_layers(example: Example, stage: int) -> list[int]:
+    p = example.config.parallel
+    count = counted(example.hf_config)[1]["text"]["num_hidden_layers"]
+    split = p.layers or [count // (p.pp * p.vpp)] * (p.pp * p.vpp)
+    first = [sum(split[:i]) for i in range(len(split))]
+    layers: list[int] = []
+    for chunk in range(stage, p.pp * p.vpp, p.pp):
+        layers += range(first[chunk], first[chunk] + split[chunk])
+    return layers
+
+
+def stage_parts(example: Example, stage: int) -> dict[str, int]:
+    parts, _ = counted(example.hf_config)
+    last = stage == example.config.parallel.pp - 1
+    wanted = {f"{kind} {layer}" for kind in ("layer", "experts") for layer in stage_layers(example, stage)}
+    wanted |= {"vision", "mergers", "embedding"} if stage == 0 else set()
+    wanted |= {"head"} if last else set()
+    if last and "head" not in parts and stage:  # tied, and far from the embedding
+        return {part: parts[part] for part in wanted & set(parts)} | {"copy": parts["embedding"]}
+    return {part: parts[part] for part in wanted & set(parts)}
+
+
+def activations_gib(example: Example, stage: int) -> float:
+    """What a decoder layer or vision layer keeps for its backward pass, in bfloat16.
+
+    That is: inputs and outputs of both norms, q, k, v and the output of attention, and of the MLP its products.
+    """
+    _, sizes = counted(example.hf_config)
+    config, p, text = example.config, example.config.parallel, sizes["text"]
+    tokens, h = config.data.seq_len, text["hidden_size"]
+    split = p.tp if p.sequence_parallel else 1
+    head_dim = text.get("head_dim") or h // text["num_attention_heads"]
+    heads, kv = text["num_attention_heads"] * head_dim / p.tp, text["num_key_value_heads"] * head_dim / p.tp
+    modules = config.recompute.language_modules if config.recompute.language == "selective" else []
+    products = 2 if "activation" in modules else 3
+    mlp = products * text["intermediate_size"] / p.tp
+    if "num_experts_per_tok" in text:
+        mlp = text["num_experts_per_tok"] * (h + products * text["moe_intermediate_size"]) / split
+    layer = 4 * h / split + 2 * heads + 2 * kv + mlp
+    full = config.recompute.language == "full"
+    kept = (h / split if full else layer) * len(stage_layers(example, stage)) / p.vpp * 2 * tokens
+    again = layer * 2 * tokens if full else 0.0
+
+    passes = p.vpp * config.global_batch_size * p.tp * p.pp // example.world
+    ahead = (p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp if p.vpp > 1 else p.pp - stage - 1
+    language = kept * min(ahead + 1, passes) + again
+    if stage:
+        return language / GIB
+
+    width, ffn, matrices, depth, _ = vision_sizes(sizes["vision"])
+    patches = 4 * tokens
+    inner = 4 * width + (4 * width + (matrices - (config.recompute.vision == "activation")) * ffn) / p.tp
+    tower = depth * (width if config.recompute.vision == "full" else inner) * 2 * patches
+    # Interleaved, the first chunk takes two rounds of micro-batches before its first backward pass.
+    held = min(ahead + 1 if p.vpp == 1 else 2 * p.pp, passes)
+    return (language + tower * held) / GIB
+
+
+def test_stated_memory_is_what_is_counted_by_hand(example):
+    """States to the byte, activations as above, logits twice; what is left out (rows, mergers, embeddings) is a few GiB."""
+    text = counted(example.hf_config)[1]["text"]
+    p = example.config.parallel
+    stages = []
+    for stage in range(p.pp):
+        last = stage == p.pp - 1
+        logits = 4 * example.config.data.seq_len * text["vocab_size"] / p.tp / GIB if last else 0.0
+        stages.append(states_gib(example, stage) + activations_gib(example, stage) + logits)
+    assert example.gpu == "H200 (141 GB)"
+    assert max(stages) * 0.95 <= example.gib <= max(stages) * 1.12 + 2
+    assert example.gib <= H200_GIB - 8
+
+
+# --- The scripts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_and_can_be_started(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert os.access(script, os.X_OK), f"{script} is not executable"
     assert "set -euo pipefail" in script.read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_their_commands_are_valid(script):
+    """Variables stand for themselves; what is behind ``"$@"`` is the user's."""
+    for line in logical_lines(script.read_text()):
+        start = re.search(r"megatron-vl (train|convert|split|export|evaluate)\b", line)
+        if start is None or line.startswith("echo"):
+            continue
+        command = re.sub(r'"\$\{?\w*\[?@\]?\}?"|"\$gpus"', lambda match: "4" if "gpus" in match[0] else "", line[start.start() :])
+        if start[1] == "train":
+            assert words_of(command)[2:4] == ["--config", "config"]
+            continue
+        megatron_vl_command(re.sub(r'--config "\$config"', "", command))
 
 
 def environment(**variables: str | Path) -> dict[str, str]:
@@ -97,44 +262,58 @@ def environment(**variables: str | Path) -> dict[str, str]:
     return os.environ | own | {key: str(value) for key, value in variables.items()}
 
 
+def run(script: str, *words: str, folder: Path, **variables: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "examples" / script), *words]
+    return subprocess.run(command, env=environment(**variables), cwd=folder, capture_output=True, text=True, timeout=300)
+
+
 def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
     hf = tiny_checkpoint("qwen2_vl", layers=28)
-    variables = {"HF": hf, "FULL": tmp_path / "full", "SHARDS": tmp_path / "shards"}
-    script = ROOT / "examples" / "qwen2_vl_7b" / "convert_then_split.sh"
-    subprocess.run([str(script)], check=True, env=environment(**variables), cwd=tmp_path)
+    done = run("convert_then_split.sh", "qwen2_vl_7b", folder=tmp_path, HF=hf, FULL=tmp_path / "full", SHARDS=tmp_path / "shards")
+    assert done.returncode == 0, done.stderr
     assert WeightReader(tmp_path / "shards").layout.layers == (10, 18)
 
 
-def test_launch_gives_options_to_the_trainer_and_its_exit_code_back(tmp_path):
-    """A real launch of two processes; the trainer refuses the layout before any process group starts."""
-    script = ROOT / "examples" / "qwen2_vl_7b" / "pretrain.sh"
-    options = ["--parallel.tp", "3"]
-    done = subprocess.run([str(script), *options], env=environment(GPUS="2"), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stdout + done.stderr
-    missing = subprocess.run([str(script)], env=environment(GPUS="2", NNODES="2"), cwd=tmp_path, capture_output=True, text=True)
-    assert missing.returncode != 0 and "MASTER_ADDR" in missing.stderr
+def test_pretrain_gives_options_to_the_trainer_and_its_exit_code_back(tmp_path):
+    done = run("pretrain.sh", "qwen2_vl_7b", "--parallel.tp", "3", folder=tmp_path, GPUS="2")
+    assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stderr
+    # The name as it was once a folder, and more nodes without a meeting point.
+    missing = run("pretrain.sh", "examples/qwen2_vl_7b", folder=tmp_path, GPUS="4", NNODES="2")
+    assert missing.returncode == 2 and "--master-addr" in missing.stderr
 
 
-@pytest.mark.parametrize("script", ["launch.sh", "slurm.sh"])
-def test_without_arguments_the_usage_is_told_alone(script):
-    done = subprocess.run([str(ROOT / "examples" / script)], capture_output=True, text=True)
+@pytest.mark.parametrize("script", ["convert_then_split.sh", "pretrain.sh", "evaluate.sh", "slurm.sh"])
+def test_without_arguments_the_usage_is_told_alone(script, tmp_path):
+    done = run(script, folder=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"usage: .*\n", done.stderr), done.stderr
 
 
-STARTED = [script for script in SCRIPTS if script.name not in ("slurm.sh", "environment.sh")]
+def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path):
+    done = run("pretrain.sh", "qwen9", folder=tmp_path)
+    assert done.returncode == 2 and "qwen9 is neither a YAML nor one of: qwen2_5_vl_32b " in done.stderr
 
 
-@pytest.mark.parametrize("script", STARTED, ids=name)
+@pytest.mark.parametrize("script", ["convert_then_split.sh", "pretrain.sh", "evaluate.sh"])
 def test_without_the_environment_one_line_says_what_to_do(script, tmp_path):
-    """A Python that has nothing installed, from the root of the checkout."""
     for program in ("bash", "env", "dirname"):
         (tmp_path / program).symlink_to(str(shutil.which(program)))
-    (tmp_path / "python").write_text(f'#!{shutil.which("bash")}\nexec "{os.path.realpath(sys.executable)}" -s -S "$@"\n')
-    (tmp_path / "python").chmod(0o755)
-    options = ["run.yaml"] if script.name == "launch.sh" else []
-    done = subprocess.run([str(script), *options], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    command = [str(ROOT / "examples" / script), "qwen2_vl_7b"]
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 127
-    asked = script.name.replace("pretrain", "launch")
-    assert re.fullmatch(rf"{asked}: .*source \.venv/bin/activate.*\n", done.stderr), done.stderr
+    assert re.fullmatch(rf"{script}: .*source \.venv/bin/activate.*\n", done.stderr), done.stderr
+
+
+def test_slurm_starts_one_task_a_node_with_the_yaml(tmp_path):
+    """``srun`` writes down what it is given; the rest is megatron-vl's, tested where it reads Slurm's environment."""
+    (tmp_path / "srun").write_text(f'#!{shutil.which("bash")}\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
+    (tmp_path / "srun").chmod(0o755)
+    shutil.copy(ROOT / "examples" / "slurm.sh", tmp_path / "spooled.sh")  # Slurm runs a copy
+    variables = environment(SLURM_JOB_NUM_NODES="4", SLURM_GPUS_ON_NODE="8")
+    variables["PATH"] = f"{tmp_path}:{variables['PATH']}"
+    command = [str(tmp_path / "spooled.sh"), "qwen2_5_vl_72b", "--steps", "3"]
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    given = (tmp_path / "given").read_text().split()
+    start = ["megatron-vl", "train", "--config", "examples/qwen2_5_vl_72b.yaml", "--nproc-per-node", "8"]
+    assert given == ["--kill-on-bad-exit=1", *start, "--steps", "3"]

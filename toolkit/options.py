@@ -97,12 +97,23 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
     try:
         values = parser.parse_args(own)
     except (ArgumentError, ValueError, TypeError) as error:
-        raise UsageError(f"{' '.join(str(error).split())}; see {program} --help") from error
+        raise UsageError(f"{_as_spelled(str(error), options)}; see {program} --help") from error
 
     given = {field.name: getattr(values, field.name) for field in _shown(options)}
     parsed = options(fields=run_words, **{name: value for name, value in given.items() if value is not None})
     parsed.check()
     return parsed
+
+
+def _as_spelled(message: str, options: type[CommandOptions]) -> str:
+    """jsonargparse's message in one line, with missing options as they are spelled."""
+    message = " ".join(message.split())
+    start, colon, names = message.partition("the following arguments are required: ")
+    if not colon:
+        return message
+    positional = {field.name for field in _shown(options) if field.metadata.get("positional")}
+    missing = [name if name in positional else kebab(name) for name in names.split(", ")]
+    return f"{', '.join(missing)} must be given"
 
 
 def check_paths(options: CommandOptions) -> None:

@@ -122,7 +122,8 @@ def test_an_examples_script_scores_original_round_trip_and_training(original, ta
 
     environment = {"HF": original, "SHARDS": shards, "RUN": run, "DATA": table.stem, "OUT": tmp_path / "out"}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    command = [ROOT / "examples" / "qwen2_5_vl_7b" / "evaluate.sh", "--lmu-data", table.parent, "--processes", "2", *QUICK]
+    script = [ROOT / "examples" / "evaluate.sh", "qwen2_5_vl_7b"]
+    command = [*script, "--lmu-data", table.parent, "--processes", "2", *QUICK]
     done = subprocess.run(
         list(map(str, command)), env=os.environ | {k: str(v) for k, v in environment.items()}, capture_output=True, text=True
     )

@@ -1,4 +1,7 @@
-"""The demo's conversations: photographs that come with scikit-image, written as ShareGPT JSON with image and video files."""
+"""The demo's conversations, written as ShareGPT JSON with image and video files.
+
+The pictures are the photographs that come with scikit-image, or drawings of the same where it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .drawings import drawings
 
 QUESTION = "What is in this picture?"
 
@@ -53,15 +58,12 @@ CONVERSATIONS: list[dict[str, Any]] = [
 
 
 def write_raw_data(folder: Path) -> Path:
-    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style); returns the JSON's path.
-
-    Raises:
-        ModuleNotFoundError: scikit-image, which brings the photographs, is not installed.
-    """
+    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style); returns the JSON's path."""
     media = folder / "media"
     media.mkdir(parents=True, exist_ok=True)
-    files = _write_images(media)
-    _write_video(media / "camera_pan.mp4", _photographs()["coffee"]())
+    pictures = load_pictures()
+    files = _write_images(media, pictures)
+    _write_video(media / "camera_pan.mp4", pictures["coffee"]())
     samples: list[dict[str, Any]] = [
         {"id": name, "image": files[name], "conversations": _turns(["<image>\n" + QUESTION, answer])}
         for name, answer in PICTURES.items()
@@ -86,11 +88,12 @@ def _turns(said: list[str]) -> list[dict[str, str]]:
     return [{"from": "gpt" if i % 2 else "human", "value": text} for i, text in enumerate(said)]
 
 
-def _photographs() -> dict[str, Callable[[], NDArray[np.uint8]]]:
+def load_pictures() -> dict[str, Callable[[], NDArray[np.uint8]]]:
+    """Name -> a function that gives the picture, height x width x 3."""
     try:
         from skimage import data
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the demo's photographs come with scikit-image: pip install -e '.[dev]'") from error
+    except ModuleNotFoundError:
+        return drawings()
     # Only pictures inside the wheel: the others would be downloaded.
     return {
         "astronaut": data.astronaut,
@@ -102,12 +105,12 @@ def _photographs() -> dict[str, Callable[[], NDArray[np.uint8]]]:
     }
 
 
-def _write_images(media: Path) -> dict[str, str]:
-    """Writes the photographs in different shapes, at most 256 pixels wide or high; name -> file name."""
+def _write_images(media: Path, pictures: dict[str, Callable[[], NDArray[np.uint8]]]) -> dict[str, str]:
+    """Writes the pictures in different shapes, at most 256 pixels wide or high; name -> file name."""
     from PIL import Image
 
     files = {}
-    for name, load in _photographs().items():
+    for name, load in pictures.items():
         picture = Image.fromarray(load())
         picture.thumbnail((256, 256))
         files[name] = f"{name}.png" if name == "chelsea" else f"{name}.jpg"

@@ -86,7 +86,7 @@ class Demo:
     steps: int
     machine: Machine = field(default_factory=Machine)
     raw_data: Path | None = None
-    """Raw data of an earlier demo, for machines without the packages that the photographs come from."""
+    """Raw data of an earlier demo."""
     console: Console = field(default_factory=lambda: Console(highlight=False, width=max(110, Console().width)))
     checks: list[Check] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)

@@ -225,7 +225,7 @@ def _environment(has_gpu: bool) -> Iterator[Finding]:
     if has_gpu and "expandable_segments:True" not in alloc:
         yield note(
             "allocator", "expandable_segments is off; pictures of changing sizes fragment the memory",
-            "start with examples/launch.sh, or export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "start with megatron-vl train, or export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         )  # fmt: skip
 
 

@@ -144,7 +144,6 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
     """At least as many samples as ``rows``, of the pictures or of the demo's photographs; also as the files of a :class:`Job`.
 
     Raises:
-        UserError: no pictures are given and scikit-image, which brings photographs, is not installed.
         RecordError, FileNotFoundError: a picture cannot be used.
     """
     if images:
@@ -172,10 +171,7 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
 def _photographs(work: Path) -> tuple[list[dict[str, Any]], Path]:
     from toolkit.demo.data import write_raw_data
 
-    try:
-        conversations = json.loads(write_raw_data(work / "raw").read_text())
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error}; or give pictures of your own with --image") from error
+    conversations = json.loads(write_raw_data(work / "raw").read_text())
     return [record for record in conversations if record["id"] in PHOTOGRAPHS], work / "raw" / "media"
 
 

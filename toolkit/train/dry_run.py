@@ -12,6 +12,7 @@ from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.layout import Layout, run_layout
 from toolkit.doctor.machine import list_gpus
 from toolkit.plan.memory import GPU_GIB, PARTS, RESERVE_GIB, estimate, peak_gib, warm_up_passes
+from toolkit.plan.speed import estimate_speed
 
 
 def show(config: TrainConfig, per_node: int | None, nnodes: int, as_json: bool) -> None:
@@ -49,6 +50,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "memory_gib": [stage.as_json() for stage in stages],
         "peak_gib": round(peak_gib(stages), 1),
         "fits": fit,
+        "speed": _speed(config, spec, world),
     }
 
 
@@ -84,6 +86,16 @@ def _schedule(layout: Layout, micro_batches: int) -> dict[str, Any]:
     }
 
 
+def _speed(config: TrainConfig, spec: ModelSpec, world: int) -> dict[str, float]:
+    """On H200, image rows."""
+    speed = estimate_speed(config, spec, world)
+    return {
+        "mfu": round(speed.mfu, 3),
+        "tokens_per_second": round(speed.tokens_per_second),
+        "hours_per_billion_tokens": round(speed.hours_per_billion_tokens, 1),
+    }
+
+
 def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -112,3 +124,6 @@ def _print(facts: dict[str, Any]) -> None:
     fits = ", ".join(facts["fits"]) or f"none of {', '.join(GPU_GIB)}"
     print(f"fullest GPU: {facts['peak_gib']} GiB, with a row that is all pictures; {RESERVE_GIB:.0f} more should stay free")
     print(f"fits: {fits}")
+    speed = facts["speed"]
+    rate = f"{speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
+    print(f"speed on H200, image rows, estimated: {rate}, {speed['hours_per_billion_tokens']} hours per billion tokens")

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# From Hugging Face to Megatron weights to the layout of a model's YAML: convert_then_split.sh qwen2_5_vl_7b
+# CPU only; run it once, from the root of the checkout.
+#
+#   HF      Hugging Face folder (default: model.hf of the YAML)
+#   FULL    unsplit Megatron weights (default: checkpoints/NAME-full)
+#   SHARDS  weights in the layout of the YAML (default: its model.checkpoint)
+set -euo pipefail
+if [ -z "${1:-}" ]; then
+  echo "usage: convert_then_split.sh NAME|RUN.yaml" >&2
+  exit 2
+fi
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+config=$(config_of "$1")
+HF=${HF:-$(field "$config" model.hf)}
+FULL=${FULL:-checkpoints/$(basename "$config" .yaml)-full}
+SHARDS=${SHARDS:-$(field "$config" model.checkpoint)}
+
+megatron-vl convert --hf "$HF" --out "$FULL"
+megatron-vl split --checkpoint "$FULL" --config "$config" --out "$SHARDS"
+# Both in one stream, without the unsplit copy: megatron-vl convert --hf "$HF" --config "$config" --out "$SHARDS"

@@ -1,0 +1,34 @@
+"""``python -m megatron_vl``, which is also the ``megatron-vl`` program: finds the tools and hands over to ``toolkit.cli``.
+
+The tools (``toolkit``, ``converters``, ``data_tools``) lie beside this package in a checkout, and in its folder ``_tools`` in a
+wheel, so that names as common as these are not put into everybody's site-packages. The library imports none of them; this
+program starts them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+
+def tools_folder() -> Path:
+    """The folder that holds ``toolkit``."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_tools"
+    return installed if installed.is_dir() else package.parent
+
+
+def main() -> int:
+    """Runs the command line. Processes that it starts find the tools too."""
+    folder = str(tools_folder())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    paths = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return importlib.import_module("toolkit.cli").main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

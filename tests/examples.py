@@ -1,0 +1,62 @@
+"""The shipped examples, and what the first lines of their YAML state."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.models.families import ModelSpec, read_spec
+
+ROOT = Path(__file__).resolve().parent.parent
+HF_CONFIGS = ROOT / "tests" / "hf_configs"
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+GPUS = re.compile(r"# GPUs: (\d+) x (.*?), (\d+) GiB estimated on the fullest, when a row is all pictures\n")
+SPEED = re.compile(
+    r"# Speed: ([\d,]+) tokens/s on image rows, "
+    r"(?:estimated at (\d+) % MFU|measured on 4 of these GPUs \(([\d,]+) each, docs/log\.md\)); "
+    r"([\d.]+) hours per billion tokens\n"
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example's run, its model, and the numbers that it states."""
+
+    name: str
+    config: TrainConfig
+    spec: ModelSpec
+    hf_config: Path
+    world: int
+    gpu: str
+    gib: int
+    tokens_per_second: int
+    mfu: float
+    """0 where the speed was measured."""
+    measured_per_gpu: int
+    """0 where the speed is estimated."""
+    hours: float
+
+
+def read_example(path: Path) -> Example:
+    """Fails the test unless the YAML begins with the two lines."""
+    config = parse_config(["--config", str(path)])
+    hf_config = HF_CONFIGS / f"{Path(config.model.hf).name}.json"
+    first, second = path.read_text().splitlines(keepends=True)[:2]
+    gpus, speed = GPUS.fullmatch(first), SPEED.fullmatch(second)
+    assert gpus, f"{path.name} begins with {first!r}"
+    assert speed, f"{path.name} goes on with {second!r}"
+    return Example(
+        name=path.stem,
+        config=config,
+        spec=read_spec(hf_config),
+        hf_config=hf_config,
+        world=int(gpus[1]),
+        gpu=gpus[2],
+        gib=int(gpus[3]),
+        tokens_per_second=int(speed[1].replace(",", "")),
+        mfu=int(speed[2] or 0) / 100,
+        measured_per_gpu=int((speed[3] or "0").replace(",", "")),
+        hours=float(speed[4]),
+    )

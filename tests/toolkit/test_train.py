@@ -1,0 +1,156 @@
+"""``megatron-vl train``: what the environment makes of it, what ``--dry-run`` says, and one real start of two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.training.small_run import command as launched
+from tests.training.small_run import environment, metrics, prepare
+from toolkit.cli import main
+from toolkit.train import command
+from toolkit.train.environment import Surroundings, first_host, read
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "tests" / "hf_configs"
+STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456", "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_PROCID": "9"}
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[003-006,010]", "gpu003"),
+        ("gpu[3,7]-ib,login", "gpu3-ib"),
+        ("rack1-n[12]", "rack1-n12"),
+    ],
+)
+def test_first_host_of_a_slurm_list(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+def test_a_shell_and_a_batch_script_start_the_ranks_themselves():
+    assert read({}) == Surroundings()
+    assert read({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) == Surroundings()  # sbatch without srun
+
+
+def test_a_rank_of_torchrun_and_one_of_slurm():
+    assert read({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}).is_rank
+    tasks = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
+    slurm = read(STEP | tasks)
+    assert slurm.is_rank
+    assert slurm.variables == {
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu007",
+        "MASTER_PORT": "23456",
+    }
+    assert read(STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}).variables["MASTER_ADDR"] == "10.0.0.1"
+
+
+def test_a_slurm_step_with_a_task_a_node_starts_the_ranks_of_its_node():
+    found = read(STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"})
+    assert found == Surroundings(nnodes=2, master_addr="gpu007", master_port=23456, job_id="123456")
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[list[str]]:
+    """What the launcher was given; it starts nothing."""
+    given: list[list[str]] = []
+    monkeypatch.setattr("megatron_vl.launch.main", lambda words: given.append(words) or 7)
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+    for name in command.FOR_GPUS:
+        monkeypatch.setenv(name, os.environ.get(name, "1"))  # restored afterwards
+    return given
+
+
+def test_ranks_of_one_node(started):
+    assert main(["train", "--nproc-per-node", "4", "--parallel.tp", "2", "--steps", "3"]) == 7
+    group = ["--nnodes", "1", "--nproc-per-node", "4", "--standalone"]
+    assert started == [[*group, "-m", "megatron_vl.train", "--parallel.tp", "2", "--steps", "3"]]
+
+
+def test_ranks_of_several_nodes(started, capsys):
+    nodes = ["train", "--nproc-per-node", "8", "--nnodes", "2", "--global_batch_size", "16"]
+    assert main(nodes) == 2 and "give --master-addr" in capsys.readouterr().err
+    assert main([*nodes, "--master-addr", "head", "--job-id", "mine"]) == 7
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "head:29500", "--rdzv-id", "mine"]
+    assert started[0][4:10] == meeting
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(started, capsys):
+    assert main(["train", "--nproc-per-node", "4", "--parallel.tp", "3"]) == 1
+    assert "do not divide the world size 4" in capsys.readouterr().err
+    assert main(["train", "--nproc-per-node", "4", "--stepz", "3"]) == 2
+    assert "field 'stepz' is unknown; did you mean steps" in capsys.readouterr().err
+    assert started == []
+
+
+def dry_run(capsys, *words: str) -> dict:
+    assert main(["train", "--dry-run", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+LARGE = ["--model.hf", str(CONFIGS / "Qwen2.5-VL-72B-Instruct.json"), "--data.seq_len", "8192"]
+LARGE += ["--global_batch_size", "64", "--parallel.tp", "8", "--parallel.pp", "4"]
+LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,21,21]"]
+
+
+def test_dry_run_says_layout_schedule_and_memory(capsys):
+    """Counted by hand: 64 ranks are two replicas of 32 micro-batches; stage 0 runs three forward passes ahead."""
+    facts = dry_run(capsys, *LARGE, "--nnodes", "8", "--nproc-per-node", "8")
+    assert facts["ranks"] == 64 and facts["layout"]["dp"] == 2
+    assert facts["stages"][0] == ["vision tower", "embedding", "decoder layers 0 to 16"]
+    assert facts["stages"][3] == ["decoder layers 59 to 79", "output layer and loss"]
+    assert facts["schedule"] == {
+        "kind": "1F1B",
+        "micro_batches": 32,
+        "warm_up": [3, 2, 1, 0],
+        "steady": [29, 30, 31, 32],
+        "idle_share": round(3 / 35, 4),
+    }
+    assert facts["tokens_per_step"] == 64 * 8192
+    # Decoder layers of the second stage: attention 2 x 8192^2 + 2 x 8192 x 1024, MLP 3 x 8192 x 29568, each over 8 ranks.
+    layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568) / 8
+    assert facts["memory_gib"][1]["weights"] == pytest.approx(2 * 21 * layer / 2**30, rel=1e-3)
+
+
+def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs(capsys, monkeypatch):
+    monkeypatch.setattr("toolkit.train.dry_run.list_gpus", list)
+    assert dry_run(capsys, *LARGE)["ranks"] == 32
+    monkeypatch.setenv("RANK", "0")  # a dry run is never a rank
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert dry_run(capsys, *LARGE)["ranks"] == 32
+
+
+def test_dry_run_is_readable_and_imports_no_torch():
+    line = ["train", "--dry-run", *LARGE]
+    code = f"import sys; from toolkit.cli import main; assert main({line!r}) == 0; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "stage 0: 3 forward, " in done.stdout and "fullest GPU: " in done.stdout
+
+
+@pytest.mark.distributed
+def test_one_command_trains_on_two_ranks_and_on_one(tiny_checkpoint, tmp_path):
+    """As a user starts it; a single rank reads the same rows, and so has the same losses."""
+    prepared = prepare(tmp_path, tiny_checkpoint("qwen2_5_vl"), samples=8)
+    losses = {}
+    for ranks in (2, 1):
+        line = launched(prepared, tmp_path / f"run{ranks}", ranks=1, steps=2)
+        fields = line[line.index("megatron_vl.train") + 1 :]
+        start = [sys.executable, "-m", "toolkit", "train", "--nproc-per-node", str(ranks), *fields, "--parallel.tp", str(ranks)]
+        done = subprocess.run(start, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses[ranks] = [step["loss"] for step in metrics(tmp_path / f"run{ranks}")]
+    assert len(losses[1]) == 2 and losses[2] == pytest.approx(losses[1], rel=1e-5)
