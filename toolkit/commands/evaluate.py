@@ -31,8 +31,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--data",
         required=True,
         metavar="NAME",
-        help="a data set of VLMEvalKit (of videos too: Video-MME_8frame), or NAME.tsv of your own: tabs between columns, "
-        "multiple choice with index, image (base64), question, A to D, answer",
+        help="name of a data set of VLMEvalKit (of videos too: Video-MME_8frame), or the path of a table of your own, "
+        "FOLDER/NAME.tsv: tabs between columns, multiple choice with index, image (base64), question, A to D, answer",
     )
     parser.add_argument(
         "--lmu-data",
@@ -81,10 +81,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from toolkit.evaluate.early import UsageError, check_data
+    from toolkit.evaluate.early import UsageError, check_data, find_data
 
-    lmu_data = args.lmu_data or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
+    usual = Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     try:
+        args.data, lmu_data = find_data(args.data, args.lmu_data, usual)
         check_data(args.data, lmu_data, not args.no_scores)
         result = _evaluate(args, lmu_data)
     except (UsageError, ValueError, FileNotFoundError) as error:  # a folder that is no checkpoint is a wrong argument too
