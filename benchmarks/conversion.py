@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from converters import rules_for
@@ -121,10 +121,10 @@ def settle(folder: Path) -> None:
 def anonymous(pid: int) -> int:
     """Bytes of a process that no file backs."""
     try:
-        found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    except (FileNotFoundError, ProcessLookupError):
+        found = psutil.Process(pid).memory_info()
+    except psutil.NoSuchProcess:
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return found.rss - found.shared
 
 
 def timed(words: list[str], root: Path) -> dict[str, float]:

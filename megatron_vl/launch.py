@@ -17,7 +17,7 @@ from types import FrameType
 
 from megatron_vl.processes import children
 
-RANK_PROGRAM = b"megatron_vl.train"
+RANK_PROGRAM = "megatron_vl.train"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,10 +51,10 @@ def main(argv: list[str] | None = None) -> int:
 def _ask_ranks(number: int, frame: FrameType | None) -> None:
     """Passes the wish to stop on to the ranks, and waits for them as before."""
     print(f"megatron_vl.launch: {signal.Signals(number).name}: the ranks save and end", file=sys.stderr, flush=True)
-    for process in children(os.getpid()):
-        if RANK_PROGRAM in process.command:
+    for pid, command in children(os.getpid()).items():
+        if RANK_PROGRAM in command:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                os.kill(process.pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGUSR1)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def _ask(number: int, frame: FrameType | None) -> None:
 
 def _peer_is_gone() -> bool:
     """Whether fewer ranks of this node are alive than torchrun started: children of its process with our command line."""
-    siblings = {process.pid: process.command for process in children(os.getppid())}
+    siblings = children(os.getppid())
     own = siblings.get(os.getpid())
     return list(siblings.values()).count(own) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if own else False
 

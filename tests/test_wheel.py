@@ -147,8 +147,8 @@ write_raw_data(Path("raw"))
 
 
 @pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.ranks
+@pytest.mark.ranks
 def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     """Conversion there and back, data, a training, its checkpoint, an answer, parity; with drawn pictures."""
     program(python=TINY)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 
-from megatron_vl.processes import processes
+import psutil
 
 
 def kill_tree(root: int) -> None:
     """SIGKILL to a process and all below it. The launcher gives ranks sessions of their own, so its group is not enough."""
-    parents = {process.pid: process.parent for process in processes()}
-    tree = {root}
-    while below := {pid for pid, parent in parents.items() if parent in tree} - tree:
-        tree |= below
-    for pid in tree:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(root)
+        for one in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from data_tools.convert import ConvertError, Options, _Pool, convert
@@ -127,23 +128,20 @@ def test_workers_end_with_their_parent():
 
     process = FORK.Process(target=target)
     process.start()
-    children: list[str] = []
+    children: list[psutil.Process] = []
     until = time.monotonic() + 20
     while len(children) < 2 and time.monotonic() < until:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = psutil.Process(process.pid).children()
     time.sleep(0.3)  # they have asked to go with their parent
     process.kill()
     process.join(10)
-    while any(alive(pid) for pid in children) and time.monotonic() < until:
+    while any(map(alive, children)) and time.monotonic() < until:
         time.sleep(0.02)
-    assert len(children) == 2 and not any(alive(pid) for pid in children)
+    assert len(children) == 2 and not any(map(alive, children))
 
 
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
-    except FileNotFoundError:
-        return False
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def half(source: Path, out: Path) -> None:

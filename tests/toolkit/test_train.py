@@ -141,7 +141,7 @@ def test_dry_run_is_readable_and_imports_no_torch():
     assert "stage 0: 3 forward, " in done.stdout and "fullest GPU: " in done.stdout
 
 
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_one_command_trains_on_two_ranks_and_on_one(tiny_checkpoint, tmp_path):
     """As a user starts it; a single rank reads the same rows, and so has the same losses."""
     prepared = prepare(tmp_path, tiny_checkpoint("qwen2_5_vl"), samples=8)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_vl.processes import children
 from tests.training.small_run import command, environment, metrics, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
 
@@ -41,8 +42,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], se
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"megatron_vl.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid, command in children(process.pid).items() if "megatron_vl.train" in command]
 
 
 @pytest.mark.ranks

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report."""
-    from toolkit.evaluate.early import UsageError, check_data
+    from toolkit.evaluate.early import UsageError, check_data, find_data
 
-    lmu_data = options.lmu_data or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
+    usual = Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     try:
+        options.data, lmu_data = find_data(options.data, options.lmu_data, usual)
         check_data(options.data, lmu_data, not options.no_scores)
         result = _evaluate(options, lmu_data)
     except (UsageError, ValueError, FileNotFoundError) as error:  # a folder that is no checkpoint is a wrong argument too

@@ -24,8 +24,8 @@ class EvaluateOptions(CommandOptions):
     trained: Path | None = option(None, metavar="HF_DIR")
     """Hugging Face folder exported after training: scored, not judged."""
     data: str = option(metavar="NAME")
-    """A data set of VLMEvalKit (of videos too: Video-MME_8frame), or NAME.tsv of your own: tabs between columns, multiple choice
-    with index, image (base64), question, A to D, answer."""
+    """The name of a data set of VLMEvalKit (of videos too: Video-MME_8frame), or the path of a table of your own,
+    FOLDER/NAME.tsv: tabs between columns, multiple choice with index, image (base64), question, A to D, answer."""
     lmu_data: Path | None = option(None, metavar="DIR", shown_default="$LMUData, or ~/LMUData")
     """Folder that holds NAME.tsv, or of a set of videos its repository, DIR/Video-MME."""
     limit: int | None = option(None, metavar="N", shown_default="all")

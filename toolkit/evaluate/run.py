@@ -18,14 +18,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from toolkit.cli import CommandError
-from toolkit.evaluate import gates
+from toolkit.evaluate import cage, gates
 from toolkit.evaluate.early import UsageError
 from toolkit.evaluate.gates import Gate
-from toolkit.evaluate.worker import JUDGED, NO_JUDGE, QUESTIONS, RELIED_ON, TABLES, UNUSABLE, read_answers
+from toolkit.evaluate.sources import copy_tables
+from toolkit.evaluate.vlmevalkit import NO_JUDGE, RELIED_ON
+from toolkit.evaluate.worker import JUDGED, QUESTIONS, TABLES, UNUSABLE, read_answers
 from toolkit.hf import check_folder
 
 MARK = ".megatron-vl-evaluate"
 PACKAGES = ("ms-vlmeval", "transformers", "torch")
+CLOSED = "closed in: it writes in the work folder only,"
 HERE = ("localhost", "127.0.0.1", "::1")
 """Hosts that are this machine."""
 NEEDS_JUDGE = (
@@ -100,6 +103,8 @@ def evaluate(options: Options, show: Callable[[str], None]) -> Result:
     for folder in options.checkpoints.values():
         check_folder(folder)
     work = _prepare(options)
+    settings["isolation"] = _isolation(work, bool(options.judge_url))
+    show(f"VLMEvalKit runs {settings['isolation']}")
     with _Workers(options, settings, work) as workers:
         show(f"importing VLMEvalKit, which reads {options.data}: up to half a minute; the checkpoints are read meanwhile")
         workers.start(settings["processes"])
@@ -237,8 +242,17 @@ def _prepare(options: Options) -> Path:
     # Answers of an earlier evaluation would be taken for this one's.
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
+    (work / "tmp").mkdir()
+    copy_tables(options.data, options.lmu_data, work / "tables")
     (out / MARK).touch()
     return work
+
+
+def _isolation(work: Path, judged: bool) -> str:
+    """How the processes of VLMEvalKit are kept from the rest of the machine; CLOSED where the system closes them in."""
+    if why := cage.why_open(work, judged):
+        return f"with the guards of Python alone: this system does not close a process in ({why})"
+    return f"{CLOSED} and {'with the network, for the judge' if judged else 'without a network'}"
 
 
 class _Workers:
@@ -246,6 +260,8 @@ class _Workers:
 
     def __init__(self, options: Options, settings: dict[str, Any], work: Path) -> None:
         self.options, self.work = options, work
+        closed = settings["isolation"].startswith(CLOSED)
+        self.python = cage.command(work, bool(options.judge_url)) if closed else [sys.executable]
         self.running: list[subprocess.Popen[bytes]] = []
         job = {
             "data": options.data,
@@ -273,7 +289,7 @@ class _Workers:
     def start(self, processes: int) -> None:
         """Each checks the data set and waits."""
         for rank in range(processes):
-            command = [sys.executable, "-m", "toolkit.evaluate.worker", str(self.work / "job.json"), str(rank)]
+            command = [*self.python, "-m", "toolkit.evaluate.worker", str(self.work / "job.json"), str(rank)]
             with (self.work / f"worker_{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
                     command,
@@ -334,7 +350,8 @@ def _environment(options: Options, work: Path, rank: int) -> dict[str, str]:
     hidden += "EVAL_PROXY FORCE_LOCAL"
     environment = {name: value for name, value in os.environ.items() if name not in hidden.split()}
     repository = str(Path(__file__).resolve().parents[2])
-    environment |= {"LMUData": str(data), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"LMUData": str(data), "TMPDIR": str(work / "tmp"), "VLMEVALKIT_USE_MODELSCOPE": "0"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"PYTHONPATH": os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])}
     if options.judge_url:
         environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(HERE))

@@ -6,17 +6,12 @@ unfinished work and lets its ``run.py`` go on from there, so that its own code r
 ``status.json``. A worker checks the data set first and then waits for a line on its standard input, the checkpoints as JSON:
 they are read meanwhile. Before it scores, the first one waits for a second line, which says that the others are done.
 
-VLMEvalKit 0.0.20, met here: importing it turns off certificate checks for the whole process, it evaluates cells of tables as
-Python (``istype``, ``toliststr``), unpickles what it finds in the folder of data sets, downloads what is missing, and catches
-every exception. So it has a process of its own, no network, a folder of its own (:mod:`toolkit.evaluate.sources`), and a
-missing metric is a failure. Its ``run.py`` gives arguments to sets of videos that they do not take, and ``--limit`` to none of
-them: it is given the data set that was built here.
+VLMEvalKit catches every exception, so a missing metric is a failure. Its ``run.py`` gives arguments to sets of videos that
+they do not take, and ``--limit`` to none of them: it is given the data set that was built here.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import copy
 import gc
 import json
@@ -27,9 +22,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from toolkit.evaluate.table import TableError, check_own, check_rows, check_video_rows
+from toolkit.evaluate import cage, vlmevalkit
+from toolkit.evaluate.early import names, wrong_columns
+from toolkit.evaluate.sources import Sources
+from toolkit.evaluate.table import REFERENCE, TableError, check_rows, check_video_rows
 
 QUESTIONS = "questions.txt"
 """File of the work folder with the number of questions."""
@@ -37,105 +34,34 @@ TABLES = "tables.json"
 """File of the work folder with the checksums of the tables."""
 JUDGED = "judge_wanted.txt"
 """File of the work folder that is there when a language model was to judge and there is none; a line each time."""
-RELIED_ON = "relied on"
-"""A line of it: the data set went on without the judgement, and its numbers are no scores."""
 UNUSABLE = 3
 """Exit code about a table that cannot be used; the last line of the log says why."""
-NO_JUDGE = "exact_matching"
-DENIED: list[str] = []
-"""What VLMEvalKit wanted of the network, for the message about a missing score."""
 
 
-def guard(work: Path | None = None, judge_url: str | None = None) -> None:
-    """No network in this process, ``eval`` reads literals only where VLMEvalKit calls it, and no pickle of others. For good.
-
-    Args:
-        work: pickles are read in this folder (VLMEvalKit's own, and ours for it) and in the installed packages only.
-        judge_url: a judge's address, which may be asked.
-    """
-    python_eval, python_load = builtins.eval, pickle.load
-    judge = urlsplit(judge_url or "").hostname
-
-    def literal_in_vlmeval(source: Any, *scopes: Any, **more: Any) -> Any:
-        caller = sys._getframe(1)
-        if str(caller.f_globals.get("__name__", "")).split(".")[0] == "vlmeval":
-            return ast.literal_eval(source)
-        if scopes or more:
-            return python_eval(source, *scopes, **more)
-        return python_eval(source, caller.f_globals, caller.f_locals)
-
-    def load_own(file: Any, *rest: Any, **more: Any) -> Any:
-        name = getattr(file, "name", None)
-        if isinstance(name, str):
-            path = Path(name).resolve()
-            if not any(path.is_relative_to(folder) for folder in (work, Path(sys.prefix)) if folder is not None):
-                raise PermissionError(f"{name} is a pickle, which can execute anything; it was not read")
-        return python_load(file, *rest, **more)
-
-    def offline(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "socket.getaddrinfo" or (event == "socket.connect" and isinstance(arguments[1], tuple)):
-            host = str(arguments[0] if event == "socket.getaddrinfo" else arguments[1][0])
-            if judge is not None and host in (judge, "127.0.0.1", "::1"):
-                return
-            DENIED.append(host)
-            raise PermissionError(f"evaluation is offline; {host} was not asked")
-
-    builtins.eval = literal_in_vlmeval
-    pickle.load = load_own
-    sys.addaudithook(offline)
+def sources_of(job: dict[str, Any]) -> Sources:
+    """The files of a job's data set, in this process' own ``$LMUData``."""
+    return Sources(job["data"], Path(job["root"]), Path(job["work"]) / "tables", Path(os.environ["LMUData"]))
 
 
-class NoJudge:
-    """Stands for VLMEvalKit's language model as a judge where there is none."""
-
-    fail_msg = "Failed to obtain answer via API."
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def working(self) -> bool:
-        """False: some data sets match answers exactly then, others give up."""
-        self._note("wanted")
-        return False
-
-    def generate(self, *_: Any, **__: Any) -> str:
-        """Raises: the data set goes on without an answer, and what it counts then is no score."""
-        self._note(RELIED_ON)
-        raise RuntimeError(f"a language model is wanted as a judge, and --judge is {NO_JUDGE}")
-
-    def _note(self, what: str) -> None:
-        with self.mark.open("a") as file:
-            file.write(what + "\n")
-
-
-def build(job: dict[str, Any], sources: Any = None) -> Any:
+def build(job: dict[str, Any], sources: Sources) -> Any:
     """VLMEvalKit's data set from files of this machine, its table checked. Raises TableError."""
-    from vlmeval.dataset import SUPPORTED_DATASETS, build_dataset
+    from vlmeval.dataset import build_dataset
 
-    from toolkit.evaluate.sources import Sources, parts_of
-
-    name, root = job["data"], Path(job["root"])
-    if sources is None:
-        sources = Sources(root, Path(os.environ["LMUData"]), Path(job["work"]) / "tables")
-    sources.name, (kind, sources.parts) = name, parts_of(name)
-    largest = job["settings"]["largest_picture"]
-    if kind == "video":
-        sources.offered(sources.parts)
-    for part in sources.parts if kind != "video" else []:
-        table = sources.table(part)
-        if kind == "tables":  # VLMEvalKit writes their pictures while it builds the data set
-            check_rows(_read_table(table), root, largest, part)
-        elif name not in SUPPORTED_DATASETS:
-            check_own(_read_table(table), name, job.get("scores", True))
-    sources.install()
+    name, largest = job["data"], job["settings"]["largest_picture"]
+    own = sources.kind == "table" and name not in names()["table"]
+    for part in sources.parts if own or sources.kind == "tables" else []:
+        rows = _read_table(sources.data / f"{part}.tsv")
+        if own:
+            check_own(rows, name, job["scores"])
+        check_rows(rows, sources.root, largest, part)  # VLMEvalKit writes their pictures while it builds the data set
+    vlmevalkit.install(sources)
     try:
-        with sources.watched():
-            dataset = build_dataset(name)
+        dataset = build_dataset(name)
     except TableError:
         raise
     except Exception as error:  # whatever pandas and VLMEvalKit raise on a table that is none
-        missed = f"; {sources.real(str(sources.missing))} is missing" if sources.missing else ""
-        raise TableError(f"VLMEvalKit cannot use {name}: {type(error).__name__}: {sources.real(str(error))}{missed}") from error
+        what = "; ".join(filter(None, [f"{type(error).__name__}: {sources.real(str(error))}", sources.missing()]))
+        raise TableError(f"VLMEvalKit cannot use {name}: {what}") from error
     if dataset is None:
         raise TableError(f"VLMEvalKit cannot use {name}.tsv: it has no column 'question'")
     if getattr(dataset, "pack", False):
@@ -143,10 +69,10 @@ def build(job: dict[str, Any], sources: Any = None) -> Any:
     if job["limit"]:
         dataset.data = first_rows(dataset.data, job["limit"])
     rows = dataset.data.to_dict("records")
-    if kind == "video":
+    if sources.kind == "video":
         check_video_rows(rows, sources.data)
-    if kind == "table":
-        check_rows(rows, root, largest, name)
+    elif sources.kind == "table" and not own:
+        check_rows(rows, sources.root, largest, name)
     _check_media(dataset, job, sources)
     return dataset
 
@@ -158,6 +84,26 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
         return load(str(path)).to_dict("records")
     except Exception as error:
         raise TableError(f"{path.name} is no table: {type(error).__name__}: {error}") from error
+
+
+def check_own(rows: list[dict[str, Any]], name: str, scored: bool) -> None:
+    """Raises TableError where VLMEvalKit would end with a bare KeyError or AssertionError on a user's own table.
+
+    Args:
+        rows: column -> cell, as in the file.
+        scored: multiple choice is to be scored, for which it takes the column ``answer``.
+    """
+    if problem := wrong_columns(list(map(str, rows[0])) if rows else [], scored):
+        raise TableError(f"{name}.tsv: {problem}")
+    indices = {str(row.get("index")) for row in rows}
+    for number, row in enumerate(rows, 1):
+        image = row.get("image")
+        short = isinstance(image, str) and 0 < len(image) <= REFERENCE and not image.startswith("[")
+        if short and image not in indices:
+            raise TableError(
+                f"{name}.tsv: row {number}: column image: {image!r} is neither a picture in base64 nor the index of a row that "
+                "has one; paths of pictures go into a column image_path"
+            )
 
 
 def first_rows(data: Any, limit: int) -> Any:
@@ -279,16 +225,16 @@ def score(job: dict[str, Any], dataset: Any) -> None:
         with (work / name / f"01_{stem}.pkl").open("wb") as file:
             pickle.dump(finished, file)
     run.build_dataset = lambda *_, **__: _fresh(dataset, job)
-    if job["judge"] == NO_JUDGE:
-        _without_judge(work / JUDGED)
+    if job["judge"] == vlmevalkit.NO_JUDGE:
+        vlmevalkit.without_judge(work / JUDGED)
     # A data set of several tables puts their names in the place of its own, anywhere in the path of its results.
     os.chdir(work)
     sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", ".", "--judge", job["judge"]]
     if job["judge_url"]:
         sys.argv += ["--judge-base-url", job["judge_url"], "--judge-key", os.environ.get("OPENAI_API_KEY") or "none"]
     run.main()
-    if DENIED:
-        print(f"wanted of the network, and refused: {', '.join(sorted(set(DENIED)))}", flush=True)
+    if cage.DENIED:
+        print(f"wanted of the network, and refused: {', '.join(sorted(set(cage.DENIED)))}", flush=True)
 
 
 def _fresh(dataset: Any, job: dict[str, Any]) -> Any:
@@ -297,25 +243,16 @@ def _fresh(dataset: Any, job: dict[str, Any]) -> Any:
     try:
         return copy.deepcopy(dataset)
     except TypeError:  # it holds what cannot be copied
-        return build(job)
-
-
-def _without_judge(mark: Path) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == "vlmeval" and hasattr(module, "build_judge"):
-            setattr(module, "build_judge", lambda **_: NoJudge(mark))  # noqa: B010
+        return build(job, sources_of(job))
 
 
 def run_job(job: dict[str, Any], rank: int) -> None:
     """What a worker is there for. Raises TableError."""
-    from toolkit.evaluate.sources import Sources
-
-    work = Path(job["work"])
-    sources = Sources(Path(job["root"]), Path(os.environ["LMUData"]), work / "tables")
+    work, sources = Path(job["work"]), sources_of(job)
     dataset = build(job, sources)
     if rank == 0:
         (work / QUESTIONS).write_text(str(len(dataset.data)))
-        (work / TABLES).write_text(json.dumps(sources.checksums))
+        (work / TABLES).write_text(json.dumps(vlmevalkit.checksums(sources.tables)))
     said = sys.stdin.readline()
     if not said:
         return  # an earlier gate failed
@@ -325,28 +262,13 @@ def run_job(job: dict[str, Any], rank: int) -> None:
         score(job, dataset)
 
 
-class NotInstalled(Exception):
-    """VLMEvalKit is there and does not import."""
-
-
-def check_import() -> None:
-    """Raises NotInstalled: one of VLMEvalKit's packages, or a library of the system that one of them wants, is missing."""
-    try:
-        import vlmeval.dataset  # noqa: F401
-    except ImportError as error:
-        hint = ""
-        if "libGL" in str(error):
-            hint = "; install it (Debian: apt install libgl1), or opencv-python-headless in place of opencv-python"
-        raise NotInstalled(f"VLMEvalKit does not import: {error}{hint}") from error
-
-
 def main(path: str, rank: str) -> None:
     job = json.loads(Path(path).read_text())
-    guard(Path(job["work"]), job.get("judge_url"))
+    cage.guard(Path(job["work"]), job["judge_url"])
     try:
-        check_import()
+        vlmevalkit.check_import()
         run_job(job, int(rank))
-    except (TableError, NotInstalled) as error:
+    except (TableError, vlmevalkit.NotInstalled) as error:
         print(" ".join(str(error).split()), flush=True)
         sys.exit(UNUSABLE)
 

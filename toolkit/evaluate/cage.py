@@ -1,0 +1,104 @@
+"""What the process of VLMEvalKit may do.
+
+VLMEvalKit 0.0.20 evaluates cells of tables and answers of models as Python, unpickles what it finds, and downloads what it
+misses. This file as a program takes the network and the right to write files from another program, where Linux lets it;
+:func:`guard` refuses inside Python, on every system, and in a way that lets a message name what was refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+DENIED: list[str] = []
+"""Hosts that were wanted and refused, for the message about a missing score."""
+LITERAL = re.compile(
+    "RESUME|LOAD_(CONST|SMALL_INT)|BUILD_(LIST|TUPLE|SET|MAP|CONST_KEY_MAP)|(LIST|SET|DICT)_(EXTEND|APPEND|ADD|UPDATE)"
+    "|MAP_ADD|UNARY_NEGATIVE|RETURN_(VALUE|CONST)"
+)
+"""Instructions of an expression that is data: no name, no call, no arithmetic."""
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
+
+
+def command(work: Path, network: bool) -> list[str]:
+    """The words before those of a Python program that close it in: no network, and no file written outside ``work``."""
+    return [sys.executable, "-I", __file__, str(work), "network" if network else "alone", sys.executable]
+
+
+def why_open(work: Path, network: bool) -> str:
+    """Why this system lets no program be closed in (it needs user namespaces and Linux 5.12); empty: it does."""
+    done = subprocess.run([*command(work, network), "-c", ""], capture_output=True, text=True)
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+
+
+def close(work: str, network: bool) -> None:
+    """Closes this process in, and all that it starts. It must have one thread. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: Any) -> None:
+        if getattr(libc, name)(*arguments) < 0:
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+    def set_read_only(path: bytes, on: bool) -> None:
+        attributes = struct.pack("4Q", READ_ONLY if on else 0, 0 if on else READ_ONLY, 0, 0)
+        call("syscall", MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, attributes, len(attributes))
+
+    user, group = os.getuid(), os.getgid()
+    os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS | (0 if network else os.CLONE_NEWNET))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user or 1} {user} 1")  # a program of user 0 could undo all this
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+    # CUDA names its threads in /proc; locks between processes lie in /dev/shm.
+    writable = [os.fsencode(path) for path in (work, f"/proc/{os.getpid()}", "/dev/shm")]
+    call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+    for path in writable:
+        call("mount", path, path, None, MS_BIND | MS_REC, None)
+    set_read_only(b"/", True)
+    for path in writable:
+        set_read_only(path, False)
+
+
+def guard(work: Path, judge_url: str | None = None) -> None:
+    """Refuses the network, pickles of others, and whatever VLMEvalKit would execute and is no literal. For good.
+
+    Args:
+        work: pickles are read in this folder (VLMEvalKit's own, and ours for it) and in the installed packages only.
+        judge_url: a judge's address, which may be asked.
+    """
+    judge = urlsplit(judge_url or "").hostname
+    python_load, allowed = pickle.load, (work.resolve(), Path(sys.prefix))
+
+    def load_own(file: Any, *rest: Any, **more: Any) -> Any:
+        name = getattr(file, "name", None)
+        if isinstance(name, str) and not any(Path(name).resolve().is_relative_to(folder) for folder in allowed):
+            raise PermissionError(f"{name} is a pickle, which can execute anything; it was not read")
+        return python_load(file, *rest, **more)
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "exec" and str(sys._getframe(1).f_globals.get("__name__")).split(".")[0] == "vlmeval":
+            if not all(LITERAL.fullmatch(step.opname) for step in dis.get_instructions(arguments[0])):
+                raise ValueError("VLMEvalKit would execute this; only literals are read")
+        if event == "socket.getaddrinfo" or (event == "socket.connect" and isinstance(arguments[1], tuple)):
+            host = str(arguments[0] if event == "socket.getaddrinfo" else arguments[1][0])
+            if judge is None or host not in (judge, "127.0.0.1", "::1"):
+                DENIED.append(host)
+                raise PermissionError(f"evaluation is offline; {host} was not asked")
+
+    pickle.load = load_own
+    sys.addaudithook(refuse)
+
+
+if __name__ == "__main__":
+    close(sys.argv[1], sys.argv[2] == "network")
+    os.execv(sys.argv[3], sys.argv[3:])

@@ -1,0 +1,131 @@
+"""What VLMEvalKit 0.0.20 needs to run here: functions of its own replaced, faults worked around, no judge where there is none."""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from toolkit.evaluate.sources import Sources
+
+ACCEPTED = "any table"
+"""What it takes for the MD5 of every file, and for the one it wants: the report says which table it was."""
+RELIED_ON = "relied on"
+"""A line of :class:`NoJudge`'s file: the data set went on without the judgement, and its numbers are no scores."""
+NO_JUDGE = "exact_matching"
+
+
+class NotInstalled(Exception):
+    """VLMEvalKit is there and does not import."""
+
+
+def check_import() -> None:
+    """Raises NotInstalled: one of VLMEvalKit's packages, or a library of the system that one of them wants, is missing."""
+    try:
+        import cv2  # noqa: F401  # it misses the library most often, and says so in a second
+        import vlmeval.dataset  # noqa: F401
+    except ImportError as error:
+        hint = ""
+        if "libGL" in str(error):
+            hint = "; install it (Debian: apt install libgl1), or opencv-python-headless in place of opencv-python"
+        raise NotInstalled(f"VLMEvalKit does not import: {error}{hint}") from error
+
+
+def install(sources: Sources) -> None:
+    """Gives VLMEvalKit ``sources`` in the place of what it finds and downloads files with."""
+    import huggingface_hub
+    import vlmeval.dataset
+    from vlmeval.smp import file as files
+    from vlmeval.smp import misc
+
+    sources.cached = _own_cache_path()
+    accept_tables()
+    new: dict[str, Callable[..., Any]] = {"get_cache_path": sources.repository}
+    new |= dict.fromkeys(("snapshot_download", "hf_hub_download", "download_file"), sources.refuse)
+    for module in _modules("vlmeval"):
+        for attribute in new.keys() & vars(module).keys():
+            setattr(module, attribute, new[attribute])
+    huggingface_hub.snapshot_download = sources.refuse  # VDC takes it from there while it runs
+    huggingface_hub.login = lambda *_, **__: None  # MVBench logs in before it downloads
+
+    vlmeval.dataset.vdc.modelscope_flag_set = misc.modelscope_flag_set  # which it does not import
+    # Sets of several video sets lack an abstract method that they do not use.
+    vlmeval.dataset.ConcatVideoDataset.prepare_dataset = lambda *_: None
+    for kind in vlmeval.dataset.VIDEO_DATASET:
+        abc.update_abstractmethods(kind)
+    # For each table of several it forks 32 copies of this process, to decode pictures.
+    files.mp = SimpleNamespace(Pool=lambda _: ThreadPool(os.cpu_count()))
+
+
+@cache
+def accept_tables() -> set[str]:
+    """Lets VLMEvalKit use tables in the form of those it knows, whatever their MD5. Returns the MD5 it knows."""
+    published: set[str] = set()
+    for module in _modules("vlmeval.dataset"):
+        if hasattr(module, "md5"):
+            module.md5 = lambda _: ACCEPTED
+        for kind in [one for one in vars(module).values() if isinstance(one, type)]:
+            for attribute, known in list(vars(kind).items()):
+                if attribute not in ("MD5", "DATASET_MD5", "MP4_MD5") or known == ACCEPTED:
+                    continue
+                published |= set(known.values() if isinstance(known, dict) else [known])
+                setattr(kind, attribute, dict.fromkeys(known, ACCEPTED) if isinstance(known, dict) else ACCEPTED)
+    return published
+
+
+def checksums(tables: list[Path]) -> dict[str, dict[str, Any]]:
+    """Table -> its MD5, and whether it is one that VLMEvalKit knows."""
+    found = {table.name: hashlib.md5(table.read_bytes()).hexdigest() for table in tables}
+    return {name: {"md5": md5, "of VLMEvalKit": md5 in accept_tables()} for name, md5 in found.items()}
+
+
+def _modules(package: str) -> list[ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if f"{name}.".startswith(f"{package}.")]
+
+
+@cache
+def _own_cache_path() -> Callable[..., str | None]:
+    from vlmeval.smp.misc import get_cache_path
+
+    return get_cache_path
+
+
+class NoJudge:
+    """Stands for VLMEvalKit's language model as a judge where there is none.
+
+    Args:
+        mark: file that gets a line each time it is asked for.
+    """
+
+    fail_msg = "Failed to obtain answer via API."
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def working(self) -> bool:
+        """False: some data sets match answers exactly then, others give up."""
+        self._note("wanted")
+        return False
+
+    def generate(self, *_: Any, **__: Any) -> str:
+        """Raises: the data set goes on without an answer, and what it counts then is no score."""
+        self._note(RELIED_ON)
+        raise RuntimeError(f"a language model is wanted as a judge, and --judge is {NO_JUDGE}")
+
+    def _note(self, what: str) -> None:
+        with self.mark.open("a") as file:
+            file.write(what + "\n")
+
+
+def without_judge(mark: Path) -> None:
+    """Puts :class:`NoJudge` in the place of every judge."""
+    for module in _modules("vlmeval"):
+        if hasattr(module, "build_judge"):
+            module.build_judge = lambda **_: NoJudge(mark)
