@@ -11,14 +11,14 @@ CACHE_KB = 64 << 10
 
 
 class Identities:
-    """The ids so far, in an SQLite table of about 43 bytes an id; 64 MiB of it are in memory, the rest in a file.
+    """The ids so far, in an SQLite table of which 64 MiB are in memory and the rest in a file.
 
-    An id is known by 128 bits of its BLAKE2b digest: of 1e8 ids, two different ones are taken for the same with a
-    probability of about 1e-23.
+    An id is known by 128 bits of its BLAKE2b digest: of 1e8 ids, two different ones are taken for the same
+    with a probability of about 1e-23.
 
     Args:
-        path: of the file, which is of no use afterwards: a conversion that goes on reads all records again, and fills
-            the table anew. Nothing of it is ever synced to the disk.
+        path: of the file, which is of no use afterwards: a conversion that goes on reads all records again,
+            and fills the table anew. Nothing of it is ever synced to the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,9 +27,11 @@ class Identities:
         """Names of the input files; the table has their places in this list."""
         self.table = sqlite3.connect(path, isolation_level=None)
 
-        for setting in ("journal_mode=OFF", "synchronous=OFF", "locking_mode=EXCLUSIVE", f"cache_size=-{CACHE_KB}"):
+        without_journal = ("journal_mode=OFF", "synchronous=OFF", "locking_mode=EXCLUSIVE")
+        for setting in (*without_journal, f"cache_size=-{CACHE_KB}"):
             self.table.execute(f"PRAGMA {setting}")
-        self.table.execute("CREATE TABLE ids (id BLOB PRIMARY KEY, file INTEGER, record INTEGER) WITHOUT ROWID")
+        columns = "id BLOB PRIMARY KEY, file INTEGER, record INTEGER"
+        self.table.execute(f"CREATE TABLE ids ({columns}) WITHOUT ROWID")
 
         # One transaction without end: pages go to the file only when the memory is full.
         self.table.execute("BEGIN")
@@ -45,7 +47,8 @@ class Identities:
         if not self.files or self.files[-1] != file:
             self.files.append(file)
 
-        added = self.table.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, ?)", (key, len(self.files) - 1, record))
+        row = (key, len(self.files) - 1, record)
+        added = self.table.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, ?)", row)
         if added.rowcount:
             return file, record
 

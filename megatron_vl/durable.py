@@ -1,8 +1,9 @@
 """Files that survive a power cut.
 
-Two rules: a file's bytes are on the disk before it gets its name, and a name is on the disk before anything refers to it. On
-POSIX that takes ``fsync`` of the file, a rename, and ``fsync`` of the folder that holds the new name; each of these functions
-returns when that is done. A file under a name has its old content or the new one at any moment.
+Two rules: a file's bytes are on the disk before it gets its name, and a name is on the disk before anything
+refers to it. On POSIX that takes ``fsync`` of the file, a rename, and ``fsync`` of the folder that holds the
+new name; each of these functions returns when that is done. A file under a name has its old content or the
+new one at any moment.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ PARTIAL = ".partial"
 
 
 def sync(path: Path) -> None:
-    """Puts the content of a file, or the names in a folder, on the disk. Raises OSError when the disk refuses it."""
+    """Puts the content of a file, or the names in a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

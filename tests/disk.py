@@ -11,7 +11,8 @@ import pytest
 
 
 class Disk:
-    """Sees each ``fsync`` and each rename of this process, which happen as ever, and knows what is on the disk by then.
+    """Sees each ``fsync`` and each rename of this process, which happen as ever, and knows what is on the
+    disk by then.
 
     Args:
         before_rename: called with the old and the new path before each rename.
@@ -41,7 +42,8 @@ class Disk:
         monkeypatch.setattr(os, "replace", watched)
 
     def lost(self, root: Path, *, but: tuple[str, ...] = ()) -> list[str]:
-        """Files and folders under ``root`` of which a power cut would take content or name; ``but``: names left out."""
+        """Files and folders under ``root`` of which a power cut would take content or name; ``but``: names
+        left out."""
         found = []
         for path in sorted(root.iterdir()):
             if path.name in but:

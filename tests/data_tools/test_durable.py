@@ -33,7 +33,10 @@ def in_a_child(target: Callable[[], None]) -> int | None:
 def run(source: Path, force: bool = False) -> Path:
     """A data set of five shards, in a folder within a new one."""
     out = source / "new" / "out"
-    report = convert([source / "in.json"], Options(source / "media", out, val_fraction=0.2, samples_per_shard=5, force=force))
+    report = convert(
+        [source / "in.json"],
+        Options(source / "media", out, val_fraction=0.2, samples_per_shard=5, force=force),
+    )
     assert (report.samples, report.shards) == (20, 5)
     return out
 

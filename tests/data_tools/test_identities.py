@@ -24,7 +24,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory: None) -> None:
-    """Against a dictionary of all ids, with one in five that was there before, near or far, in the same file or another."""
+    """Against a dictionary of all ids, of which every fifth was there before, in the same file or another."""
     choose, first = random.Random(5), {}
     table = Identities(tmp_path / "ids.sqlite")
     repeated = 0
@@ -77,7 +77,7 @@ def test_memory_does_not_grow_with_the_ids(tmp_path: Path, small_memory: None) -
 
 
 def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
-    """JSON can spell half of a surrogate pair. Ids that differ there only are two, and a refusal that shows one can be written."""
+    """JSON can spell half of a surrogate pair. Ids that differ there only are two; a refusal can show one."""
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     ids = ["x\ud800", "x\ud801", "x?", "x\ud800", 5, "5", True]
     (tmp_path / "in.json").write_text(json.dumps([{"id": value, "conversations": turns} for value in ids]))

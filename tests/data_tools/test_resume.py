@@ -197,7 +197,12 @@ def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
     report = convert(inputs(tmp_path), options(tmp_path, whole, samples_per_shard=100))
     assert (report.samples, report.quarantined) == (1100, 4)
     refused = [json.loads(line) for line in (whole / "quarantine.jsonl").read_text().splitlines()]
-    assert [(line["file"], line["record"]) for line in refused] == [("a.json", 1001), ("b.jsonl", 1), ("b.jsonl", 102), ("b.jsonl", 103)]
+    assert [(line["file"], line["record"]) for line in refused] == [
+        ("a.json", 1001),
+        ("b.jsonl", 1),
+        ("b.jsonl", 102),
+        ("b.jsonl", 103),
+    ]
     firsts = ["record 4 of a.json", "record 999 of a.json", "record 52 of b.jsonl", "record 5 of a.json"]
     assert all(first in line["detail"] for first, line in zip(firsts, refused, strict=True))
 
