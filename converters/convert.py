@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import shutil
 import sys
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_vl import __version__
+from megatron_vl import __version__, durable
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.tensors import WHOLE, Cut, TensorInfo, tensor_table
 from megatron_vl.parallel.layout import Layout, make_layout
@@ -258,7 +257,7 @@ def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: 
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin.path / path, out / path)
         for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
-            sync(path)
+            durable.sync(path)
     cast = Counter(
         (dtype_name(source.dtype(rule.name)), dtype_name(origin.hf_dtype(hf)))
         for rule in origin.rules.values()
@@ -268,15 +267,6 @@ def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: 
     names, kept = [str(path) for path in skipped], (output.kept_files(), len(output.kept))
     size = sum(Job.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order())
     return Report(out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept)
-
-
-def sync(path: Path) -> None:
-    """Has the content of a file, or the names in a folder, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> Job:

@@ -8,7 +8,6 @@ when it is started again with the same arguments (:mod:`data_tools.resume`).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -25,14 +24,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_vl import durable
 from megatron_vl.data.pixels import MAX_PIXELS
 from megatron_vl.errors import UserError
 
 from .formats import RecordError, read_conversation
+from .identities import Identities
 from .media import MediaInfo, inspect, read_media, resolve
 from .records import BadLine, read_records
 from .resume import Journal, ResumeError, Workspace, make_plan, names
-from .shards import Entry, IndexWriter, Shard, finish_shard, write_atomically
+from .shards import Entry, IndexWriter, Shard, finish_shard
 
 RECORDS_A_TASK = 16
 MOST_IGNORED_KEYS = 100
@@ -150,19 +151,23 @@ def convert(inputs: list[Path], options: Options, progress: Callable[[str], None
 
 def _convert(inputs: list[Path], options: Options, space: Workspace, progress: Callable[[str], None] | None) -> Report:
     meter = _Meter(sum(path.stat().st_size for path in inputs), progress)
-    report, seen = Report(), _Identities(options.duplicate_ids)
+    report = Report()
     journal = Journal(space.work / "journal.jsonl")
     known = journal.known()
     root = options.media_root.resolve()
     partial = space.work / "quarantine.jsonl"
-    with _Pool(options.workers) as pool, partial.open("w", encoding="utf-8") as quarantine:
+    with (
+        _Pool(options.workers) as pool,
+        partial.open("w", encoding="utf-8") as quarantine,
+        _Duplicates(options.duplicate_ids, space.work / "ids.sqlite") as duplicates,
+    ):
         writer = _Writer(pool, root, options, report, space)
         batches = meter.mark(_batches(_records(inputs, meter)))
         tasks = ((batch, root, options.max_pixels, next(known, None)) for batch in batches)
         for number, result in enumerate(pool.ordered(_verify, tasks)):
             if number >= journal.count:
                 journal.add([entry.infos if isinstance(entry, Entry) else entry for entry in result])
-            for entry in map(seen.check, result):
+            for entry in map(duplicates.check, result):
                 report.records += 1
                 if isinstance(entry, Entry):
                     report.add(entry)
@@ -175,10 +180,10 @@ def _convert(inputs: list[Path], options: Options, space: Workspace, progress: C
         meter.finish(report)
         writer.finish()
     journal.close()
-    os.replace(partial, options.out / "quarantine.jsonl")
+    durable.put(partial, options.out / "quarantine.jsonl")
     # Without the time it took: the same input gives the same files.
     stored = {name: value for name, value in report.as_json().items() if name != "seconds"}
-    write_atomically(options.out / "report.json", json.dumps(stored, indent=2) + "\n")
+    durable.write(options.out / "report.json", (json.dumps(stored, indent=2) + "\n").encode())
     space.finish({s.name: {"samples": s.samples, "bytes": s.bytes, "sha256": s.sha256} for s in writer.index.shards})
     return report
 
@@ -210,22 +215,39 @@ def _records(inputs: list[Path], meter: _Meter) -> Iterator[tuple[int, str, int,
             place += 1
 
 
-class _Identities:
-    """The ids of the samples so far, as digests: some 150 bytes a sample."""
+class _Duplicates:
+    """Refuses records whose id an earlier usable one has, where that is wanted.
 
-    def __init__(self, duplicates: str) -> None:
-        self.refuse = duplicates == "refuse"
-        self.first: dict[bytes, tuple[str, int]] = {}
+    Args:
+        duplicates: :attr:`Options.duplicate_ids`.
+        path: of a file that may take 43 bytes a record while the conversion runs.
+    """
+
+    def __init__(self, duplicates: str, path: Path) -> None:
+        self.refuse, self.path = duplicates == "refuse", path
+        self.seen: Identities | None = None
+
+    def __enter__(self) -> _Duplicates:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.seen is not None:
+            self.seen.close()
 
     def check(self, entry: Entry | dict[str, Any]) -> Entry | dict[str, Any]:
         """The entry, or the line of the quarantine file that takes its place."""
         if not self.refuse or not isinstance(entry, Entry) or not entry.identity:
             return entry
+        if self.seen is None:
+            self.seen = Identities(self.path)  # not earlier: worker processes that were forked share no open table
+
         here = (entry.source["file"], entry.source["record"])
-        first = self.first.setdefault(hashlib.blake2b(entry.identity.encode(errors="replace"), digest_size=16).digest(), here)
-        if first == here:
+        file, record = self.seen.first(entry.identity, *here)
+        if (file, record) == here:
             return entry
-        detail = f"{entry.identity[:100]} is the id of record {first[1]} of {first[0]} too; --duplicate-ids keep takes both"
+
+        shown = _printable(entry.identity[:100])
+        detail = f"{shown} is the id of record {record} of {file} too; --duplicate-ids keep takes both"
         return {**entry.source, "field": "id", "reason": "duplicate id", "detail": detail}
 
 

@@ -8,6 +8,7 @@
 Text stays as it is, white space too. Nothing is guessed: markers and media that do not agree refuse the record, and so do
 roles in another order than (system,) user, assistant, user, assistant, ..., both of ``messages`` and ``conversations``, and an
 answer without text. A user turn may be the last one. Keys that nothing reads are named in :attr:`Conversation.ignored`.
+Records with audio are refused (:mod:`data_tools.audio` says what is taken for it).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vl.errors import UserError
+from . import audio
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 MARKER = re.compile("(<image>|<video>)")
@@ -83,6 +85,7 @@ def read_conversation(record: Any, *, prompt: bool = False) -> Conversation:
     """One record of either format; as a ``prompt`` it may be without an assistant's turn. Raises :class:`RecordError`."""
     if not isinstance(record, dict):
         raise RecordError("not an object", f"the record is a {type(record).__name__}, not an object")
+    _refuse_listed_audio(record, "")
     name = "messages" if record.get("messages") is not None else "conversations"
     turns = record.get(name)
     if turns is None:
@@ -111,6 +114,7 @@ def _add_system(record: dict[str, Any], messages: list[dict[str, Any]], name: st
     if record.get("system") in (None, ""):
         return
     system = _text(record["system"], "system")
+    _refuse_audio_in(system, "system", anywhere=False)
     if messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     elif messages[0]["content"] != system:
@@ -172,6 +176,7 @@ class _Reader:
         if not isinstance(turn, dict):
             raise RecordError("bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where)
         role_field, content_field = "role" if "role" in turn else "from", "content" if "content" in turn else "value"
+        _refuse_listed_audio(turn, f"{where}.")
         written, content = turn.get(role_field), turn.get(content_field)
         self.ignore("turns", turn, role_field, content_field)
         role = ROLES.get(written) if isinstance(written, str) else None
@@ -179,6 +184,8 @@ class _Reader:
             detail = f"turn {index + 1} has the role {_shown(written)}; valid: {', '.join(ROLES)}"
             raise RecordError("unknown role", detail, f"{where}.{role_field}")
         where = f"{where}.{content_field}"
+        if role != "assistant":
+            self.check_audio(content, where)
         if isinstance(content, list):
             parts = [part for i, item in enumerate(content) for part in self.part(item, f"{where}[{i}]")]
             return {"role": role, "content": parts}
@@ -186,6 +193,18 @@ class _Reader:
         if all(part["type"] == "text" for part in parts):
             return {"role": role, "content": "".join(part["text"] for part in parts)}
         return {"role": role, "content": parts}
+
+    def check_audio(self, content: Any, where: str) -> None:
+        """Refuses a turn whose text has the placeholder of a sound."""
+        texts = [(content, where)]
+        if isinstance(content, list):
+            texts = [(item, f"{where}[{i}]") for i, item in enumerate(content)]
+
+        for item, place in texts:
+            if isinstance(item, dict):
+                item, place = item.get("text"), f"{place}.text"
+            if isinstance(item, str):
+                _refuse_audio_in(item, place, anywhere=any(self.listed.values()))
 
     def text(self, text: str) -> list[dict[str, Any]]:
         if not self.markers:
@@ -198,6 +217,10 @@ class _Reader:
         if isinstance(item, str):
             return self.text(_text(item, where))
         kind = item.get("type") if isinstance(item, dict) else None
+        if kind in audio.PARTS:
+            raise _audio_error(f"a content part of type {kind!r}", where)
+        if isinstance(item, dict):
+            _refuse_listed_audio(item, f"{where}.")
         if kind == "text":
             self.ignore("content parts", item, "type", "text")
             return self.text(_text(item.get("text"), f"{where}.text"))
@@ -247,11 +270,33 @@ def _text(value: Any, where: str) -> str:
         raise RecordError("bad text", f"a string is needed, this is a {type(value).__name__}", where)
     if PLACEHOLDER.search(value):
         raise RecordError("placeholder token in text", "the text holds a token that stands for image or video features", where)
+    if found := audio.TOKEN.search(value):
+        raise _audio_error(found[0], where)
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise RecordError("bad text", f"no valid Unicode: {error.reason}", where) from error
     return value
+
+
+def _refuse_listed_audio(item: dict[str, Any], prefix: str) -> None:
+    """Raises RecordError when a record, turn or content part holds a sound; ``prefix``: of its fields."""
+    key = audio.listed_in(item)
+    if key is not None:
+        raise _audio_error(f"{key!r}, {_shown(item[key])},", f"{prefix}{key}")
+
+
+def _refuse_audio_in(text: str, where: str, anywhere: bool) -> None:
+    """Raises RecordError when :func:`data_tools.audio.placeholder_in` finds one."""
+    found = audio.placeholder_in(text, anywhere)
+    if found is not None:
+        advice = "; where the text is about the tag, write it as code (`<audio>`)"
+        raise _audio_error(_shown(found), where, advice)
+
+
+def _audio_error(what: str, where: str, advice: str = "") -> RecordError:
+    detail = f"{what} stands for audio, which the models cannot hear{advice}"
+    return RecordError("audio not supported", detail, where)
 
 
 def _shown(value: Any) -> str:

@@ -4,6 +4,9 @@ All of it lies in ``OUT/.convert`` until the data set is complete. The journal h
 order: the sizes and checksums of the media of each usable record, or why it was refused. A second run with the same
 arguments reads the records again, takes the verdicts from the journal instead of decoding media, finds the same shards,
 keeps those that are whole, and goes on where the journal ends. Its output is that of an undisturbed run, byte for byte.
+
+A power cut is no worse than a kill: what a plan, a manifest or the finished data set speaks of is on the disk before
+(:mod:`megatron_vl.durable`). Only the journal is not: verdicts that are lost are found again.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_vl.errors import UserError
+from megatron_vl import durable
 
 from .media import MediaInfo
-from .shards import WORK, write_atomically
+from .shards import WORK
 
 PLAN = "plan.json"
 RECORD = "convert.json"
 """In ``.nv-meta`` of a complete data set: the plan that it was made by, and its shards."""
-OURS = re.compile(r"(train|val)-\d+\.tar(\.idx)?(\.tmp)?|quarantine\.jsonl|report\.json(\.tmp)?|\.nv-meta|\.convert")
+OURS = re.compile(r"(train|val)-\d+\.tar(\.idx)?(\.tmp)?|quarantine\.jsonl|report\.json(\.partial|\.tmp)?|\.nv-meta|\.convert")
+"""Names in an output folder that a conversion may remove; ``.tmp`` is from versions before 2026-11-22."""
 
 
 class ResumeError(UserError, ValueError):
@@ -97,7 +102,7 @@ class Workspace:
         foreign = sorted(path.name for path in out.iterdir() if not OURS.fullmatch(path.name)) if out.exists() else []
         if foreign:
             raise ResumeError(f"--out {out} is not an empty folder (it holds {foreign[0]}); give another one or remove it")
-        out.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(out)
         self.complete = False
         self._take_lock()
         try:
@@ -109,6 +114,7 @@ class Workspace:
 
     def _open(self, force: bool) -> None:
         if force:
+            self._unmake()
             for path in self.out.iterdir():
                 if path != self.work:
                     _remove(path)
@@ -129,10 +135,17 @@ class Workspace:
                 )
         self.complete = record is not None
         if not self.complete:
-            write_atomically(self.work / PLAN, json.dumps(self.plan))
+            durable.write(self.work / PLAN, json.dumps(self.plan).encode())
             _remove(self.meta)
-            for stale in (*self.work.glob("tmp.*"), *self.out.glob("*.tmp")):
+            for stale in (*self.work.glob("tmp.*"), *self.out.glob("*.tmp"), *self.out.glob("*" + durable.PARTIAL)):
                 _remove(stale)
+
+    def _unmake(self) -> None:
+        """What says that the data set is complete goes first: a removal that is cut short leaves none that seems to be."""
+        record = self.out / ".nv-meta" / RECORD
+        if record.exists():
+            record.unlink()
+            durable.sync(record.parent)
 
     def _take_lock(self) -> None:
         import fcntl
@@ -147,7 +160,8 @@ class Workspace:
     def finish(self, shards: dict[str, dict[str, Any]]) -> None:
         """Makes the data set appear, in one step, and removes the work folder."""
         (self.meta / RECORD).write_text(json.dumps({"plan": public(self.plan), "shards": shards}, indent=2) + "\n")
-        os.replace(self.meta, self.out / ".nv-meta")
+        durable.sync_tree(self.meta)
+        durable.rename(self.meta, self.out / ".nv-meta")
         self.complete = True
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Tar shards and Energon's own files about them (``.nv-meta``).
 
-A shard appears under its name only when it is whole, and then gets a manifest in the work folder: a conversion that was
-killed finds by it what needs not be written again.
+A shard appears under its name only when it is whole and on the disk, and then gets a manifest in the work folder: a
+conversion that was killed finds by it what needs not be written again.
 
 The index is written with Energon's index classes, in the order of the shards, so that the same input gives the same
 files whatever the number of processes. The splits are lists of shards (Energon's ratios may leave a split empty).
@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from megatron_vl import durable
 from megatron_vl.data.reading import with_crc
 from megatron_vl.errors import UserError
 
@@ -75,15 +76,24 @@ def finish_shard(name: str, index: int, entries: list[Entry], root: Path, out: P
     manifest = out / WORK / f"{name}.json"
     plan = _digest(json.dumps([[e.key, e.messages, [i.crc32 for i in e.infos]] for e in entries]).encode())
     if _is_finished(manifest, plan, out / name):
-        return _indexed(name, index, entries, out)
+        shard = _indexed(name, index, entries, out)
+        durable.sync(_idx(out / name))
+        return shard
+
     work = out / WORK / f"tmp.{os.getpid()}"
     work.mkdir(exist_ok=True)
     _write_tar(work / name, entries, root)
     shard = _indexed(name, index, entries, work)
-    os.replace((work / name).with_suffix(".tar.idx"), (out / name).with_suffix(".tar.idx"))
-    os.replace(work / name, out / name)
-    write_atomically(manifest, json.dumps({"plan": plan, "bytes": shard.bytes, "sha256": shard.sha256}))
+
+    durable.put(_idx(work / name), _idx(out / name))
+    durable.put(work / name, out / name)
+    durable.write(manifest, json.dumps({"plan": plan, "bytes": shard.bytes, "sha256": shard.sha256}).encode())
     return shard
+
+
+def _idx(tar: Path) -> Path:
+    """Energon's file of a tar's offsets."""
+    return tar.with_suffix(".tar.idx")
 
 
 def _is_finished(manifest: Path, plan: str, tar: Path) -> bool:
@@ -130,13 +140,6 @@ def _indexed(name: str, index: int, entries: list[Entry], folder: Path) -> Shard
         raise ShardError(f"{folder / name}: Energon finds {found} of {len(entries)} samples")
     rows = [row for row in rows if not isinstance(row, IndexShardInfo)]
     return Shard(name, len(entries), (folder / name).stat().st_size, _sha256(folder / name), rows + _media_rows(entries))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file has its old content or the new one at any moment."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _sample_json(entry: Entry, keys: list[str]) -> bytes:

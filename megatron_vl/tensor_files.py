@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_vl.errors import UserError
+from megatron_vl import durable
 
 CHUNK_BYTES = 4 << 20
 """Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a conversion."""
@@ -268,11 +269,15 @@ class TensorWriter:
         return os.fstat(self._fd).st_blocks * 512
 
     def commit(self, sync: bool = False) -> None:
-        """Puts the file in place; with ``sync`` its bytes are on the disk first."""
+        """Puts the file in place; with ``sync`` its bytes are on the disk first, and its name when this returns."""
         if sync:
             os.fsync(self._fd)
         self.close()
-        os.replace(self._partial, self.path)
+
+        if sync:
+            durable.rename(self._partial, self.path)
+        else:
+            os.replace(self._partial, self.path)
 
     def close(self) -> None:
         """Leaves ``NAME.partial`` as it is. Closing twice does nothing."""

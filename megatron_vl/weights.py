@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import threading
 import warnings
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_vl import durable
 from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.models.tensors import WHOLE, Cut, LayoutError, TensorInfo, check_cut, tensor_table
 from megatron_vl.parallel.layout import Layout, read_layout
@@ -304,13 +304,7 @@ def write_manifest(
         },
     }
     manifest["digest"] = manifest_digest(manifest)
-    path = Path(folder) / MANIFEST
-    partial = path.with_name(MANIFEST + ".partial")
-    with open(partial, "w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    durable.write(Path(folder) / MANIFEST, json.dumps(manifest, indent=1).encode())
     return str(manifest["digest"])
 
 

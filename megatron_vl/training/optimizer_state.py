@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_vl.errors import UserError
+from megatron_vl import durable
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import Cut, TensorInfo
 from megatron_vl.parallel.grid import Grid
@@ -135,7 +136,7 @@ def write_hashed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    os.replace(partial, path)
+    durable.rename(partial, path)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

@@ -126,7 +126,7 @@ BAD = [
     ),
     ({"image": 5, "conversations": [{"from": "human", "value": "<image>"}, GPT]}, "bad media reference", "image"),
     ({"images": ["a", ""], "conversations": [{"from": "human", "value": "<image>"}, GPT]}, "bad media reference", "images[1]"),
-    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, BOT]}, "unknown content part", "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}, BOT]}, "unknown content part", "messages[0].content[0]"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, BOT]},
         "bad media reference",

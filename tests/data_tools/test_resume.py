@@ -181,6 +181,52 @@ def test_media_that_were_verified_are_not_decoded_again(source, tmp_path, undist
     assert digests(out) == undisturbed
 
 
+def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
+    """The first of them is named wherever the run before ended, with a table of ids that has outgrown its memory."""
+    monkeypatch.setattr("data_tools.identities.CACHE_KB", 16)
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    numbers = [*range(1000), 3, 998, *range(1000, 1100), 1050, 4]
+    lines = [json.dumps({"id": f"n{n}", "conversations": turns}) for n in numbers]
+    (tmp_path / "media").mkdir()
+    (tmp_path / "a.json").write_text("[" + ",".join(lines[:1001]) + "]")
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[1001:]))
+
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    report = convert(inputs(tmp_path), options(tmp_path, whole, samples_per_shard=100))
+    assert (report.samples, report.quarantined) == (1100, 4)
+    refused = [json.loads(line) for line in (whole / "quarantine.jsonl").read_text().splitlines()]
+    assert [(line["file"], line["record"]) for line in refused] == [
+        ("a.json", 1001),
+        ("b.jsonl", 1),
+        ("b.jsonl", 102),
+        ("b.jsonl", 103),
+    ]
+    firsts = ["record 4 of a.json", "record 999 of a.json", "record 52 of b.jsonl", "record 5 of a.json"]
+    assert all(first in line["detail"] for first, line in zip(firsts, refused, strict=True))
+
+    def killed() -> None:
+        replace, count = os.replace, 0
+
+        def counted(old: Path, new: Path) -> None:
+            nonlocal count
+            count += Path(new).suffix == ".tar"
+            if count == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(old, new)
+
+        os.replace = counted
+        convert(inputs(tmp_path), options(tmp_path, out, samples_per_shard=100))
+
+    process = FORK.Process(target=killed)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert (out / ".convert/ids.sqlite").stat().st_size > 0
+
+    convert(inputs(tmp_path), options(tmp_path, out, samples_per_shard=100))
+    assert digests(out) == digests(whole)
+
+
 def test_a_complete_data_set_is_left_as_it_is(source, tmp_path, undisturbed):
     out = tmp_path / "out"
     first = convert(inputs(source), options(source, out))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from toolkit.cli import CommandError
+from megatron_vl.errors import UserError as CommandError
 from toolkit.evaluate import cage, gates
 from toolkit.evaluate.early import UsageError
 from toolkit.evaluate.gates import Gate

@@ -1,0 +1,59 @@
+"""What a power cut would leave: a file has the content, and a folder the names, of its last ``fsync``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Disk:
+    """Sees each ``fsync`` and each rename of this process, which happen as ever, and knows what is on the
+    disk by then.
+
+    Args:
+        before_rename: called with the old and the new path before each rename.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, before_rename: Callable[[Path, Path], None] | None = None) -> None:
+        self.contents: dict[int, tuple[int, int]] = {}
+        """Size and time of the last change of each file by its inode, as of its last ``fsync``."""
+        self.names: dict[int, dict[str, int]] = {}
+        """Inodes by name in each folder, by the folder's inode, as of its last ``fsync``."""
+        fsync, replace = os.fsync, os.replace
+
+        def recorded(handle: int) -> None:
+            fsync(handle)
+            state, path = os.fstat(handle), Path(f"/proc/self/fd/{handle}").resolve()
+            if path.is_dir():
+                self.names[state.st_ino] = {entry.name: entry.inode() for entry in os.scandir(path)}
+            else:
+                self.contents[state.st_ino] = (state.st_size, state.st_mtime_ns)
+
+        def watched(old: Any, new: Any, **more: Any) -> None:
+            if before_rename is not None:
+                before_rename(Path(old), Path(new))
+            replace(old, new, **more)
+
+        monkeypatch.setattr(os, "fsync", recorded)
+        monkeypatch.setattr(os, "replace", watched)
+
+    def lost(self, root: Path, *, but: tuple[str, ...] = ()) -> list[str]:
+        """Files and folders under ``root`` of which a power cut would take content or name; ``but``: names
+        left out."""
+        found = []
+        for path in sorted(root.iterdir()):
+            if path.name in but:
+                continue
+            state = path.stat()
+
+            if self.names.get(root.stat().st_ino, {}).get(path.name) != state.st_ino:
+                found.append(f"the name {path.relative_to(root)}")
+            if path.is_dir():
+                found += [f"{path.name}: {line}" for line in self.lost(path)]
+            elif self.contents.get(state.st_ino) != (state.st_size, state.st_mtime_ns):
+                found.append(f"the content of {path.relative_to(root)}")
+        return found
