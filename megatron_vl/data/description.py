@@ -26,8 +26,8 @@ from braceexpand import braceexpand
 
 META = ".nv-meta"
 MOST_SHARDS = 4_000_000
-"""Of a data set; the converter refuses to write more. Each rank that owns a loader holds all names through Energon 7.4.1, at
-@@BYTES@@ bytes of memory a shard: more than this would take @@GIB@@ GiB of it."""
+"""Of a data set; the converter refuses to write more. Energon 7.4.1 keeps about 700 bytes of memory for each shard on every
+rank that owns a loader: 2.6 GiB of it at this bound, which is a data set of a petabyte in shards of 256 MB."""
 LARGEST = 48 * MOST_SHARDS
 """Bytes of a description file; the converter writes at most 39 about a shard."""
 DEEPEST_YAML = 100

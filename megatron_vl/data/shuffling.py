@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.energon import WorkerConfig
-from megatron.energon.state import FlexState
 from megatron.energon.wrappers import ShuffleBufferDataset as EnergonShuffleBuffer
 
 GIB = 1 << 30
@@ -18,9 +17,9 @@ GIB = 1 << 30
 class ShuffleBufferDataset(EnergonShuffleBuffer[Any]):
     """Hands out a random sample of its buffer once that holds ``size`` samples, or ``most_bytes`` bytes of them.
 
-    Where the bytes never reach the bound, this is Energon 7.4.1's own buffer, draw for draw. The sizes are part of the saved
-    state, so that a resumed run draws from the same samples even where storage has lost some of them since. Energon finds
-    a state by the name of its class, hence the name; a state that Energon's own buffer has written is read too.
+    Where the bytes never reach the bound, this is Energon 7.4.1's own buffer, draw for draw, and the saved states of the two
+    are the same (Energon finds a state by the name of its class, hence the name). The bytes follow from the samples in the
+    buffer, which a restored state brings back: only where storage has lost some of them since is the order another one.
 
     Args:
         size: samples, at least 1.
@@ -40,15 +39,10 @@ class ShuffleBufferDataset(EnergonShuffleBuffer[Any]):
         self.most_bytes, self.size_of = most_bytes, size_of
         super().__init__(dataset, size=size, worker_config=worker_config)
 
-    def reset_state_own(self) -> None:
-        super().reset_state_own()
-        self._sizes: list[int] = []
-
     def __iter__(self) -> Iterator[Any]:
         buffer = self._active_buffer
         buffer.worker_start()
-        if len(self._sizes) != buffer.len_worker():  # from a state that has none
-            self._sizes = [self.size_of(sample) for sample in buffer]
+        self._sizes = [self.size_of(sample) for sample in buffer]
         self._held = sum(self._sizes)
 
         samples = buffer.append_iter()
@@ -62,7 +56,7 @@ class ShuffleBufferDataset(EnergonShuffleBuffer[Any]):
             self._sizes.append(self.size_of(sample))
             self._held += self._sizes[-1]
 
-        while buffer.len_worker() > 0:
+        while self._sizes:
             yield self._draw()
 
     def _is_full(self) -> bool:
@@ -72,15 +66,6 @@ class ShuffleBufferDataset(EnergonShuffleBuffer[Any]):
         place = self._worker_rng.randbelow(len(self._sizes))
         self._held -= self._sizes.pop(place)
         return self._active_buffer.pop(place)
-
-    def save_state(self) -> FlexState:
-        state = super().save_state()
-        state["sizes"] = list(self._sizes)
-        return state
-
-    def restore_state(self, state: FlexState) -> None:
-        super().restore_state(state)
-        self._sizes = list(state.get("sizes", ()))
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "most_bytes": self.most_bytes}
