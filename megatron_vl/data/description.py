@@ -36,7 +36,17 @@ NAMING = ("__module__", "__class__", "__function__")
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 METADATASETS = ("Metadataset", "MetadatasetV2")
 METADATASET_KEYS = {
-    *("path", "blend", "blend_epochized", "concat", "datasets", "weight", "repetitions", "split_part", "subflavors"),
+    *(
+        "path",
+        "blend",
+        "blend_epochized",
+        "concat",
+        "datasets",
+        "weight",
+        "repetitions",
+        "split_part",
+        "subflavors",
+    ),
     *("shuffle_over_epochs_multiplier", "subset", "range"),
 }
 """What a split of a metadataset may say; the rest (joins, other description files, auxiliary data) names code or leads
@@ -100,9 +110,17 @@ class DataSet:
     def identity(self, split: str) -> dict[str, Any]:
         """By content; without the path, so that the folder can be moved."""
         names = self._shards(split)
-        listed = "".join(f"{name} {self.counts.get(name)}\n" for name in names) + "".join(f"-{name}\n" for name in self.excluded)
+        listed = "".join(f"{name} {self.counts.get(name)}\n" for name in names) + "".join(
+            f"-{name}\n" for name in self.excluded
+        )
         digest = hashlib.sha256(listed.encode()).hexdigest()[:16]
-        return {"content": self.uuid, "split": split, "samples": self._samples(split), "shards": len(names), "list": digest}
+        return {
+            "content": self.uuid,
+            "split": split,
+            "samples": self._samples(split),
+            "shards": len(names),
+            "list": digest,
+        }
 
     def facts(self, split: str) -> SplitFacts:
         """Raises :class:`LoaderError` when the split is empty."""
@@ -163,7 +181,9 @@ class Metadataset:
     def _split(self, split: str) -> Any:
         if split not in self.splits:
             there = ", ".join(sorted(map(str, self.splits))) or "none"
-            raise LoaderError(f"{self.path} has no split {split!r}; splits that are there: {there}. Give another one, or add it")
+            raise LoaderError(
+                f"{self.path} has no split {split!r}; splits that are there: {there}. Give another one, or add it"
+            )
         return self.splits[split]
 
     def _identity(self, value: Any, split: str) -> Any:
@@ -175,7 +195,8 @@ class Metadataset:
         found = {
             key: self._identity(inner, split)
             for key, inner in value.items()
-            if key not in ("path", "split_part", "subflavors") and not (key in DEFAULTS and inner == DEFAULTS[key])
+            if key not in ("path", "split_part", "subflavors")
+            and not (key in DEFAULTS and inner == DEFAULTS[key])
         }
         if "path" in value:
             found |= {"name": value["path"], "data": self.inner[value["path"]].identity(split)}
@@ -205,7 +226,9 @@ def read_description(path: Path) -> Description:
         DescriptionError: one of them does more than list shards.
     """
     if not path.is_file() and not (path / META / "split.yaml").is_file():
-        raise LoaderError(f"data.path {path} is no data set; give a folder written by `megatron-vl data convert`")
+        raise LoaderError(
+            f"data.path {path} is no data set; give a folder written by `megatron-vl data convert`"
+        )
     return _described(path, 0, {})
 
 
@@ -221,7 +244,11 @@ def _data_set(path: Path) -> DataSet:
     meta = path / META
     described = _read(meta / "dataset.yaml")
     rest = {key: value for key, value in described.items() if key not in DATASET and key != "subflavors"}
-    if rest or {key: described.get(key) for key in DATASET} != DATASET or _names_code(described.get("subflavors")):
+    if (
+        rest
+        or {key: described.get(key) for key in DATASET} != DATASET
+        or _names_code(described.get("subflavors"))
+    ):
         raise DescriptionError(
             f"{meta / 'dataset.yaml'} is not the description of a plain CrudeWebdataset (__module__ megatron.energon, __class__ "
             f"CrudeWebdataset, at most subflavors): it could run code. Convert the data with `megatron-vl data convert`"
@@ -237,7 +264,9 @@ def _data_set(path: Path) -> DataSet:
     counts = _read(meta / ".info.json").get("shard_counts")
     counts = counts if isinstance(counts, dict) else {}
     if not all(type(count) is int and count >= 0 for count in counts.values()):
-        raise DescriptionError(f"{meta / '.info.json'}: shard_counts is not a number of samples for each shard")
+        raise DescriptionError(
+            f"{meta / '.info.json'}: shard_counts is not a number of samples for each shard"
+        )
     _check_shards(path, {name for names in splits.values() for name in names} | counts.keys())
 
     left_out = set(excluded)
@@ -258,7 +287,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise DescriptionError(f"{path} is missing; convert the data with `megatron-vl data convert`")
     if path.stat().st_size > LARGEST:
         raise DescriptionError(f"{path} has {path.stat().st_size} bytes; {LARGEST} are allowed")
-    from megatron.energon.eyaml import load_yaml  # on the rank that reads alone: Energon's import takes seconds
+    from megatron.energon.eyaml import (
+        load_yaml,
+    )  # on the rank that reads alone: Energon's import takes seconds
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -367,13 +398,22 @@ def _metadataset(path: Path, depth: int, read: dict[Path, Description]) -> Metad
     if depth > DEEPEST:
         raise DescriptionError(f"{path}: metadatasets are nested deeper than {DEEPEST}")
     content = _read(path)
-    if content.pop("__module__", None) != "megatron.energon" or content.pop("__class__", None) not in METADATASETS:
-        raise DescriptionError(f"{path} must say __module__: megatron.energon and __class__: {' or '.join(METADATASETS)}")
+    if (
+        content.pop("__module__", None) != "megatron.energon"
+        or content.pop("__class__", None) not in METADATASETS
+    ):
+        raise DescriptionError(
+            f"{path} must say __module__: megatron.energon and __class__: {' or '.join(METADATASETS)}"
+        )
     splits = content.get("splits")
     if content.keys() != {"splits"} or not isinstance(splits, dict) or _names_code(content):
-        raise DescriptionError(f"{path} may only have splits of data sets, and none of {', '.join(NAMING)} in them")
+        raise DescriptionError(
+            f"{path} may only have splits of data sets, and none of {', '.join(NAMING)} in them"
+        )
     named = dict.fromkeys(_references(path, splits, named=True))
-    return Metadataset(path, splits, {name: _described(path.parent / name, depth + 1, read) for name in named})
+    return Metadataset(
+        path, splits, {name: _described(path.parent / name, depth + 1, read) for name in named}
+    )
 
 
 def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
@@ -383,7 +423,9 @@ def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
     if not isinstance(value, dict):
         return []
     if not named and (unknown := value.keys() - METADATASET_KEYS):
-        raise DescriptionError(f"{path}: field {sorted(map(str, unknown))[0]!r} is not supported in a metadataset")
+        raise DescriptionError(
+            f"{path}: field {sorted(map(str, unknown))[0]!r} is not supported in a metadataset"
+        )
     inner = [found for key, part in value.items() if key != "subflavors" for found in _references(path, part)]
     if named or "path" not in value:
         return inner
@@ -428,7 +470,11 @@ def _data_sets_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> 
     amounts = f"{saved.get('samples')} samples in {saved.get('shards')} shards, is {now['samples']} in {now['shards']}"
     if saved["content"] != now["content"]:
         return f"{name} was converted or prepared again (its {now['split']} was {amounts})"
-    return "" if saved.get("list") == now["list"] else f"{name} lists other shards or counts for {now['split']} (was {amounts})"
+    return (
+        ""
+        if saved.get("list") == now["list"]
+        else f"{name} lists other shards or counts for {now['split']} (was {amounts})"
+    )
 
 
 def _lists_differ(saved: list[Any], now: list[Any], name: str) -> str:

@@ -63,9 +63,7 @@ class Evaluator:
         ValueError: on all ranks, when the split cannot be read or none of its samples be used.
     """
 
-    def __init__(
-        self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform, facts: SplitFacts
-    ) -> None:
+    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform, facts: SplitFacts) -> None:
         self.config, self.grid, self.platform, self.facts = config, grid, platform, facts
         self.rows: list[Row] = []
         self.prompts: list[Prompt] = []

@@ -59,8 +59,8 @@ def set_up(config: TrainConfig) -> Run:
     spec, layout = check(config)
     platform = get_platform(config.platform)
     init_distributed(platform)
-    grid = make_grid(layout)
     facts = share_data(config)
+    grid = make_grid(layout)
     chunks = build_model(config, spec, layout, platform, grid)
     wrapped = wrap(config, chunks)
     optimizer = build_optimizer(config, platform, wrapped)
@@ -91,8 +91,8 @@ def build_model(config: TrainConfig, spec: ModelSpec, layout: Layout, platform: 
 def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
     """What rank 0 has read of the data set's description, by split; collective.
 
-    Thousands of ranks that read and check it themselves would be a load on the storage before the first step, and some of
-    them could end with a message that others do not have.
+    Thousands of ranks that read and check it themselves would be a load on the storage before the first
+    step, and some of them could end with a message that others do not have.
 
     Raises:
         LoaderError: on all ranks alike, with what rank 0 found wrong.
@@ -106,6 +106,7 @@ def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
             answer[1], cause = str(error) or repr(error), error
     dist.broadcast_object_list(answer, src=0)
     if answer[1]:
+        dist.barrier()  # nobody leaves before all have the message
         raise LoaderError(answer[1]) from cause
     return answer[0]
 
@@ -113,9 +114,8 @@ def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
 def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: Grid, facts: SplitFacts) -> Any:
     from megatron_vl.data.loader import build_loader
 
-    return build_loader(
-        config.data, spec, config.model.hf, dp_rank=grid.dp_rank, dp_size=grid.dp, split="train", facts=facts
-    )
+    ranks = {"dp_rank": grid.dp_rank, "dp_size": grid.dp}
+    return build_loader(config.data, spec, config.model.hf, **ranks, split="train", facts=facts)
 
 
 def resume(run: Run) -> None:

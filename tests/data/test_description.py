@@ -22,6 +22,7 @@ from megatron_vl.data.loader import build_loader
 from megatron_vl.data.state import StateError
 from megatron_vl.models.families import read_spec
 from tests.tiny import tiny_checkpoint
+from tests.training.process import run_ranks
 
 from .datasets import converted
 
@@ -52,7 +53,10 @@ def folder(parts, tmp_path) -> Path:
 
 def write(folder: Path, file: str = "meta.yaml", **changes: Any) -> Path:
     """A blend of birds 3 to ships 1; ``changes`` replace its train split, or fields of its parts (``birds``, ``ships``)."""
-    blend = [{"path": name, "weight": weight, **changes.get(name, {})} for name, weight in (("birds", 3), ("ships", 1))]
+    blend = [
+        {"path": name, "weight": weight, **changes.get(name, {})}
+        for name, weight in (("birds", 3), ("ships", 1))
+    ]
     train = changes.get("train", {"blend": blend})
     splits = {"train": train, "val": {"path": "birds"}}
     (folder / file).write_text(yaml.safe_dump(WRITTEN | {"splits": splits}))
@@ -85,21 +89,44 @@ def exclude(folder: Path) -> None:
 BIRDS, SHIPS = {"path": "birds", "weight": 3}, {"path": "ships", "weight": 1}
 CHANGES: dict[str, tuple[Any, str]] = {
     "weight": (lambda f: write(f, ships={"weight": 2}), r"^the weight of ships was 1, is 2$"),
-    "default weight": (lambda f: write(f, train={"blend": [{"path": "birds"}, SHIPS]}), r"^the weight of birds was 3, is 1$"),
-    "order": (lambda f: write(f, train={"blend": [SHIPS, BIRDS]}), r"mixed birds, ships, mixes ships, birds$"),
-    "one more": (lambda f: write(f, train={"blend": [BIRDS, SHIPS, {"path": "other"}]}), r"mixes birds, ships, other$"),
-    "another": (lambda f: write(f, train={"blend": [{"path": "other", "weight": 3}, SHIPS]}), r"^other was converted"),
+    "default weight": (
+        lambda f: write(f, train={"blend": [{"path": "birds"}, SHIPS]}),
+        r"^the weight of birds was 3, is 1$",
+    ),
+    "order": (
+        lambda f: write(f, train={"blend": [SHIPS, BIRDS]}),
+        r"mixed birds, ships, mixes ships, birds$",
+    ),
+    "one more": (
+        lambda f: write(f, train={"blend": [BIRDS, SHIPS, {"path": "other"}]}),
+        r"mixes birds, ships, other$",
+    ),
+    "another": (
+        lambda f: write(f, train={"blend": [{"path": "other", "weight": 3}, SHIPS]}),
+        r"^other was converted",
+    ),
     "kind": (
-        lambda f: write(f, train={"blend_epochized": [{"path": "birds", "repetitions": 3}, {"path": "ships"}]}),
+        lambda f: write(
+            f, train={"blend_epochized": [{"path": "birds", "repetitions": 3}, {"path": "ships"}]}
+        ),
         r"was a blend by weights, is a blend by repetitions$",
     ),
     "split": (lambda f: write(f, birds={"split_part": "val"}), r"^the split of birds was 'train', is 'val'$"),
-    "subset": (lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}), r"^the subset of birds was None, is "),
-    "epochs": (lambda f: write(f, birds={"shuffle_over_epochs_multiplier": 4}), r"multiplier of birds was 1, is 4$"),
+    "subset": (
+        lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}),
+        r"^the subset of birds was None, is ",
+    ),
+    "epochs": (
+        lambda f: write(f, birds={"shuffle_over_epochs_multiplier": 4}),
+        r"multiplier of birds was 1, is 4$",
+    ),
     "content": (reconvert, r"^birds was converted or prepared again \(its train was"),
     "shards of a split": (edit_split, r"^birds lists other shards or counts for train"),
     "left out": (exclude, r"^birds lists other shards or counts for train"),
-    "one data set": (lambda f: write(f, train={"path": "birds"}), r"was a blend by weights, is a data set or metadataset"),
+    "one data set": (
+        lambda f: write(f, train={"path": "birds"}),
+        r"was a blend by weights, is a data set or metadataset",
+    ),
 }
 
 
@@ -138,7 +165,9 @@ def test_nested_mixtures_count_with_their_weights(folder):
 
 
 def test_a_split_that_a_mixture_lacks_is_named(folder):
-    with pytest.raises(LoaderError, match=r"meta.yaml has no split 'test'; splits that are there: train, val\."):
+    with pytest.raises(
+        LoaderError, match=r"meta.yaml has no split 'test'; splits that are there: train, val\."
+    ):
         read_description(folder / "meta.yaml").facts("test")
     write(folder, birds={"split_part": "test"})
     with pytest.raises(LoaderError, match=r"birds: the split 'test' is empty"):
@@ -170,7 +199,9 @@ def test_a_mixture_resumes_where_it_lies_and_not_with_other_weights(folder, tmp_
     assert keys(again, 30) == wanted
 
     write(tmp_path / "moved", ships={"weight": 3})
-    with pytest.raises(StateError, match=r"the weight of ships was 1, is 3; give the data set .*checkpoint.restart_data true"):
+    with pytest.raises(
+        StateError, match=r"the weight of ships was 1, is 3; give the data set .*checkpoint.restart_data true"
+    ):
         loader(tmp_path / "moved" / "meta.yaml").load_state_dict(state)
 
 
@@ -189,7 +220,10 @@ def test_states_of_earlier_versions_go_on_with_a_line(folder):
     again = loader(folder / "meta.yaml")
     again.load_state_dict(former(state, "meta.yaml"))
     assert keys(again, 30) == wanted
-    assert "it says meta.yaml and no more" in again.notes[-1] and "--checkpoint.restart_data true" in again.notes[-1]
+    assert (
+        "it says meta.yaml and no more" in again.notes[-1]
+        and "--checkpoint.restart_data true" in again.notes[-1]
+    )
     assert any("before the shuffle buffer had a bound in bytes" in note for note in again.notes)
     with pytest.raises(StateError, match=r"'other.yaml', this loader reads 'meta.yaml'"):
         loader(folder / "meta.yaml").load_state_dict(former(state, "other.yaml"))
@@ -249,10 +283,40 @@ def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tm
     monkeypatch.setattr(shards, "MOST_SHARDS", 5)
     monkeypatch.setattr(description, "MOST_SHARDS", 5)
     assert read_description(empty_shards(tmp_path / "five", 5)).facts("train").samples == 50
-    with pytest.raises(ShardError, match=r"train-000005.tar is one more than the 5 shards .*--samples-per-shard"):
+    with pytest.raises(
+        ShardError, match=r"train-000005.tar is one more than the 5 shards .*--samples-per-shard"
+    ):
         empty_shards(tmp_path / "six", 6)
     longest = json.dumps({"shard_counts": {f"train-{10**7 - 1}.tar": 10**6}}, indent=2).splitlines()[2]
     assert len(longest) < 39 and description.LARGEST >= 48 * 4_000_000
+
+
+SHARED = """
+import torch.distributed as dist
+from megatron_vl.config import TrainConfig
+from megatron_vl.training import loop
+
+dist.init_process_group("gloo")
+reads, read = [], loop.read_data
+loop.read_data = lambda config: reads.append(1) or read(config)
+config = TrainConfig()
+config.data.path = PATH
+identity = loop.share_data(config)["train"].identity
+config.eval.interval, config.eval.split = 1, "test"
+try:
+    told = str(loop.share_data(config))
+except ValueError as error:
+    told = str(error)
+RESULT = [None, None]
+dist.all_gather_object(RESULT, [len(reads), identity, told])
+"""
+
+
+def test_one_rank_reads_and_all_end_alike(parts):
+    first, second = run_ranks(2, SHARED, PATH=str(parts / "birds"))
+    assert (first[0], second[0]) == (2, 0), "who has read how often"
+    assert first[1] == second[1] == identity(parts / "birds")
+    assert first[2] == second[2] and "the split 'test' is empty" in first[2]
 
 
 def test_folders_of_shards_stay_inside_too(tmp_path):

@@ -28,7 +28,14 @@ def dataset(tmp_path_factory):
 
 def loader(path, **changes):
     folder = tiny_checkpoint("qwen2_5_vl")
-    settings = {"seq_len": 320, "num_workers": 0, "pack": False, "shuffle_buffer": 12, "max_pixels": 28 * 28 * 24, **changes}
+    settings = {
+        "seq_len": 320,
+        "num_workers": 0,
+        "pack": False,
+        "shuffle_buffer": 12,
+        "max_pixels": 28 * 28 * 24,
+        **changes,
+    }
     return build_loader(DataConfig(path=str(path), **settings), read_spec(folder), folder)
 
 
@@ -101,7 +108,10 @@ def test_a_bounded_buffer_resumes_exactly(dataset, workers):
 
 def test_another_bound_is_refused_with_its_field(dataset):
     state = loader(dataset, shuffle_buffer_gib=1).state_dict()
-    with pytest.raises(loader_module.StateError, match=r"shuffle_buffer_gib = 1, this loader has 2.0 .*set data.shuffle_buffer_gib"):
+    with pytest.raises(
+        loader_module.StateError,
+        match=r"shuffle_buffer_gib = 1, this loader has 2.0 .*set data.shuffle_buffer_gib",
+    ):
         loader(dataset).load_state_dict(state)
 
 
@@ -109,7 +119,10 @@ def test_the_start_says_what_it_may_take(dataset):
     shards = list(dataset.glob("train-*.tar"))
     mean = sum(shard.stat().st_size for shard in shards) / COUNT
     (note,) = loader(dataset, num_workers=2, shuffle_buffer=1000).notes
-    assert f"about {1000 * mean / GIB:.2f} GiB (1000 samples of {mean / 1e6:.2f} MB) in each of 2 workers" in note
+    assert (
+        f"about {1000 * mean / GIB:.2f} GiB (1000 samples of {mean / 1e6:.2f} MB) in each of 2 workers"
+        in note
+    )
     assert "at most 2 GiB a worker and 4 GiB a rank" in note
     (note,) = loader(dataset, shuffle_buffer_gib=0).notes
     assert "without a bound in bytes" in note
