@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vl.errors import UserError
+
 from . import audio
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}

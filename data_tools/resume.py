@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_vl.errors import UserError
 from megatron_vl import durable
+from megatron_vl.errors import UserError
 
 from .media import MediaInfo
 from .shards import WORK

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from megatron_vl import durable
+from megatron_vl.data.description import MOST_SHARDS
 from megatron_vl.data.reading import with_crc
 from megatron_vl.errors import UserError
 
@@ -205,6 +206,12 @@ class IndexWriter:
         self.shards: list[Shard] = []
 
     def add(self, shard: Shard) -> None:
+        """Raises :class:`ShardError` at a shard that no loader would read."""
+        if len(self.shards) == MOST_SHARDS:
+            raise ShardError(
+                f"{shard.name} is one more than the {MOST_SHARDS} shards that the loader reads of a data set; start again with "
+                "--force and larger shards (--samples-per-shard, --shard-mb), or convert the input as several data sets"
+            )
         from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata, IndexSample, IndexSamplePart
 
         def rows(kind: type) -> list[Any]:

@@ -140,7 +140,10 @@ class DataConfig:
     num_workers: int = 2
     """Loader processes of each data-parallel rank; 0: in the training process."""
     shuffle_buffer: int = 1000
-    """Samples in the shuffle buffer; 0: the order of the data set."""
+    """Most samples in the shuffle buffer of each loader process; 0: the order of the data set."""
+    shuffle_buffer_gib: float = 2.0
+    """Most GiB of samples, with their media as stored, in the shuffle buffer of each loader process: long videos reach this
+    before shuffle_buffer. 0: no bound in bytes."""
     balance: bool = False
     """Swap rows between data-parallel ranks so that all have about as many patches in a step: for data in which rows differ
     much in their pictures."""
@@ -477,6 +480,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     (0, math.inf, "eval.interval eval.samples"),
     (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps"),
     (0, math.inf, "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer"),
+    (0, math.inf, "data.shuffle_buffer_gib"),
     (0, math.inf, "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay"),
     (0, math.inf, "model.moe_aux_loss optimizer.eps checkpoint.keep_every checkpoint.step"),
     (0, 2**32 - 1, "seed data.seed"),

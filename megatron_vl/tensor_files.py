@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_vl.errors import UserError
 from megatron_vl import durable
+from megatron_vl.errors import UserError
 
 CHUNK_BYTES = 4 << 20
 """Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a conversion."""

@@ -3,67 +3,284 @@
 Energon 7.4.1 imports whatever module ``dataset.yaml`` or a metadataset names, calls what it names there, and runs Python files
 beside it (``sample_loader``, ``part_filter``); names of shards may lead anywhere. A data set may come from anybody, and all
 that this project's loader needs of a description is that there is nothing special about it.
+
+Reading it is linear in the number of shards and needs neither a stat nor an open of any of them: one listing of the folder
+shows which names are links. One rank of a training reads it (:func:`read_description`) and sends the others what a loader
+needs (:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 from braceexpand import braceexpand
-from megatron.energon.eyaml import load_yaml
 
 from megatron_vl.errors import UserError
 
 META = ".nv-meta"
-LARGEST = 64 << 20
-"""Bytes of a description file."""
-MOST_SHARDS = 1_000_000
+MOST_SHARDS = 4_000_000
+"""Of a data set; the converter refuses to write more. Energon 7.4.1 keeps about 700 bytes of memory for each shard on every
+rank that owns a loader: 2.6 GiB of it at this bound, which is a data set of a petabyte in shards of 256 MB."""
+LARGEST = 48 * MOST_SHARDS
+"""Bytes of a description file; the converter writes at most 39 about a shard."""
+DEEPEST_YAML = 100
+"""Mappings and lists within each other."""
 NAMING = ("__module__", "__class__", "__function__")
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 METADATASETS = ("Metadataset", "MetadatasetV2")
 METADATASET_KEYS = {
-    *("path", "blend", "blend_epochized", "concat", "datasets", "weight", "repetitions", "split_part", "subflavors"),
+    *(
+        "path",
+        "blend",
+        "blend_epochized",
+        "concat",
+        "datasets",
+        "weight",
+        "repetitions",
+        "split_part",
+        "subflavors",
+    ),
     *("shuffle_over_epochs_multiplier", "subset", "range"),
 }
 """What a split of a metadataset may say; the rest (joins, other description files, auxiliary data) names code or leads
 elsewhere."""
+DEFAULTS = {"weight": 1, "repetitions": 1, "shuffle_over_epochs_multiplier": 1, "subset": None}
+"""What Energon takes where a metadataset says nothing."""
+KINDS = {
+    "content": "one data set",
+    "mixture": "a metadataset",
+    "data": "a data set or metadataset by its path",
+    "blend": "a blend by weights",
+    "blend_epochized": "a blend by repetitions",
+    "datasets": "a list of datasets",
+    "concat": "a row of datasets",
+}
+"""What a part of an identity is, by the field that says so."""
 DEEPEST = 8
 """Metadatasets within each other."""
+MEASURED = 16
+"""Shards by whose size in bytes a data set's samples are estimated."""
 
 
 class DescriptionError(UserError, ValueError):
     """A description that is refused; the message names the file and what is wrong with it."""
 
 
-def check_description(path: Path, depth: int = 0) -> None:
-    """Refuses a data set, or a metadataset file with all that it names, whose description does more than list shards.
+class LoaderError(UserError, ValueError):
+    """A data set or a setting that cannot be loaded; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """What a loader needs to know of one split; as small for a million shards as for one."""
+
+    identity: dict[str, Any]
+    """What the order of samples follows from, as JSON values; compare with :func:`difference`."""
+    former: str
+    """What versions before 2026-11-22 took for the identity: a data set's ``index.uuid``, else the name of folder or file."""
+    samples: int | None
+    """Over all ranks; None for a metadataset, whose parts begin anew at different times."""
+    largest_shard: int
+    """Samples of the largest shard."""
+    sample_bytes: float
+    """Mean size of a sample with its media as stored, of the part where it is largest; an estimate."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A folder of shards."""
+
+    path: Path
+    splits: dict[str, list[str]]
+    """Names of shards by split, braces written out, without excluded shards."""
+    excluded: list[str]
+    """Shards and samples (``shard/key``) that are left out."""
+    counts: dict[str, int]
+    """Samples of each shard."""
+    uuid: str
+    """Made by the converter from the SHA-256 of all shards; empty where a data set was prepared by hand without one."""
+
+    def identity(self, split: str) -> dict[str, Any]:
+        """By content; without the path, so that the folder can be moved."""
+        names = self._shards(split)
+        listed = "".join(f"{name} {self.counts.get(name)}\n" for name in names) + "".join(
+            f"-{name}\n" for name in self.excluded
+        )
+        digest = hashlib.sha256(listed.encode()).hexdigest()[:16]
+        return {
+            "content": self.uuid,
+            "split": split,
+            "samples": self._samples(split),
+            "shards": len(names),
+            "list": digest,
+        }
+
+    def facts(self, split: str) -> SplitFacts:
+        """Raises :class:`LoaderError` when the split is empty."""
+        names = self._shards(split)
+        identity, former = self.identity(split), self.uuid or self.path.name
+        largest = max(self.counts.get(name, 0) for name in names)
+        return SplitFacts(identity, former, self._samples(split), largest, self._sample_bytes(names))
+
+    def _shards(self, split: str) -> list[str]:
+        names = self.splits.get(split) or []
+        if not names:
+            filled = ", ".join(sorted(name for name, held in self.splits.items() if held)) or "none"
+            raise LoaderError(
+                f"{self.path}: the split {split!r} is empty; splits with samples: {filled}. Give another one, or convert with "
+                "--val-fraction (makes val), or with more samples"
+            )
+        return names
+
+    def _samples(self, split: str) -> int | None:
+        try:
+            return sum(self.counts[name] for name in self.splits[split])
+        except KeyError:  # a data set prepared by hand, which Energon refuses with a message of its own
+            return None
+
+    def _sample_bytes(self, names: list[str]) -> float:
+        """From the sizes of some shards, evenly spaced; 0 where none is there."""
+        samples = size = 0
+        for name in names[:: -(-len(names) // MEASURED)]:
+            try:
+                size += (self.path / name).stat().st_size
+            except OSError:
+                continue
+            samples += self.counts.get(name, 0)
+        return size / samples if samples else 0.0
+
+
+@dataclass(frozen=True)
+class Metadataset:
+    """A file that mixes data sets."""
+
+    path: Path
+    splits: dict[str, Any]
+    """As written."""
+    inner: dict[str, DataSet | Metadataset]
+    """By the path as written."""
+
+    def identity(self, split: str) -> dict[str, Any]:
+        """The mixture's structure and weights with each part's own identity; ``name`` is for messages only."""
+        return {"mixture": self._identity(self._split(split), split)}
+
+    def facts(self, split: str) -> SplitFacts:
+        """Raises :class:`LoaderError` when there is no such split, or it is empty in one of the parts."""
+        parts = [data.facts(part) for data, part in self._parts(self._split(split), split)]
+        largest = max((part.largest_shard for part in parts), default=0)
+        sample_bytes = max((part.sample_bytes for part in parts), default=0.0)
+        return SplitFacts(self.identity(split), self.path.name, None, largest, sample_bytes)
+
+    def _split(self, split: str) -> Any:
+        if split not in self.splits:
+            there = ", ".join(sorted(map(str, self.splits))) or "none"
+            raise LoaderError(
+                f"{self.path} has no split {split!r}; splits that are there: {there}. Give another one, or add it"
+            )
+        return self.splits[split]
+
+    def _identity(self, value: Any, split: str) -> Any:
+        if isinstance(value, list):
+            return [self._identity(inner, split) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        split = value.get("split_part") or split
+        found = {
+            key: self._identity(inner, split)
+            for key, inner in value.items()
+            if key not in ("path", "split_part", "subflavors")
+            and not (key in DEFAULTS and inner == DEFAULTS[key])
+        }
+        if "path" in value:
+            found |= {"name": value["path"], "data": self.inner[value["path"]].identity(split)}
+        return found
+
+    def _parts(self, value: Any, split: str) -> Iterator[tuple[DataSet | Metadataset, str]]:
+        if isinstance(value, list):
+            for inner in value:
+                yield from self._parts(inner, split)
+        elif isinstance(value, dict):
+            split = value.get("split_part") or split
+            if "path" in value:
+                yield self.inner[value["path"]], split
+            for key, inner in value.items():
+                if key != "subflavors":
+                    yield from self._parts(inner, split)
+
+
+Description = DataSet | Metadataset
+
+
+def read_description(path: Path) -> Description:
+    """The description of a data set, or of a metadataset with all that it names.
 
     Raises:
-        DescriptionError: see there.
+        LoaderError: ``path`` is neither.
+        DescriptionError: one of them does more than list shards.
     """
-    if path.is_file():
-        _check_metadataset(path, depth)
-        return
+    if not path.is_file() and not (path / META / "split.yaml").is_file():
+        raise LoaderError(
+            f"data.path {path} is no data set; give a folder written by `megatron-vl data convert`"
+        )
+    return _described(path, 0, {})
+
+
+def _described(path: Path, depth: int, read: dict[Path, Description]) -> Description:
+    """``read``: what was read already; a data set that several splits name is read once."""
+    found = read.get(path)
+    if found is None:
+        found = read[path] = _metadataset(path, depth, read) if path.is_file() else _data_set(path)
+    return found
+
+
+def _data_set(path: Path) -> DataSet:
     meta = path / META
     described = _read(meta / "dataset.yaml")
     rest = {key: value for key, value in described.items() if key not in DATASET and key != "subflavors"}
-    if rest or {key: described.get(key) for key in DATASET} != DATASET or _names_code(described.get("subflavors")):
+    if (
+        rest
+        or {key: described.get(key) for key in DATASET} != DATASET
+        or _names_code(described.get("subflavors"))
+    ):
         raise DescriptionError(
             f"{meta / 'dataset.yaml'} is not the description of a plain CrudeWebdataset (__module__ megatron.energon, __class__ "
             f"CrudeWebdataset, at most subflavors): it could run code. Convert the data with `megatron-vl data convert`"
         )
-    split = _read(meta / "split.yaml")
+
+    split_file, split = meta / "split.yaml", _read(meta / "split.yaml")
     parts = split.get("split_parts")
     if split.keys() - {"split_parts", "exclude"} or not isinstance(parts, dict) or _names_code(split):
-        raise DescriptionError(f"{meta / 'split.yaml'}: expected only split_parts and exclude")
+        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
+    splits = {name: _expanded(split_file, shards) for name, shards in parts.items()}
+    excluded = _expanded(split_file, split.get("exclude") or [])
+
     counts = _read(meta / ".info.json").get("shard_counts")
-    names = [name for shards in parts.values() for name in _expanded(meta / "split.yaml", shards)]
-    _check_shards(path, {*names, *(counts if isinstance(counts, dict) else ())})
+    counts = counts if isinstance(counts, dict) else {}
+    if not all(type(count) is int and count >= 0 for count in counts.values()):
+        raise DescriptionError(
+            f"{meta / '.info.json'}: shard_counts is not a number of samples for each shard"
+        )
+    _check_shards(path, {name for names in splits.values() for name in names} | counts.keys())
+
+    left_out = set(excluded)
+    kept = {part: [name for name in names if name not in left_out] for part, names in splits.items()}
+    return DataSet(path, kept, excluded, counts, _uuid(meta / "index.uuid"))
+
+
+def _uuid(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(100).strip()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -72,23 +289,43 @@ def _read(path: Path) -> dict[str, Any]:
         raise DescriptionError(f"{path} is missing; convert the data with `megatron-vl data convert`")
     if path.stat().st_size > LARGEST:
         raise DescriptionError(f"{path} has {path.stat().st_size} bytes; {LARGEST} are allowed")
+    from megatron.energon.eyaml import (
+        load_yaml,
+    )  # on the rank that reads alone: Energon's import takes seconds
+
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
-            # An alias is how a few lines become billions of values, and Energon's own reader knows none.
-            if any(isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) for event in yaml.parse(text)):
-                raise DescriptionError(f"{path} uses YAML tags or aliases")
-            yaml.safe_load(text)  # refuses what is no YAML, or more than one document of it
+            _check_yaml(path, text)
             content = load_yaml(text.encode())
         else:
             content = json.loads(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, DescriptionError):
-            raise
+    except DescriptionError:
+        raise
+    except Exception as error:  # parsers raise what they like on foreign bytes
         raise DescriptionError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise DescriptionError(f"{path} holds no mapping")
     return content
+
+
+def _check_yaml(path: Path, text: str) -> None:
+    """Refuses what is no YAML, more than one document of it, and what makes values that are not written there.
+
+    Energon's own parser is lenient and knows neither tags nor aliases. libyaml, where PyYAML has it, is 20 times as fast.
+    """
+    depth = documents = 0
+    for number, event in enumerate(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
+        # An alias is how a few lines become billions of values.
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
+            raise DescriptionError(f"{path} uses YAML tags or aliases")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        if depth > DEEPEST_YAML or documents > 1 or number > 2 * MOST_SHARDS + 1000:
+            raise DescriptionError(
+                f"{path} cannot be read: it is nested deeper than {DEEPEST_YAML}, holds more than one document, or more than "
+                f"{MOST_SHARDS} shards"
+            )
 
 
 def _names_code(value: Any) -> bool:
@@ -104,50 +341,153 @@ def _expanded(path: Path, patterns: Any) -> list[str]:
         raise DescriptionError(f"{path}: a split is a list of shard names")
     names: list[str] = []
     for pattern in patterns:
+        if not re.search(r"[{}\\]", pattern):
+            names.append(pattern)
+            continue
         # Each range is made whole before the first name comes out of it.
         for first, last in re.findall(r"(\d+)\.\.(\d+)", pattern):
             if abs(int(last) - int(first)) > MOST_SHARDS:
                 raise DescriptionError(f"{path}: more than {MOST_SHARDS} shards")
         names += islice(braceexpand(pattern), MOST_SHARDS + 1 - len(names))
         if len(names) > MOST_SHARDS:
-            raise DescriptionError(f"{path}: more than {MOST_SHARDS} shards")
+            break
+    if len(names) > MOST_SHARDS:
+        raise DescriptionError(f"{path}: more than {MOST_SHARDS} shards")
     return names
 
 
 def _check_shards(folder: Path, names: set[str]) -> None:
-    """Every name is that of a file inside the folder, links followed; one that is missing is the reader's business."""
+    """Every name is that of a file inside the folder, links followed; one that is missing is the reader's business.
+
+    A folder that holds shards is listed once, which tells its links; only these are followed one by one.
+    """
     root = folder.resolve()
-    for name in sorted(names):
-        parts = Path(name).parts
-        if not parts or "://" in name or "\0" in name or ".." in parts or not (root / name).resolve().is_relative_to(root):
-            raise DescriptionError(f"{folder / META}: shard {name[:200]!r} is not inside {folder}")
+
+    def refuse(name: str) -> DescriptionError:
+        return DescriptionError(f"{folder / META}: shard {name[:200]!r} is not inside {folder}")
+
+    folders: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, last = name.rpartition("/")
+        if "://" in name or "\0" in name or last in ("", ".", "..") or ".." in parent.split("/"):
+            raise refuse(name)
+        folders.setdefault("/" if name.startswith("/") and not parent else parent, []).append(last)
+
+    for parent, held in folders.items():
+        inside = root / parent
+        if not inside.resolve().is_relative_to(root):
+            raise refuse(f"{parent}/{held[0]}")
+        for last in _links(inside, held):
+            if not (inside / last).resolve().is_relative_to(root):
+                raise refuse(f"{parent}/{last}" if parent else last)
 
 
-def _check_metadataset(path: Path, depth: int) -> None:
+def _links(folder: Path, names: list[str]) -> list[str]:
+    """Those of ``names`` that are links in ``folder``."""
+    try:
+        with os.scandir(folder) as entries:
+            links = {entry.name for entry in entries if entry.is_symlink()}
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError:  # a folder that may be entered and not listed
+        return [name for name in names if os.path.islink(folder / name)]
+    return [name for name in names if name in links]
+
+
+def _metadataset(path: Path, depth: int, read: dict[Path, Description]) -> Metadataset:
     if path.suffix != ".yaml":
         raise DescriptionError(f"{path} is neither a data set's folder nor a metadataset (.yaml)")
     if depth > DEEPEST:
         raise DescriptionError(f"{path}: metadatasets are nested deeper than {DEEPEST}")
     content = _read(path)
-    if content.pop("__module__", None) != "megatron.energon" or content.pop("__class__", None) not in METADATASETS:
-        raise DescriptionError(f"{path} must say __module__: megatron.energon and __class__: {' or '.join(METADATASETS)}")
-    if content.keys() != {"splits"} or _names_code(content):
-        raise DescriptionError(f"{path} may only have splits of data sets, and none of {', '.join(NAMING)} in them")
-    for found in _references(path, content["splits"], named=True):
-        check_description(found, depth + 1)
+    if (
+        content.pop("__module__", None) != "megatron.energon"
+        or content.pop("__class__", None) not in METADATASETS
+    ):
+        raise DescriptionError(
+            f"{path} must say __module__: megatron.energon and __class__: {' or '.join(METADATASETS)}"
+        )
+    splits = content.get("splits")
+    if content.keys() != {"splits"} or not isinstance(splits, dict) or _names_code(content):
+        raise DescriptionError(
+            f"{path} may only have splits of data sets, and none of {', '.join(NAMING)} in them"
+        )
+    named = dict.fromkeys(_references(path, splits, named=True))
+    return Metadataset(
+        path, splits, {name: _described(path.parent / name, depth + 1, read) for name in named}
+    )
 
 
-def _references(path: Path, value: Any, *, named: bool = False) -> list[Path]:
+def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
     """Paths of the data sets that a part of a metadataset names; ``named``: its keys are names of splits."""
     if isinstance(value, list):
         return [found for inner in value for found in _references(path, inner)]
     if not isinstance(value, dict):
         return []
     if not named and (unknown := value.keys() - METADATASET_KEYS):
-        raise DescriptionError(f"{path}: field {sorted(map(str, unknown))[0]!r} is not supported in a metadataset")
+        raise DescriptionError(
+            f"{path}: field {sorted(map(str, unknown))[0]!r} is not supported in a metadataset"
+        )
     inner = [found for key, part in value.items() if key != "subflavors" for found in _references(path, part)]
-    if "path" not in value:
+    if named or "path" not in value:
         return inner
     if not isinstance(value["path"], str) or "://" in value["path"]:
         raise DescriptionError(f"{path}: path {value['path']!r} is not a local path")
-    return [*inner, path.parent / value["path"]]
+    return [*inner, value["path"]]
+
+
+# --------------------------------------------------------------------------------------------------- comparing identities
+
+
+def difference(saved: Any, now: Any, name: str = "the data set") -> str:
+    """What differs between two identities of :class:`SplitFacts`, in a clause for a message; empty when nothing does.
+
+    Args:
+        name: of the part that is compared.
+    """
+    if isinstance(saved, dict) and isinstance(now, dict):
+        return _fields_differ(saved, now, str(now.get("name", name)))
+    if isinstance(saved, list) and isinstance(now, list):
+        return _lists_differ(saved, now, name)
+    return "" if saved == now else f"{name} was {saved!r}, is {now!r}"
+
+
+def _fields_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> str:
+    before, after = (next((kind for kind in KINDS if kind in side), "") for side in (saved, now))
+    if before != after:
+        return f"{name} was {KINDS.get(before, 'unknown')}, is {KINDS.get(after, 'unknown')}"
+    if after == "content":
+        return _data_sets_differ(saved, now, name)
+    for key in [*now, *(key for key in saved if key not in now)]:
+        old, new = saved.get(key, DEFAULTS.get(key)), now.get(key, DEFAULTS.get(key))
+        inner = f"the {key} of {name}" if key in DEFAULTS else name
+        if key != "name" and (found := difference(old, new, inner)):
+            return found
+    return ""
+
+
+def _data_sets_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> str:
+    if saved.get("split") != now["split"]:
+        return f"the split of {name} was {saved.get('split')!r}, is {now['split']!r}"
+    amounts = f"{saved.get('samples')} samples in {saved.get('shards')} shards, is {now['samples']} in {now['shards']}"
+    if saved["content"] != now["content"]:
+        return f"{name} was converted or prepared again (its {now['split']} was {amounts})"
+    return (
+        ""
+        if saved.get("list") == now["list"]
+        else f"{name} lists other shards or counts for {now['split']} (was {amounts})"
+    )
+
+
+def _lists_differ(saved: list[Any], now: list[Any], name: str) -> str:
+    before, after = _names(saved), _names(now)
+    mixes = f"{name} mixed {', '.join(before)}, mixes {', '.join(after)}"
+    if len(saved) != len(now):
+        return mixes
+    pairs = enumerate(zip(saved, now, strict=True))
+    found = next((told for i, (a, b) in pairs if (told := difference(a, b, f"part {i + 1} of {name}"))), "")
+    return mixes if found and before != after and sorted(before) == sorted(after) else found
+
+
+def _names(parts: list[Any]) -> list[str]:
+    return [str(part.get("name", "a mixture")) if isinstance(part, dict) else str(part) for part in parts]

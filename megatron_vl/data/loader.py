@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from megatron.energon import (
     Cooker,
     DefaultTaskEncoder,
@@ -42,8 +41,6 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from megatron_vl.errors import UserError
-
 from ..config import DataConfig
 from ..models.families import ModelSpec
 from ..models.rope import Grid
@@ -51,11 +48,12 @@ from ..signals import shield_loader_worker
 from . import assemble
 from .bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
 from .chat import ChatEncoder
-from .description import META, check_description
+from .description import LoaderError, SplitFacts, difference, read_description
 from .packing import RowPacking, fill_row, pack_greedily
 from .pixels import PixelSettings, VideoInfo, image_grid, image_planes, read_pixel_settings, video_grid, video_planes
 from .reading import BROKEN, crc_differs, make_tolerant
 from .row import Row
+from .shuffling import GIB, ShuffleBufferDataset, at_most
 from .state import StateError, from_json, to_json
 
 log = logging.getLogger(__name__)
@@ -69,10 +67,6 @@ GREY = 128
 PIXEL_FIELDS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "video_fps", "video_max_frames")
 STATE_VERSION = 2
 """Of what the order of samples follows from: another packing reads the same state differently."""
-
-
-class LoaderError(UserError, ValueError):
-    """A data set or a setting that cannot be loaded; the message says what to change."""
 
 
 class UnusableError(Exception):
@@ -129,6 +123,11 @@ def cook(crude: dict[str, Any]) -> RawSample:
     return RawSample(**basic_sample_keys(crude), text=crude.get("json"), members=members, shard=shard, broken=broken)
 
 
+def stored_bytes(sample: RawSample) -> int:
+    """Bytes of a sample as it waits in the shuffle buffer."""
+    return len(sample.text or b"") + sum(map(len, sample.members.values()))
+
+
 class RowEncoder(DefaultTaskEncoder):
     """Turns samples into rows inside a loader worker."""
 
@@ -150,11 +149,19 @@ class RowEncoder(DefaultTaskEncoder):
         """By reason, the tokens or patches of the smallest sample that was too large since the last usable one."""
         self.most_refused = MOST_REFUSED_IN_A_ROW
         self.shielded = False
+        self.shuffles = False
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
         make_tolerant(built)
         return built
+
+    def build_encode_sample(self, dataset: Any, *, worker_config: WorkerConfig) -> Any:
+        """Puts our shuffle buffer where Energon's would be, which has no bound in bytes."""
+        if self.shuffles and self.data.shuffle_buffer > 1:
+            most_bytes = int(self.data.shuffle_buffer_gib * GIB)
+            dataset = ShuffleBufferDataset(dataset, self.data.shuffle_buffer, most_bytes, stored_bytes, worker_config)
+        return super().build_encode_sample(dataset, worker_config=worker_config)
 
     def build_batch(self, dataset: Any, *, packing_buffer_size: int, worker_config: WorkerConfig, **unused: Any) -> RowPacking:
         select, encode, pack = self.select_rows, self.postencode_sample, self.pack_selected_samples
@@ -332,7 +339,8 @@ def planes_of(item: dict[str, Any], data: bytes, grid: Grid, settings: PixelSett
 
 
 WAYS_OUT = {
-    "dataset": "give the data set that the run began with, or start a new run from the checkpoint's weights",
+    "dataset": "give the data set that the run began with, or keep weights and optimizer and read the data from its start with "
+    "--checkpoint.restart_data true",
     "split": "load the state of this split",
     "dp_rank": "give each rank its own state",
     "dp_size": "start with as many data-parallel ranks as before (processes / (tp x pp)), or a new run from the weights",
@@ -346,10 +354,12 @@ WAYS_OUT = {
 class RowLoader:
     """Iterator of rows of one data-parallel replica. Training repeats for ever, validation ends after one pass."""
 
-    def __init__(self, loader: Any, identity: dict[str, Any], samples: int | None = None) -> None:
-        self._loader, self._identity = loader, identity
-        self.samples = samples
+    def __init__(self, loader: Any, identity: dict[str, Any], facts: SplitFacts, notes: list[str]) -> None:
+        self._loader, self._identity, self._former = loader, identity, facts.former
+        self.samples = facts.samples
         """Samples of the split, over all ranks; None for a metadataset."""
+        self.notes = notes
+        """Lines to show once at the start of a run."""
         self._rows: Iterator[Row] | None = None
 
     def __iter__(self) -> RowLoader:
@@ -379,9 +389,11 @@ class RowLoader:
         """
         if self._rows is not None:
             raise StateError("a loader state must be loaded before the first row is read")
-        saved = state.get("identity", {})
+        saved = self._with_present_fields(state.get("identity", {}))
+        if found := difference(saved.get("dataset"), self._identity["dataset"]):
+            raise StateError(f"the loader state was saved with another data set: {found}; {WAYS_OUT['dataset']}")
         for name, value in self._identity.items():
-            if saved.get(name) != value:
+            if name != "dataset" and saved.get(name) != value:
                 raise StateError(
                     f"the loader state was saved with {name} = {saved.get(name)!r}, this loader has {value!r} and would not read "
                     f"the same samples in the same order; {WAYS_OUT.get(name, f'set data.{name} back')}"
@@ -393,6 +405,28 @@ class RowLoader:
             counters = [(w.state.sample_index + w.offset - 1) if w.state is not None else -1 for w in energon.worker_states]
             self._loader._worker_sample_counters = counters
 
+    def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The identity of a state of an earlier version, with what that did not save taken to be as it is now, and said so."""
+        saved, now = dict(saved), self._identity
+        if "shuffle_buffer_gib" not in saved:
+            saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
+            if now["shuffle_buffer_gib"]:
+                self.notes.append(
+                    "the loader state is from before the shuffle buffer had a bound in bytes: the order of samples stays what it "
+                    f"was where the buffer never holds {now['shuffle_buffer_gib']:g} GiB (data.shuffle_buffer_gib; 0 keeps it)"
+                )
+        if isinstance(saved.get("dataset"), str):
+            if saved["dataset"] != self._former:
+                problem = f"{saved['dataset']!r}, this loader reads {self._former!r}"
+                raise StateError(f"the loader state was saved with the data set {problem}; {WAYS_OUT['dataset']}")
+            saved["dataset"] = now["dataset"]
+            if not now["dataset"].get("content"):
+                self.notes.append(
+                    f"the loader state is from before mixtures were known by their content: it says {self._former} and no more. "
+                    "If weights or parts have changed since it was saved, stop here and start with --checkpoint.restart_data true"
+                )
+        return saved
+
     def close(self) -> None:
         """Ends the worker processes. The loader cannot be used afterwards."""
         iterator = getattr(self._loader, "_iterator", None)
@@ -402,21 +436,29 @@ class RowLoader:
 
 
 def build_loader(
-    data: DataConfig, spec: ModelSpec, hf_dir: str | Path, *, dp_rank: int = 0, dp_size: int = 1, split: str = "train"
+    data: DataConfig,
+    spec: ModelSpec,
+    hf_dir: str | Path,
+    *,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    split: str = "train",
+    facts: SplitFacts | None = None,
 ) -> RowLoader:
     """The loader of data-parallel rank ``dp_rank``.
 
     Args:
         data: the data set and how rows are made. hf_dir: tokenizer, chat template and image processor are read from it.
         split: ``train`` (shuffled, endless) or ``val`` (in order, once).
+        facts: of this split, where another rank has read and checked the description; None: it is read here.
 
     Raises:
         LoaderError: the folder is no data set, the split is empty, or has fewer samples than ranks x workers.
         DescriptionError: the data set's description could run code, or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    samples, largest, digest = split_size(Path(data.path), split)
-    workers = max(data.num_workers, 1)
+    facts = facts or read_description(Path(data.path)).facts(split)
+    samples, workers = facts.samples, max(data.num_workers, 1)
     if samples is not None and samples < dp_size * workers:
         raise LoaderError(
             f"{data.path}: {samples} samples in {split}, but {dp_size} data-parallel ranks x {workers} workers need at least "
@@ -425,7 +467,7 @@ def build_loader(
     # Workers fork; the tokenizer's own threads would not survive it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     encoder = RowEncoder(data, spec, hf_dir)
-    encoder.most_refused = max(MOST_REFUSED_IN_A_ROW, 3 * largest)
+    encoder.most_refused = max(MOST_REFUSED_IN_A_ROW, 3 * facts.largest_shard)
     _check_patches(encoder.settings, spec, hf_dir)
     config = WorkerConfig(
         rank=dp_rank,
@@ -447,7 +489,7 @@ def build_loader(
     loader.pin_memory = False  # rows are pinned where they are sent from; Energon leaves no other way to say so
     identity = {
         "version": STATE_VERSION,
-        "dataset": digest,
+        "dataset": facts.identity,
         "split": split,
         "dp_rank": dp_rank,
         "dp_size": dp_size,
@@ -457,12 +499,27 @@ def build_loader(
         "pack": data.pack,
         "packing_buffer": data.packing_buffer,
         "shuffle_buffer": data.shuffle_buffer,
+        "shuffle_buffer_gib": data.shuffle_buffer_gib,
         "max_patches": data.max_patches,
         # Lengths of samples follow from these, and rows from lengths.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
     }
-    return RowLoader(loader, identity, samples)
+    notes = [_buffer_note(data, facts.sample_bytes)] if split == "train" and data.shuffle_buffer > 1 else []
+    return RowLoader(loader, identity, facts, notes)
+
+
+def _buffer_note(data: DataConfig, sample_bytes: float) -> str:
+    """What the shuffle buffers of a rank may take."""
+    workers = max(data.num_workers, 1)
+    bound = data.shuffle_buffer_gib
+    samples, gib = at_most(data.shuffle_buffer, bound, sample_bytes)
+    expected = f"about {gib:.2f} GiB ({samples} samples of {sample_bytes / 1e6:.2f} MB)" if sample_bytes else f"{samples} samples"
+    most = f"at most {bound:g} GiB a worker and {bound * workers:g} GiB a rank" if bound else "without a bound in bytes"
+    return (
+        f"shuffle buffer: {expected} in each of {workers} workers of each data-parallel rank, {most} "
+        "(data.shuffle_buffer, data.shuffle_buffer_gib)"
+    )
 
 
 def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split: str) -> Any:
@@ -470,41 +527,13 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     common: dict[str, Any] = {"worker_config": config, "task_encoder": encoder, "batch_size": None, "packing_buffer_size": buffer}
     if split != "train":
         return get_val_dataset(data.path, split_part=split, **common)
+    encoder.shuffles = True
+    order: dict[str, int | None] = {"shuffle_buffer_size": None}  # RowEncoder.build_encode_sample has its own
     if data.shuffle_buffer > 0:
-        order: dict[str, int | None] = {
-            "shuffle_buffer_size": data.shuffle_buffer,
-            "shuffle_over_epochs_multiplier": 1,
-            "max_samples_per_sequence": 100,
-        }
+        order |= {"shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
     else:  # Energon reads 16 places of a data set in turn unless told otherwise
-        order = {"shuffle_buffer_size": None, "shuffle_over_epochs_multiplier": None, "max_samples_per_sequence": None}
-        order["parallel_shard_iters"] = 1
+        order |= {"shuffle_over_epochs_multiplier": None, "max_samples_per_sequence": None, "parallel_shard_iters": 1}
     return get_train_dataset(data.path, split_part=split, **order, **common)
-
-
-def split_size(path: Path, split: str) -> tuple[int | None, int, str]:
-    """Samples of a split (None for a metadataset, whose parts are elsewhere), of its largest shard, and what identifies it."""
-    if path.is_file():
-        check_description(path)
-        return None, 0, path.name
-    meta = path / META
-    if not (meta / "split.yaml").is_file():
-        raise LoaderError(f"data.path {path} is no data set; give a folder written by `megatron-vl data convert`")
-    check_description(path)
-    parts = yaml.safe_load((meta / "split.yaml").read_text()).get("split_parts") or {}
-    shards = parts.get(split) or []
-    uuid = meta / "index.uuid"
-    digest = uuid.read_text().strip() if uuid.is_file() else path.name
-    if not shards:
-        filled = ", ".join(sorted(name for name, held in parts.items() if held)) or "none"
-        raise LoaderError(
-            f"{path}: the split {split!r} is empty; splits with samples: {filled}. Give another one, or convert with "
-            "--val-fraction (makes val), or with more samples"
-        )
-    counts = json.loads((meta / ".info.json").read_text())["shard_counts"]
-    if not all(name in counts for name in shards):  # brace patterns of a data set prepared by hand
-        return None, 0, digest
-    return sum(counts[name] for name in shards), max(counts[name] for name in shards), digest
 
 
 def _check_patches(settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path) -> None:

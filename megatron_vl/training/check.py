@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.layout import Layout, run_layout
 
@@ -56,10 +57,6 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             steps = ", ".join(map(str, checkpoint.saved_steps(Path(config.checkpoint.dir)))) or "none"
             raise RunConfigError(f"checkpoint.step {step} is not in {config.checkpoint.dir}; steps that are: {steps}")
         checkpoint.check_resumable(source, run_facts(config, dp), config.checkpoint.restart_data)
-    if config.eval.interval:
-        from megatron_vl.data.loader import split_size
-
-        split_size(Path(config.data.path), config.eval.split)  # refuses an empty one
     return spec, layout
 
 
@@ -82,6 +79,20 @@ def check_data_path(path: str) -> None:
         if (folder / ".convert").is_dir():
             raise RunConfigError(f"data.path {path} holds an unfinished conversion; run `megatron-vl data convert` again")
         raise RunConfigError(f"data.path {path} is no data set (it holds no .nv-meta); {advice}")
+
+
+def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
+    """What loaders need to know of the splits of the run's data set: ``train``, and ``eval.split`` where there is evaluation.
+
+    Of all ranks one calls this (see :func:`megatron_vl.training.loop.share_data`): it reads about 60 bytes for each shard.
+
+    Raises:
+        LoaderError: there is no data set, or a split of it is empty.
+        DescriptionError: its description could run code, or leads out of its folder.
+    """
+    found = read_description(Path(config.data.path))
+    splits = {"train", config.eval.split} if config.eval.interval else {"train"}
+    return {split: found.facts(split) for split in sorted(splits)}
 
 
 def check_folder(field: str, path: str) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_vl.config import RunConfigError, TrainConfig
+from megatron_vl.data.description import SplitFacts
 from megatron_vl.data.row import Row
 from megatron_vl.errors import describe
 from megatron_vl.models.families import ModelSpec
@@ -63,8 +64,8 @@ class Evaluator:
         ValueError: on all ranks, when the split cannot be read or none of its samples be used.
     """
 
-    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform) -> None:
-        self.config, self.grid, self.platform = config, grid, platform
+    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform, facts: SplitFacts) -> None:
+        self.config, self.grid, self.platform, self.facts = config, grid, platform, facts
         self.rows: list[Row] = []
         self.prompts: list[Prompt] = []
         self.answers: list[Answer] = []
@@ -101,7 +102,7 @@ class Evaluator:
         from megatron_vl.data.loader import build_loader
 
         data = dataclasses.replace(self.config.data, num_workers=0, pack=pack)
-        loader = build_loader(data, spec, self.config.model.hf, split=self.config.eval.split)
+        loader = build_loader(data, spec, self.config.model.hf, split=self.config.eval.split, facts=self.facts)
         try:
             yield from itertools.islice(loader, count)
         finally:

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.data.description import LoaderError, SplitFacts
 from megatron_vl.errors import UserError
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec
@@ -20,7 +21,7 @@ from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 
 from . import checkpoint
-from .check import check, check_start_weights, remarks, run_facts, step_to_resume
+from .check import check, check_start_weights, read_data, remarks, run_facts, step_to_resume
 from .evaluation import Evaluator
 from .feed import Feed
 from .metrics import MetricsLog, say
@@ -54,22 +55,23 @@ class Run:
 def set_up(config: TrainConfig) -> Run:
     """Builds the run: platform, groups, model, weights, optimizer, loader, and state when resuming. Collective.
 
-    Everything that can be refused is refused before a process group starts.
+    What can be refused is refused before a process group starts, but for what is in the data set, which one rank reads.
     """
     spec, layout = check(config)
     platform = get_platform(config.platform)
     init_distributed(platform)
+    facts = share_data(config)
     grid = make_grid(layout)
     chunks = build_model(config, spec, layout, platform, grid)
     wrapped = wrap(config, chunks)
     optimizer = build_optimizer(config, platform, wrapped)
-    loader = build_run_loader(config, spec, grid) if grid.owns_loader else None
+    loader = build_run_loader(config, spec, grid, facts["train"]) if grid.owns_loader else None
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
     if config.checkpoint.dir:
         c = config.checkpoint
         run.saver = checkpoint.CheckpointSaver(Path(c.dir), spec, layout, grid, c.keep, c.keep_every)
     if config.eval.interval:
-        run.evaluator = Evaluator(config, spec, grid, platform)
+        run.evaluator = Evaluator(config, spec, grid, platform, facts[config.eval.split])
     resume(run)
     return run
 
@@ -87,10 +89,34 @@ def build_model(config: TrainConfig, spec: ModelSpec, layout: Layout, platform: 
     return chunks
 
 
-def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: Grid) -> Any:
+def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
+    """What rank 0 has read of the data set's description, by split; collective.
+
+    Thousands of ranks that read and check it themselves would be a load on the storage before the first
+    step, and some of them could end with a message that others do not have.
+
+    Raises:
+        LoaderError: on all ranks alike, with what rank 0 found wrong.
+    """
+    answer: list[Any] = [None, ""]
+    cause = None
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = read_data(config)
+        except Exception as error:  # of whatever kind: the other ranks wait for an answer
+            answer[1], cause = str(error) or repr(error), error
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1]:
+        dist.barrier()  # nobody leaves before all have the message
+        raise LoaderError(answer[1]) from cause
+    return answer[0]
+
+
+def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: Grid, facts: SplitFacts) -> Any:
     from megatron_vl.data.loader import build_loader
 
-    return build_loader(config.data, spec, config.model.hf, dp_rank=grid.dp_rank, dp_size=grid.dp, split="train")
+    ranks = {"dp_rank": grid.dp_rank, "dp_size": grid.dp}
+    return build_loader(config.data, spec, config.model.hf, **ranks, split="train", facts=facts)
 
 
 def resume(run: Run) -> None:
@@ -142,6 +168,8 @@ def train(config: TrainConfig) -> None:
     say(run.grid, _banner(run))
     for remark in remarks(config, run.platform.name):
         say(run.grid, f"NOTE: {remark}")
+    for note in run.loader.notes if run.loader is not None else []:
+        say(run.grid, note)
     log = MetricsLog(config, run.spec, run.grid, run.platform)
     if run.step >= _last_step(config):
         say(run.grid, f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to go on")

@@ -26,8 +26,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_vl.errors import UserError
 from megatron_vl import durable
+from megatron_vl.errors import UserError
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import Cut, TensorInfo
 from megatron_vl.parallel.grid import Grid

@@ -124,7 +124,7 @@ def test_shards_stay_in_the_folder(dataset, tmp_path, name):
     info = json.loads((meta / ".info.json").read_text())
     (meta / ".info.json").write_text(json.dumps(info | {"shard_counts": info["shard_counts"] | {name: COUNT}}))
     (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": [name], "val": []}, "exclude": []}))
-    with pytest.raises(DescriptionError, match="is not inside|more than 1000000 shards|cannot be read"):
+    with pytest.raises(DescriptionError, match="is not inside|more than 4000000 shards|cannot be read"):
         read(dataset)
 
 

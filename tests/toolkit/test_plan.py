@@ -17,9 +17,9 @@ from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.layout import make_layout
+from tests.examples import EXAMPLES, HF_CONFIGS, read_example
 from tests.support.ranks import call
 from tests.toolkit.programs import built_examples
-from tests.examples import EXAMPLES, HF_CONFIGS, read_example
 from toolkit.plan.memory import GPU_GIB, RESERVE_GIB, estimate, peak_gib, play_schedule, stage_tensors
 from toolkit.plan.speed import estimate_speed
 

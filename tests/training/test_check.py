@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
-from megatron_vl.data.loader import LoaderError, split_size
+from megatron_vl.data.description import LoaderError, read_description
 from megatron_vl.training.check import check, remarks
 
 HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
@@ -48,7 +48,7 @@ def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     (meta / "dataset.yaml").write_text("{__module__: megatron.energon, __class__: CrudeWebdataset}\n")
     for split in ("vla", "test"):
         with pytest.raises(LoaderError, match=rf"the split '{split}' is empty; splits with samples: train, val\."):
-            split_size(tmp_path, split)
+            read_description(tmp_path).facts(split)
 
 
 def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:

@@ -243,6 +243,14 @@ def test_a_validation_split_that_cannot_be_used_is_told_once(prepared: dict[str,
     assert done.stderr.count("megatron_vl.train: rank") == 1, done.stderr
 
 
+def test_an_empty_split_ends_all_ranks_with_one_message(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """One rank reads the data set's description; the others end with what it says."""
+    done = train(prepared, tmp_path / "run", *LAYOUT, "--eval.interval", "1", "--eval.split", "test")
+    assert done.returncode != 0
+    assert "the split 'test' is empty; splits with samples: train, val" in done.stderr
+    assert done.stderr.count("megatron_vl.train: rank") == 1, done.stderr
+
+
 def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], whole: Path) -> None:
     out = prepared["folder"] / "exported"
     export(whole, prepared["hf"], out)
@@ -261,7 +269,6 @@ def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], 
         (["--parallel.layers", "[1,1]", "--parallel.pp", "2", "--parallel.tp", "2"], "add up to 2"),
         (["--data.path", "nowhere", *LAYOUT], "does not exist"),
         (["--global_batch_size", "3"], "multiple of the data-parallel size"),
-        (["--eval.interval", "1", "--eval.split", "test", *LAYOUT], "the split 'test' is empty; splits with samples: train, val"),
     ],
 )
 def test_impossible_runs_are_refused_before_a_group_starts(

@@ -18,7 +18,7 @@ from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.models.families.base import text_config
 from megatron_vl.models.tensors import LayoutError, tensor_table
 from megatron_vl.parallel.layout import Layout
-from megatron_vl.training.check import check, check_start_weights, remarks, step_to_resume
+from megatron_vl.training.check import check, check_start_weights, read_data, remarks, step_to_resume
 from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.machine import Gpu, check_disk
 from toolkit.plan.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, estimate, peak_gib
@@ -170,11 +170,12 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
 
     loader: Any = None
     try:
-        loader = build_loader(config.data, spec, config.model.hf, dp_rank=0, dp_size=dp)
+        facts = read_data(config)["train"]
+        loader = build_loader(config.data, spec, config.model.hf, dp_rank=0, dp_size=dp, facts=facts)
         samples = loader.samples
         loader.close()
         alone = dataclasses.replace(config.data, num_workers=0)
-        loader = build_loader(alone, spec, config.model.hf, dp_rank=0, dp_size=dp)
+        loader = build_loader(alone, spec, config.model.hf, dp_rank=0, dp_size=dp, facts=facts)
         start = time.perf_counter()
         row = next(loader)
         seconds = time.perf_counter() - start

@@ -1,0 +1,131 @@
+"""What opening a data set costs as its shards grow: ``python benchmarks/growth_shards.py --shards 100000``.
+
+A folder with so many (empty) shards is described as the converter describes them. Measured are what one rank of a job does
+(reading and checking the description), the message that the other ranks get, and what Energon does by itself on every rank
+that owns a loader. Calls are those that Python makes; seconds are of the processor and, in brackets, of the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data_tools.shards import IndexWriter, Shard
+from megatron_vl.data.description import read_description
+from megatron_vl.data.loader import RowEncoder
+
+SAMPLES = 1000
+"""In a shard."""
+CALLS: Counter[str] = Counter()
+
+
+class Reader(RowEncoder):
+    """The loader's own encoder without a model: it is built, not run."""
+
+    def __init__(self) -> None:
+        self.shuffles = False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shards", type=int, default=100_000, help="shards of the data set")
+    parser.add_argument("--ranks", type=int, default=4096, help="ranks of the job")
+    parser.add_argument(
+        "--model-ranks", type=int, default=32, help="ranks of a replica (tp x pp); one of them owns a loader"
+    )
+    args = parser.parse_args()
+    owners = args.ranks // args.model_ranks
+    count_calls()
+
+    with tempfile.TemporaryDirectory() as folder:
+        data = write(Path(folder) / "data", args.shards)
+        facts = measured("description, read and checked", 1, lambda: read_description(data).facts("train"))
+        size = len(pickle.dumps(facts))
+        print(f"  the message to the other {args.ranks - 1} ranks has {size} bytes")
+
+        gc.collect()
+        before = resident()
+        held = measured("Energon's own opening", owners, lambda: opened(data, owners))
+        print(f"  {(resident() - before) / args.shards:.0f} bytes of memory a shard")
+        del held
+
+
+def write(data: Path, count: int) -> Path:
+    data.mkdir()
+    writer = IndexWriter(data / ".nv-meta")
+    for i in range(count):
+        name = f"train-{i:06d}.tar"
+        (data / name).touch()
+        writer.add(Shard(name, SAMPLES, 0, f"{i:064x}"))
+    writer.finish()
+    return data
+
+
+def opened(data: Path, owners: int) -> Any:
+    """What :func:`megatron_vl.data.loader.build_loader` asks Energon for, as rank 0 of so many."""
+    from megatron.energon import WorkerConfig, get_train_dataset
+
+    return get_train_dataset(
+        data,
+        worker_config=WorkerConfig(rank=0, world_size=owners, num_workers=2),
+        task_encoder=Reader(),
+        batch_size=None,
+        packing_buffer_size=64,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=100,
+    )
+
+
+def measured(name: str, ranks: int, run: Callable[[], Any]) -> Any:
+    """Prints what ``run`` took on one rank and in a job; returns its result."""
+    CALLS.clear()
+    clock, processor = time.perf_counter(), time.process_time()
+    result = run()
+    clock, processor = time.perf_counter() - clock, time.process_time() - processor
+    calls = dict(CALLS)
+    print(
+        f"{name}: {processor:.2f} s ({clock:.2f} s), {calls.get('stat', 0)} stats, {calls.get('open', 0)} opens, "
+        f"{calls.get('scandir', 0)} listings"
+    )
+    print(
+        f"  on {ranks} ranks of the job: {ranks * calls.get('stat', 0)} stats, {ranks * calls.get('open', 0)} opens"
+    )
+    return result
+
+
+def count_calls() -> None:
+    """Counts stat and lstat together, and opens and listings by Python's audit events."""
+
+    def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            CALLS["stat"] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    os.stat, os.lstat = counting(os.stat), counting(os.lstat)  # type: ignore[assignment]
+    sys.addaudithook(
+        lambda event, _: (
+            CALLS.update([event.removeprefix("os.")]) if event in ("open", "os.scandir") else None
+        )
+    )
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""What a data set is known by, and what reading its description costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_tools import shards
+from data_tools.shards import IndexWriter, Shard, ShardError
+from megatron_vl.config import DataConfig
+from megatron_vl.data import description
+from megatron_vl.data.description import DescriptionError, LoaderError, difference, read_description
+from megatron_vl.data.loader import build_loader
+from megatron_vl.data.state import StateError
+from megatron_vl.models.families import read_spec
+from tests.tiny import tiny_checkpoint
+from tests.training.process import run_ranks
+
+from .datasets import converted
+
+WRITTEN: dict[str, Any] = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+
+
+def talk(name: str, count: int) -> list[dict[str, Any]]:
+    turns = lambda i: [{"from": "human", "value": f"{name} {i}?"}, {"from": "gpt", "value": f"{name} {i}."}]  # noqa: E731
+    return [{"conversations": turns(i)} for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("parts")
+    for name, count in (("birds", 24), ("ships", 20), ("other", 24)):
+        (folder / f"in_{name}").mkdir()
+        made = converted(folder / f"in_{name}", talk(name, count), val_fraction=0.2, samples_per_shard=6)[0]
+        shutil.move(made, folder / name)
+    return folder
+
+
+@pytest.fixture
+def folder(parts, tmp_path) -> Path:
+    shutil.copytree(parts, tmp_path / "mix")
+    write(tmp_path / "mix")
+    return tmp_path / "mix"
+
+
+def write(folder: Path, file: str = "meta.yaml", **changes: Any) -> Path:
+    """A blend of birds 3 to ships 1; ``changes`` replace its train split, or fields of its parts (``birds``, ``ships``)."""
+    blend = [
+        {"path": name, "weight": weight, **changes.get(name, {})}
+        for name, weight in (("birds", 3), ("ships", 1))
+    ]
+    train = changes.get("train", {"blend": blend})
+    splits = {"train": train, "val": {"path": "birds"}}
+    (folder / file).write_text(yaml.safe_dump(WRITTEN | {"splits": splits}))
+    return folder / file
+
+
+def identity(path: Path, split: str = "train") -> Any:
+    return json.loads(json.dumps(read_description(path).facts(split).identity))
+
+
+def reconvert(folder: Path) -> None:
+    shutil.rmtree(folder / "birds")
+    shutil.copytree(folder / "other", folder / "birds")
+
+
+def edit_split(folder: Path) -> None:
+    meta = folder / "birds" / ".nv-meta" / "split.yaml"
+    split = yaml.safe_load(meta.read_text())
+    split["split_parts"]["train"].append(split["split_parts"]["val"].pop())
+    split["split_parts"]["val"] = split["split_parts"]["train"][:1]
+    meta.write_text(yaml.safe_dump(split))
+
+
+def exclude(folder: Path) -> None:
+    meta = folder / "birds" / ".nv-meta" / "split.yaml"
+    split = yaml.safe_load(meta.read_text())
+    meta.write_text(yaml.safe_dump(split | {"exclude": ["train-000000.tar/000000001"]}))
+
+
+BIRDS, SHIPS = {"path": "birds", "weight": 3}, {"path": "ships", "weight": 1}
+CHANGES: dict[str, tuple[Any, str]] = {
+    "weight": (lambda f: write(f, ships={"weight": 2}), r"^the weight of ships was 1, is 2$"),
+    "default weight": (
+        lambda f: write(f, train={"blend": [{"path": "birds"}, SHIPS]}),
+        r"^the weight of birds was 3, is 1$",
+    ),
+    "order": (
+        lambda f: write(f, train={"blend": [SHIPS, BIRDS]}),
+        r"mixed birds, ships, mixes ships, birds$",
+    ),
+    "one more": (
+        lambda f: write(f, train={"blend": [BIRDS, SHIPS, {"path": "other"}]}),
+        r"mixes birds, ships, other$",
+    ),
+    "another": (
+        lambda f: write(f, train={"blend": [{"path": "other", "weight": 3}, SHIPS]}),
+        r"^other was converted",
+    ),
+    "kind": (
+        lambda f: write(
+            f, train={"blend_epochized": [{"path": "birds", "repetitions": 3}, {"path": "ships"}]}
+        ),
+        r"was a blend by weights, is a blend by repetitions$",
+    ),
+    "split": (lambda f: write(f, birds={"split_part": "val"}), r"^the split of birds was 'train', is 'val'$"),
+    "subset": (
+        lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}),
+        r"^the subset of birds was None, is ",
+    ),
+    "epochs": (
+        lambda f: write(f, birds={"shuffle_over_epochs_multiplier": 4}),
+        r"multiplier of birds was 1, is 4$",
+    ),
+    "content": (reconvert, r"^birds was converted or prepared again \(its train was"),
+    "shards of a split": (edit_split, r"^birds lists other shards or counts for train"),
+    "left out": (exclude, r"^birds lists other shards or counts for train"),
+    "one data set": (
+        lambda f: write(f, train={"path": "birds"}),
+        r"was a blend by weights, is a data set or metadataset",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_mixture_consists_of_is_its_identity(folder, change):
+    before = identity(folder / "meta.yaml")
+    make, told = CHANGES[change]
+    make(folder)
+    import re
+
+    found = difference(before, identity(folder / "meta.yaml"))
+    assert re.search(told, found), found
+
+
+def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
+    before = identity(folder / "meta.yaml")
+    write(folder, "renamed.yaml", birds={"weight": 3.0, "subflavors": {"kind": "animals"}})
+    (folder / "birds").rename(folder / "birds2")
+    text = (folder / "renamed.yaml").read_text()
+    (folder / "renamed.yaml").write_text(text.replace("path: birds", f"path: {tmp_path}/moved/birds2"))
+    folder.rename(tmp_path / "moved")
+    assert before != identity(tmp_path / "moved" / "renamed.yaml"), "names are kept for messages"
+    assert difference(before, identity(tmp_path / "moved" / "renamed.yaml")) == ""
+
+
+def test_nested_mixtures_count_with_their_weights(folder):
+    outer = [{"path": "meta.yaml", "weight": 2}, {"path": "other"}]
+    before = identity(write(folder, "outer.yaml", train={"blend": outer}))
+    assert difference(before, identity(folder / "outer.yaml")) == ""
+    write(folder, ships={"weight": 5})
+    assert difference(before, identity(folder / "outer.yaml")) == "the weight of ships was 1, is 5"
+    write(folder)
+    outer[0]["split_part"] = "val"
+    write(folder, "outer.yaml", train={"blend": outer})
+    assert "was a blend by weights" in difference(before, identity(folder / "outer.yaml"))
+
+
+def test_a_split_that_a_mixture_lacks_is_named(folder):
+    with pytest.raises(
+        LoaderError, match=r"meta.yaml has no split 'test'; splits that are there: train, val\."
+    ):
+        read_description(folder / "meta.yaml").facts("test")
+    write(folder, birds={"split_part": "test"})
+    with pytest.raises(LoaderError, match=r"birds: the split 'test' is empty"):
+        read_description(folder / "meta.yaml").facts("train")
+
+
+# ----------------------------------------------------------------------------------------------------- states of a loader
+
+
+def loader(path: Path, **changes: Any) -> Any:
+    hf = tiny_checkpoint("qwen2_5_vl")
+    settings = {"seq_len": 64, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 8, **changes}
+    return build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)
+
+
+def keys(rows: Any, count: int) -> list[list[str]]:
+    return [[*row.keys, *map(str, row.tokens.tolist())] for row in islice(rows, count)]
+
+
+def test_a_mixture_resumes_where_it_lies_and_not_with_other_weights(folder, tmp_path):
+    rows = loader(folder / "meta.yaml")
+    keys(rows, 6)
+    state = json.loads(json.dumps(rows.state_dict()))
+    wanted = keys(rows, 30)
+
+    folder.rename(tmp_path / "moved")
+    again = loader(tmp_path / "moved" / "meta.yaml")
+    again.load_state_dict(state)
+    assert keys(again, 30) == wanted
+
+    write(tmp_path / "moved", ships={"weight": 3})
+    with pytest.raises(
+        StateError, match=r"the weight of ships was 1, is 3; give the data set .*checkpoint.restart_data true"
+    ):
+        loader(tmp_path / "moved" / "meta.yaml").load_state_dict(state)
+
+
+def former(state: dict[str, Any], dataset: str) -> dict[str, Any]:
+    """As versions before wrote it."""
+    kept = {name: value for name, value in state["identity"].items() if name != "shuffle_buffer_gib"}
+    return {**state, "identity": {**kept, "dataset": dataset}}
+
+
+def test_states_of_earlier_versions_go_on_with_a_line(folder):
+    rows = loader(folder / "meta.yaml")
+    keys(rows, 6)
+    state = json.loads(json.dumps(rows.state_dict()))
+    wanted = keys(rows, 30)
+
+    again = loader(folder / "meta.yaml")
+    again.load_state_dict(former(state, "meta.yaml"))
+    assert keys(again, 30) == wanted
+    assert (
+        "it says meta.yaml and no more" in again.notes[-1]
+        and "--checkpoint.restart_data true" in again.notes[-1]
+    )
+    assert any("before the shuffle buffer had a bound in bytes" in note for note in again.notes)
+    with pytest.raises(StateError, match=r"'other.yaml', this loader reads 'meta.yaml'"):
+        loader(folder / "meta.yaml").load_state_dict(former(state, "other.yaml"))
+
+    plain = loader(folder / "birds", shuffle_buffer_gib=0)
+    uuid = (folder / "birds" / ".nv-meta" / "index.uuid").read_text()
+    count = len(plain.notes)
+    plain.load_state_dict(former(plain.state_dict(), uuid))
+    assert len(plain.notes) == count, "a data set's uuid says all"
+    with pytest.raises(StateError, match="with the data set"):
+        loader(folder / "birds").load_state_dict(former(plain.state_dict(), "another"))
+
+
+# ---------------------------------------------------------------------------------------------------------- many shards
+
+
+def empty_shards(folder: Path, count: int) -> Path:
+    """A data set of empty tars, described as the converter does."""
+    folder.mkdir()
+    writer = IndexWriter(folder / ".nv-meta")
+    for i in range(count):
+        (folder / f"train-{i:06d}.tar").touch()
+        writer.add(Shard(f"train-{i:06d}.tar", 10, 0, f"{i:064x}"))
+    writer.finish()
+    return folder
+
+
+def test_reading_looks_at_no_shard(tmp_path, monkeypatch):
+    """As many calls of stat and open for 2,000 shards as for 50, and a message of the same size."""
+    looked = {"count": 0}
+
+    def counting(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            looked["count"] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+    few, many = empty_shards(tmp_path / "few", 50), empty_shards(tmp_path / "many", 2000)
+    for name in ("stat", "lstat", "open", "scandir"):
+        counting(name)
+    calls, sizes = [], []
+    for path in (few, many):
+        looked["count"] = 0
+        facts = read_description(path).facts("train")
+        calls.append(looked["count"])
+        sizes.append(len(pickle.dumps(facts)))
+        assert facts.samples == 10 * len(list(path.glob("*.tar"))) and facts.largest_shard == 10
+    assert abs(calls[0] - calls[1]) < 8, calls  # sizes of at most 16 shards are asked for
+    assert abs(sizes[0] - sizes[1]) < 16 and max(sizes) < 1000
+
+
+def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tmp_path, monkeypatch):
+    assert shards.MOST_SHARDS is description.MOST_SHARDS
+    monkeypatch.setattr(shards, "MOST_SHARDS", 5)
+    monkeypatch.setattr(description, "MOST_SHARDS", 5)
+    assert read_description(empty_shards(tmp_path / "five", 5)).facts("train").samples == 50
+    with pytest.raises(
+        ShardError, match=r"train-000005.tar is one more than the 5 shards .*--samples-per-shard"
+    ):
+        empty_shards(tmp_path / "six", 6)
+    longest = json.dumps({"shard_counts": {f"train-{10**7 - 1}.tar": 10**6}}, indent=2).splitlines()[2]
+    assert len(longest) < 39 and description.LARGEST >= 48 * 4_000_000
+
+
+SHARED = """
+import torch.distributed as dist
+from megatron_vl.config import TrainConfig
+from megatron_vl.training import loop
+
+dist.init_process_group("gloo")
+reads, read = [], loop.read_data
+loop.read_data = lambda config: reads.append(1) or read(config)
+config = TrainConfig()
+config.data.path = PATH
+identity = loop.share_data(config)["train"].identity
+config.eval.interval, config.eval.split = 1, "test"
+try:
+    told = str(loop.share_data(config))
+except ValueError as error:
+    told = str(error)
+RESULT = [None, None]
+dist.all_gather_object(RESULT, [len(reads), identity, told])
+"""
+
+
+def test_one_rank_reads_and_all_end_alike(parts):
+    first, second = run_ranks(2, SHARED, PATH=str(parts / "birds"))
+    assert (first[0], second[0]) == (2, 0), "who has read how often"
+    assert first[1] == second[1] == identity(parts / "birds")
+    assert first[2] == second[2] and "the split 'test' is empty" in first[2]
+
+
+def test_folders_of_shards_stay_inside_too(tmp_path):
+    data = empty_shards(tmp_path / "data", 3)
+    (data / "part").mkdir()
+    (tmp_path / "outside").mkdir()
+    split = data / ".nv-meta" / "split.yaml"
+
+    def named(name: str) -> Any:
+        split.write_text(yaml.safe_dump({"split_parts": {"train": [name]}, "exclude": []}))
+        return read_description(data)
+
+    (data / "part" / "a.tar").touch()
+    named("part/a.tar")
+    named("./train-000000.tar")
+    named(f"{data}/train-000000.tar")
+    (data / "near.tar").symlink_to("train-000001.tar")
+    named("near.tar")
+
+    (data / "part" / "far.tar").symlink_to(tmp_path / "outside" / "b.tar")
+    (data / "away").symlink_to(tmp_path / "outside")
+    for name in ("part/far.tar", "away/b.tar", "part/../../outside/b.tar", "part/..", "", "/"):
+        with pytest.raises(DescriptionError, match="is not inside"):
+            named(name)
+    split.write_text("split_parts: {train: [train-000000.tar]}\nexclude: ['{0..99999999}']\n")
+    with pytest.raises(DescriptionError, match="more than"):
+        read_description(data)
