@@ -9,7 +9,7 @@ import torch
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from megatron_vl.training.optimizer import learning_rate
-from tests.training.process import run_single
+from tests.training.process import run_ranks, run_single
 
 SHAPE = {"peak": 3e-4, "final": 3e-5, "steps": 100, "warmup": 10}
 
@@ -60,6 +60,8 @@ init_distributed(platform)
 grid = make_grid(layout)
 config = TrainConfig(dtype="float32", steps=10, global_batch_size=2, data=DataConfig(seq_len=256),
                      optimizer=OptimizerConfig(lr=1e-3, vision_lr=5e-4, merger_lr=2e-4, weight_decay=0.1, schedule="constant"))
+if "STILL" in globals():
+    setattr(config.optimizer, "lr" if STILL == "language" else f"{STILL}_lr", 0.0)
 chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
 wrapped = wrap(config, chunks)
 optimizer = build_optimizer(config, platform, wrapped)
@@ -82,7 +84,8 @@ for step in range(3):
     result = train_step(wrapped, optimizer, data.rows, grid, 256)
     for hook in hooks: hook.remove()
     changed = any(not torch.equal(before[n], p) for n, p in weights().items())
-    results.append({"updated": result.updated, "changed": changed, "finite": math.isfinite(result.loss)})
+    results.append({"updated": result.updated, "changed": changed, "finite": math.isfinite(result.loss),
+                    "skipped": result.skipped})
 RESULT = results
 """,
         HF=str(tiny_checkpoint("qwen2_5_vl")),
@@ -90,6 +93,55 @@ RESULT = results
     assert [r["updated"] for r in out] == [True, False, True]
     assert [r["changed"] for r in out] == [True, False, True]
     assert [r["finite"] for r in out] == [True, False, True]
+    assert [r["skipped"] for r in out] == ["", "not_finite", ""]
+
+
+WITHOUT_LOSS = """
+from megatron_vl.models.names import LiveTensor
+from megatron_vl.training.optimizer_state import snapshot
+
+def state():
+    named = [LiveTensor(n, p) for n, p in chunks[0].named_parameters()]
+    return {n: t for n, t in snapshot(optimizer, named).items() if not n.startswith("rng/")}
+
+results = []
+for step, kinds in enumerate([("image", "text"), ("without_loss", "without_loss"), ("image", "without_loss")]):
+    rows = iter([pack_row([make_sample(kind, spec, 0)], spec, 256) for kind in kinds])
+    data = Feed(grid, platform, rows, 2, balanced=False).next_step()
+    set_learning_rates(optimizer, config, step)
+    before = state() if step else {}
+    result = train_step(wrapped, optimizer, data.rows, grid, 256)
+    after = state()
+    kept = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
+    moved = {name.rpartition("/")[2] for name in before if not torch.equal(before[name], after[name])}
+    results.append([result.skipped, result.loss_tokens > 0, sorted(kept), sorted(moved)])
+RESULT = results
+"""
+
+
+def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkpoint) -> None:
+    """Weight decay and decaying moments would move them; rows without loss beside others are trained on."""
+    first, without, mixed = run_single(STEP + WITHOUT_LOSS, HF=str(tiny_checkpoint("qwen2_5_vl")))
+    assert first[:2] == ["", True]
+    everything = ["exp_avg", "exp_avg_sq", "main", "step"]
+    assert without == ["no_loss_tokens", False, everything, []]
+    assert mixed == ["", True, [], everything]
+
+
+def test_a_step_without_loss_tokens_is_left_out_by_all_stages(tiny_checkpoint) -> None:
+    """Two stages: the first holds no loss and has to learn of it; updates that overlap with the forward pass wait for none."""
+    code = (STEP + WITHOUT_LOSS).replace("make_layout(spec)", "make_layout(spec, pp=2)")
+    code += """
+import torch.distributed as dist
+both = [None, None]
+dist.all_gather_object(both, results)
+RESULT = both
+"""
+    for first, without, mixed in run_ranks(2, code, HF=str(tiny_checkpoint("qwen2_5_vl"))):
+        everything = ["exp_avg", "exp_avg_sq", "main", "step"]
+        assert first[0] == ""
+        assert without == ["no_loss_tokens", False, everything, []]
+        assert mixed == ["", True, [], everything]
 
 
 @pytest.mark.parametrize(("family", "tensors"), [("qwen2_5_vl", 77), ("qwen3_vl", 110)])
@@ -112,6 +164,33 @@ for piece in optimizer_slices(optimizer, [LiveTensor(n, p) for n, p in chunks[0]
         want = 2e-4 if ".merger." in name or ".deepstack_mergers." in name else 5e-4 if name.startswith("vision_model.") else 1e-3
         assert math.isclose(rate, want), name
         assert decay == (0.1 if dimensions > 1 else 0.0), name
+
+
+@pytest.mark.parametrize("still", ["vision", "merger", "language"])
+def test_a_part_with_a_rate_of_zero_stays_and_the_others_move(tiny_checkpoint, still: str) -> None:
+    """With weight decay: bit for bit. What is logged is each part's own rate, and that of frozen parts is none."""
+    out = run_single(
+        STEP
+        + """
+from megatron_vl.models.tensors import part_of
+def weights(): return {n: p.detach().clone() for n, p in chunks[0].named_parameters()}
+before, rates = weights(), []
+for step in range(2):
+    rates.append(set_learning_rates(optimizer, config, step))
+    assert train_step(wrapped, optimizer, feed.next_step().rows, grid, 256).updated
+moved = {}
+for name, parameter in weights().items():
+    moved.setdefault(part_of(name), []).append(not torch.equal(before[name], parameter))
+config.model.freeze_merger = True
+RESULT = [rates, {part: [any(each), all(each)] for part, each in moved.items()}, set_learning_rates(optimizer, config, 2)]
+""",
+        HF=str(tiny_checkpoint("qwen2_5_vl")),
+        STILL=still,
+    )
+    rates, moved, frozen = out
+    want = {"language": 1e-3, "vision": 5e-4, "merger": 2e-4} | {still: 0.0}
+    assert rates == [want, want] and frozen == want | {"merger": None}
+    assert moved == {part: [False, False] if part == still else [True, True] for part in want}
 
 
 def test_weights_copied_together_are_those_that_core_copies_one_by_one(tiny_checkpoint) -> None:
