@@ -228,6 +228,17 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
     padded = False
     """Whether the present row has padding."""
 
+    @staticmethod
+    def with_a_row(routing_map: Tensor) -> Tensor:
+        """The same map [T, experts]; where no token has an expert, the first token goes to the first one.
+
+        Its probability is zero, so it adds nothing. Transformer Engine's fused permutation and its grouped linears fail on
+        empty tensors (Megatron-LM pull requests 3626 and 4851), and under sequence parallelism a rank may hold padding alone.
+        """
+        routing_map = routing_map.clone()
+        routing_map[0, 0] |= ~routing_map.any()
+        return routing_map
+
     def preprocess(self, routing_map: Tensor) -> Tensor:
         counts = super().preprocess(routing_map)
         if self.padded:
@@ -267,4 +278,7 @@ class ExpertsLayer(MoELayer):
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Core's routing; the dispatcher, which gets no mask, learns whether there is one just before it needs it."""
         self.token_dispatcher.padded = padding_mask is not None
-        return super().route(hidden_states, padding_mask)
+        probs, routing_map = super().route(hidden_states, padding_mask)
+        if padding_mask is not None and isinstance(self.token_dispatcher, PaddingDispatcher):
+            routing_map = self.token_dispatcher.with_a_row(routing_map)
+        return probs, routing_map

@@ -108,8 +108,9 @@ class CountingRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
             return probs
+        # Counted as with a mask in rows without padding, too: one way to count, and one rounding.
         counts, _, tokens = get_tokens_per_expert_and_token_count(
-            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=with_padding_mask
+            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
         loss = switch_load_balancing_loss_func(
             scores_for_aux_loss, counts, tokens, self.topk, self.num_experts, coefficient, fused=self.config.moe_router_fusion

@@ -98,10 +98,13 @@ def exchanged_rows() -> Iterator[list[int]]:
 def through(dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
     """The way that core's layer goes. Experts leave alone what lies behind their rows, which may hold anything."""
     dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
+    if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
+        probs, chosen = probs.masked_fill(~chosen.any(1, keepdim=True), 0), dispatcher.with_a_row(chosen)
     first = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x[:, None], chosen, probs))
     rows, counts, weights = dispatcher.dispatch_postprocess(*first)
     total, exact = int(counts.sum()), getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
     assert weights.shape[0] == rows.shape[0] and (total == rows.shape[0] or not exact and dispatcher.padded)
+    assert total or isinstance(dispatcher, OncePerRankDispatcher)
     expert = torch.arange(len(scale), device=rows.device).repeat_interleave(counts.to(rows.device))
     outs = (torch.tanh(rows[:total].float() * scale[expert]) * weights[:total, None]).to(rows.dtype)
     outs = torch.cat((outs, outs.new_full((rows.shape[0] - total, HIDDEN), torch.nan)))
