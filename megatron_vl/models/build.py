@@ -146,10 +146,34 @@ def _language(
 
 
 def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:
-    """The coefficient of the load-balancing loss of this run; 0 where there are no experts, or none that are trained."""
-    if spec.language.moe is None or model.freeze_language:
+    """The coefficient of the load-balancing loss of this run; 0 where there are no experts, or none that are trained.
+
+    As in ``transformers``, the Hugging Face config adds the loss by ``output_router_logits``; ``model.moe_aux_loss`` decides
+    where it is set.
+    """
+    moe = spec.language.moe
+    if moe is None or model.freeze_language:
         return 0.0
-    return spec.language.moe.aux_loss_coef if model.moe_aux_loss is None else model.moe_aux_loss
+    if model.moe_aux_loss is not None:
+        return model.moe_aux_loss
+    return moe.aux_loss_coef if moe.output_router_logits else 0.0
+
+
+def aux_loss_reason(spec: ModelSpec, model: ModelConfig) -> str:
+    """The coefficient of the load-balancing loss and where it comes from, in words; empty without experts."""
+    moe, coefficient = spec.language.moe, aux_loss_coefficient(spec, model)
+    if moe is None:
+        return ""
+
+    told = f"coefficient {coefficient:g}" if coefficient else "none"
+    if model.freeze_language:
+        return f"{told} (model.freeze_language)"
+    if model.moe_aux_loss is not None:
+        return f"{told} (model.moe_aux_loss)"
+    if moe.output_router_logits:
+        return f"{told} (router_aux_loss_coef, as output_router_logits is true in model.hf's config.json)"
+    advice = f"--model.moe_aux_loss {moe.aux_loss_coef:g} adds it"
+    return f"{told} (output_router_logits is not true in model.hf's config.json; {advice})"
 
 
 def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:

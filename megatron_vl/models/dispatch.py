@@ -4,6 +4,8 @@ Megatron-core's ``alltoall`` sends a token once for each of its experts. Here a 
 with its probabilities over all the rank's experts, copies it for each of them, and sends one sum of their outputs back: with
 uniform routing to 8 of 128 experts, 3.6 rows a token instead of 8 over 4 ranks, 5.3 over 8.
 
+A token may have no expert, as padding has none: it is sent nowhere, and what comes back for it is zero.
+
 What a rank needs to know before rows travel is one small exchange of counts and one copy to the host, for which it waits once,
 behind everything that can be launched without them. Rows travel while the received probabilities become places. Gradients go
 the same ways back, without waiting.
@@ -120,12 +122,16 @@ class OncePerRankDispatcher(MoETokenDispatcher):
 
     Buffers stay here between the steps, each until it has been read. What the layer is handed it would keep until its forward
     pass ends, so :meth:`dispatch_preprocess` and :meth:`token_dispatch` hand it back what it has anyway.
+
+    Args:
+        exact_rows: experts take exactly as many rows as their counts say, so where there is padding the host has to know how
+            many that are. Off: they leave alone what lies behind the last row, and nothing waits for a number.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any, *, exact_rows: bool = True) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         assert self.tp_size == 1, self.tp_size
-        self.num_local_experts, self.top_k = num_local_experts, config.moe_router_topk
+        self.num_local_experts, self.top_k, self.exact_rows = num_local_experts, config.moe_router_topk, exact_rows
         self._shape: torch.Size
         self._counts: Counts
         self._splits: Splits
@@ -149,7 +155,7 @@ class OncePerRankDispatcher(MoETokenDispatcher):
 
         Args:
             hidden: [..., H], T tokens.
-            routing_map: bool [T, experts], ``top_k`` a token.
+            routing_map: bool [T, experts], ``top_k`` a token, or none.
             probs: [T, experts].
 
         Returns:
@@ -157,9 +163,10 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         """
         self._shape, flat = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
         if self.ep_size == 1:
-            # How many rows there are is known: the host waits for nothing.
             self._to_experts, self._expert_counts = positions(routing_map), routing_map.sum(0)
-            self._rows, self._probs = self._for_experts(flat, probs, flat.shape[0] * self.top_k)
+            # Without padding that many; with it, fewer.
+            total = int(self._expert_counts.sum()) if self.exact_rows else flat.shape[0] * self.top_k
+            self._rows, self._probs = self._for_experts(flat, probs, total)
             return hidden, probs
         to_rank = routing_map.view(-1, self.ep_size, self.num_local_experts).any(-1)
         self._counts = Counts(to_rank, routing_map, self.ep_group)
@@ -183,7 +190,10 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         return hidden, probs
 
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the experts take: rows [rows, H] sorted by expert, int64 [local experts] rows of each, probabilities [rows]."""
+        """What the experts take: rows [rows, H] sorted by expert, int64 [local experts] rows of each, probabilities [rows].
+
+        Without ``exact_rows`` there may be more rows than the counts add up to: the rest holds anything.
+        """
         if self.ep_size > 1:
             rows, received = self._take()
             probs_travel, rows_travel = self._travels
@@ -212,7 +222,34 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         return out.view(self._shape)
 
 
-class DeviceCountsDispatcher(MoEAlltoAllTokenDispatcher):
+class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
+    """Core's dispatcher, for tokens some of which have no expert."""
+
+    padded = False
+    """Whether the present row has padding."""
+
+    @staticmethod
+    def with_a_row(routing_map: Tensor) -> Tensor:
+        """The same map [T, experts]; where no token has an expert, the first token goes to the first one.
+
+        Its probability is zero, so it adds nothing. Transformer Engine's fused permutation and its grouped linears fail on
+        empty tensors (Megatron-LM pull requests 3626 and 4851), and under sequence parallelism a rank may hold padding alone.
+        """
+        routing_map = routing_map.clone()
+        routing_map[0, 0] |= ~routing_map.any()
+        return routing_map
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        counts = super().preprocess(routing_map)
+        if self.padded:
+            # Core 0.19.2 takes it that every token has its experts. The host waits for the number as it does where core drops
+            # tokens; without padding it is known.
+            self.num_out_tokens = routing_map.sum()
+            self._maybe_update_cuda_sync_point("before_permutation_1")
+        return counts
+
+
+class DeviceCountsDispatcher(PaddingDispatcher):
     """Core's dispatcher, which leaves the experts' token counts on the device."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
@@ -224,15 +261,24 @@ class ExpertsLayer(MoELayer):
     """Core's layer, with the dispatcher its experts can work with.
 
     Each token goes once to a rank, unless experts are cut themselves (expert tensor parallelism) or Transformer Engine
-    computes them (FP8, float32), which takes core's.
+    computes them (FP8, float32), which takes core's. Padding goes nowhere.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         planned = getattr(self.experts, "planned", False)
         if get_pg_size(pg_collection.expt_tp) == 1 and (planned or isinstance(self.experts, SequentialMLP)):
-            self.token_dispatcher = OncePerRankDispatcher(self.num_local_experts, config, pg_collection)
-        elif planned:
-            self.token_dispatcher = DeviceCountsDispatcher(
+            self.token_dispatcher = OncePerRankDispatcher(self.num_local_experts, config, pg_collection, exact_rows=not planned)
+        elif isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
+            dispatcher = DeviceCountsDispatcher if planned else PaddingDispatcher
+            self.token_dispatcher = dispatcher(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
             )
+
+    def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Core's routing; the dispatcher, which gets no mask, learns whether there is one just before it needs it."""
+        self.token_dispatcher.padded = padding_mask is not None
+        probs, routing_map = super().route(hidden_states, padding_mask)
+        if padding_mask is not None and isinstance(self.token_dispatcher, PaddingDispatcher):
+            routing_map = self.token_dispatcher.with_a_row(routing_map)
+        return probs, routing_map

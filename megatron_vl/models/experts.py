@@ -117,7 +117,7 @@ class GroupedExperts(TEGroupedMLP):
         """Runs each expert on its rows.
 
         Args:
-            hidden: [rows, H], sorted by expert.
+            hidden: [rows, H], sorted by expert; behind them may lie more, which are neither read nor written.
             counts: [local experts], rows of each.
             probs: [rows], each row's weight.
 

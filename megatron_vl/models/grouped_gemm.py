@@ -154,7 +154,7 @@ def plan(counts: Tensor, rows: int) -> Plan:
 
     Args:
         counts: int32 or int64 [experts], rows of each expert, on the device.
-        rows: their sum.
+        rows: at least their sum; tiles end with the last expert's rows.
     """
     experts = counts.numel()
     bound = rows // TILE_ROWS + min(experts, rows)

@@ -11,8 +11,10 @@ The load-balancing loss is ``transformers``' formula within each layer, averaged
 ``f_i`` is the number of a row's real tokens that go to expert ``i``, ``P_i`` the mean probability of ``i`` over them, both
 divided by the tokens. ``transformers`` averages ``f`` and ``P`` over all layers before it multiplies them, which lets one
 layer's favourites make up for another's; for one layer both are equal. Rows count by their real tokens, so the loss does
-not depend on how rows are spread over ranks. A row's padded tail goes through experts like any token (its hidden states
-are thrown away, but shapes stay fixed); it is left out of this loss.
+not depend on how rows are spread over ranks.
+
+A row's padded tail goes to no expert: its part of the layer's output is zero, and it counts neither in this loss nor in the
+experts' load. Which tokens are padding comes with each row (``padding_mask``); a row without any has no mask.
 """
 
 from __future__ import annotations
@@ -86,7 +88,11 @@ class CountingRouter(TopKRouter):
         """Loss tokens for each real token of the global batch, by which gradients will be divided."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As core's, [T, experts] each, with no expert for tokens of ``padding_mask`` (bool [S, 1], true for padding)."""
         probs, routing_map = super().routing(logits, padding_mask)
+        if padding_mask is not None:
+            padding = padding_mask.reshape(-1, 1)
+            probs, routing_map = probs.masked_fill(padding, 0.0), routing_map & ~padding
         if self.training and torch.is_grad_enabled():  # once, also where the layer is recomputed
             self.load += routing_map.sum(dim=0)
         return probs, routing_map
@@ -102,8 +108,9 @@ class CountingRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
             return probs
+        # Counted as with a mask in rows without padding, too: one way to count, and one rounding.
         counts, _, tokens = get_tokens_per_expert_and_token_count(
-            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=with_padding_mask
+            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
         loss = switch_load_balancing_loss_func(
             scores_for_aux_loss, counts, tokens, self.topk, self.num_experts, coefficient, fused=self.config.moe_router_fusion
@@ -167,13 +174,13 @@ def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
         router.loss_scale = (counts[0] / counts[1]).float()
 
 
-def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int) -> Tensor:
-    """Tokens of the step by layer and expert, int64 [layers, experts] on the device; collective over all ranks.
+def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int, device: torch.device) -> Tensor:
+    """Real tokens of the step by layer and expert, int64 [layers, experts] on ``device``; collective over all ranks.
 
     Every rank routes tokens of its own (tensor-parallel ranks hold different parts of the sequence), so the sum counts each
-    once. Layers without experts are zero.
+    once. Layers without experts are zero. A rank may have no layers, and chunks without parameters.
     """
-    load = torch.zeros(layers, experts, dtype=torch.int64, device=next(chunks[0].parameters()).device)
+    load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
     for router in routers(chunks):
         load[router.layer_number - 1] = router.load
     dist.all_reduce(load)

@@ -266,13 +266,15 @@ def _backward_key(own1, own2, walked1, walked2, dout1, dout2, lse, delta, dqkv, 
     k = _rows((own1, own2), heads + head, first, OWN, D1, D2)
     v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
     dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
-    # Descriptors of statistics start at whole 16 bytes; queries of other segments weigh nothing.
+    # Descriptors of statistics start and end at whole 16 bytes. Queries of other segments weigh nothing, and nothing was
+    # written behind the last one: what lies there may be NaN, which a weight of zero does not take away.
     for row in tl.range(start // 4 * 4, end, STEP):
         q = _rows((walked1, walked2), head, row, STEP, D1, D2)
         do = _rows((dout1, dout2), head, row, STEP, D1, D2)
         query = row + tl.arange(0, STEP)
-        norm = tl.where((query >= start) & (query < end), lse.load([head, row]).reshape(STEP), float("inf"))
-        d = delta.load([head, row]).reshape(STEP)
+        mine = (query >= start) & (query < end)
+        norm = tl.where(mine, lse.load([head, row]).reshape(STEP), float("inf"))
+        d = tl.where(mine, delta.load([head, row]).reshape(STEP), 0.0)
         p = tl.exp2(_across(k, q, D2) * scale - norm[None, :])
         dv = _along(p.to(do[0].dtype), do, dv, D2)
         ds = p * (_across(v, do, D2) - d[None, :])

@@ -118,8 +118,8 @@ class VisionLanguageModel(MegatronModule):
         return out
 
     def _padding_mask(self, row: DeviceRow) -> Tensor | None:
-        """Which tokens are padding, bool [1, S (/ tp)]; None where no load-balancing loss asks for it."""
-        if not self.config.moe_aux_loss_coeff:
+        """Which tokens are padding, bool [1, S (/ tp)]; None where none is, or where no experts ask for it."""
+        if not self.config.num_moe_experts or row.real_tokens == row.tokens.numel():
             return None
         padding = torch.arange(row.tokens.numel(), device=row.tokens.device) >= row.real_tokens
         if self.config.sequence_parallel:

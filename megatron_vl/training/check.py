@@ -163,6 +163,11 @@ def remarks(config: TrainConfig, platform: str) -> list[str]:
     for part, rate in (("vision", config.optimizer.vision_lr), ("merger", config.optimizer.merger_lr)):
         if frozen[part] and rate is not None:
             found.append(f"optimizer.{part}_lr {rate:g} has no effect: model.freeze_{part} keeps those weights as they are")
+        elif rate == 0:
+            found.append(
+                f"optimizer.{part}_lr 0 keeps those weights as they are, but computes their gradients and keeps their moments; "
+                f"--model.freeze_{part} true spares both"
+            )
     if platform == "cpu" and config.dtype == "bfloat16":
         found.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
     return found

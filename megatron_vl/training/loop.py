@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.description import LoaderError, SplitFacts
 from megatron_vl.errors import UserError
-from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
+from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason, build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.parallel.layout import Layout
@@ -26,7 +26,7 @@ from .evaluation import Evaluator
 from .feed import Feed
 from .metrics import MetricsLog, say
 from .optimizer import build_optimizer, set_learning_rates
-from .step import train_step, wrap
+from .step import NOT_FINITE, SKIPPED, train_step, wrap
 
 
 class TrainingStopped(UserError, RuntimeError):
@@ -49,7 +49,9 @@ class Run:
     saver: checkpoint.CheckpointSaver | None = None
     evaluator: Evaluator | None = None
     step: int = 0
-    """Optimizer steps done."""
+    """Optimizer steps done, skipped ones among them."""
+    skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIPPED, 0))
+    """Skipped steps of the whole run, by reason."""
 
 
 def set_up(config: TrainConfig) -> Run:
@@ -138,7 +140,48 @@ def resume(run: Run) -> None:
     if run.loader is not None and state is not None:
         run.loader.load_state_dict(state)
     run.step = step
+    saved = checkpoint.read_run(checkpoint.step_folder(Path(c.dir), step))
+    run.skipped |= _skipped_before(saved)
     say(run.grid, f"resumed at step {step} from {c.dir}")
+    if change := _changed_aux_loss(run, saved):
+        say(run.grid, f"NOTE: {change}")
+
+
+_SKIPPED_STEPS, _AUX_LOSS = "skipped_steps", "moe_aux_loss"
+"""What a checkpoint's ``run.json`` tells besides the facts that have to be equal."""
+
+
+def _further_facts(run: Run) -> dict[str, Any]:
+    facts: dict[str, Any] = {_SKIPPED_STEPS: dict(run.skipped)}
+    if run.spec.language.moe is not None:
+        facts[_AUX_LOSS] = aux_loss_coefficient(run.spec, run.config.model)
+    return facts
+
+
+def _skipped_before(saved: dict[str, Any]) -> dict[str, int]:
+    """Skipped steps up to a checkpoint; none where it does not say."""
+    counts = saved.get(_SKIPPED_STEPS)
+    known = counts if isinstance(counts, dict) else {}
+    return {reason: count for reason, count in known.items() if reason in SKIPPED and isinstance(count, int)}
+
+
+def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
+    """What to say where the experts' load-balancing loss may have another coefficient than before; mostly nothing."""
+    moe, model = run.spec.language.moe, run.config.model
+    if moe is None or model.freeze_language:
+        return ""
+
+    now = aux_loss_coefficient(run.spec, model)
+    if _AUX_LOSS in saved:
+        before = saved[_AUX_LOSS]
+        return "" if before == now else f"the experts' load-balancing loss had the coefficient {before}, from here on it is {now}"
+    if model.moe_aux_loss is not None or now == moe.aux_loss_coef:
+        return ""
+    return (
+        "the checkpoint does not say which load-balancing loss its run had. Earlier versions added it with router_aux_loss_coef "
+        f"({moe.aux_loss_coef}) unless model.moe_aux_loss was set, and now it is {now}. "
+        f"Give --model.moe_aux_loss {moe.aux_loss_coef} to go on as before"
+    )
 
 
 def save(run: Run) -> None:
@@ -154,7 +197,7 @@ def save(run: Run) -> None:
             layout=run.layout,
             grid=run.grid,
             loader_state=run.loader.state_dict() if run.loader is not None else None,
-            run=run_facts(run.config, run.grid.dp),
+            run=run_facts(run.config, run.grid.dp) | _further_facts(run),
         )
 
     run.saver.start(take, run.step)
@@ -166,6 +209,8 @@ def train(config: TrainConfig) -> None:
     """Runs a training from set-up to its last step. Raises TrainingStopped or CheckpointError when it cannot go on."""
     run = set_up(config)
     say(run.grid, _banner(run))
+    if reason := aux_loss_reason(run.spec, config.model):
+        say(run.grid, f"load-balancing loss of the experts: {reason}")
     for remark in remarks(config, run.platform.name):
         say(run.grid, f"NOTE: {remark}")
     for note in run.loader.notes if run.loader is not None else []:
@@ -198,24 +243,26 @@ def _steps(run: Run, log: MetricsLog) -> bool:
     config, grid, c = run.config, run.grid, run.config.checkpoint
     feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp, balanced=config.data.balance)
     last = _last_step(config)
-    bad = 0
+    skipped_in_a_row: list[str] = []
     if run.step == 0:
         evaluate(run, log, last)
     while run.step < last:
         data = feed.next_step()
-        lr = set_learning_rates(run.optimizer, config, run.step)
+        rates = set_learning_rates(run.optimizer, config, run.step)
         failed = run.saver.error() is not None if run.saver is not None else False
         result = train_step(run.chunks, run.optimizer, data.rows, grid, config.data.seq_len, failed, bool(asked_to_stop()))
         run.step += 1
+        if result.skipped:
+            run.skipped[result.skipped] += 1
         log.add(data)
         ends = run.step == last or result.stop
         if run.step % config.log.interval == 0 or ends or not result.updated:
-            log.write(run.step, result, lr)
+            log.write(run.step, result, rates, run.skipped)
         if problem := log.too_many_bad():
             raise TrainingStopped(f"{problem}; they are listed in quarantine.jsonl")
-        bad = 0 if result.updated else bad + 1
-        if bad >= config.max_bad_steps:
-            raise TrainingStopped(f"loss or gradient was not finite in {bad} steps in a row, the last one step {run.step}")
+        skipped_in_a_row = [*skipped_in_a_row, result.skipped] if result.skipped else []
+        if len(skipped_in_a_row) >= config.max_bad_steps:
+            raise TrainingStopped(_too_many_skipped(skipped_in_a_row, run.step))
         if result.failed:
             raise TrainingStopped(_save_failure(run))
         if c.dir and (ends or c.interval and run.step % c.interval == 0):
@@ -230,6 +277,13 @@ def evaluate(run: Run, log: MetricsLog, last: int) -> None:
     """Evaluates the present weights when it is time to; collective."""
     if run.evaluator is not None and run.evaluator.due(run.step, last):
         log.evaluated(run.step, run.evaluator.run(run.chunks))
+
+
+def _too_many_skipped(reasons: list[str], step: int) -> str:
+    told = "loss or gradient was not finite" if NOT_FINITE in reasons else "no token bore loss"
+    if len(set(reasons)) > 1:
+        told += " or no token bore loss"
+    return f"{told} in {len(reasons)} steps in a row, the last one step {step}"
 
 
 def _save_failure(run: Run) -> str:

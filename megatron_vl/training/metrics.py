@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from megatron_vl.platform import Platform
 from .evaluation import Evaluation
 from .feed import StepData
 from .flops import Flops, peak_tflops, row_flops
-from .step import StepResult
+from .optimizer import Rates
+from .step import SKIPPED, StepResult
 
 
 class MetricsLog:
@@ -71,8 +73,13 @@ class MetricsLog:
         for name, value in data.counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
 
-    def write(self, step: int, result: StepResult, lr: float) -> dict[str, Any]:
-        """Collective. Prints the line of ``step`` (one-based) and returns its numbers."""
+    def write(self, step: int, result: StepResult, rates: Rates, skipped: Mapping[str, int]) -> dict[str, Any]:
+        """Collective. Prints the line of ``step`` (one-based) and returns its numbers.
+
+        Args:
+            rates: learning rate of each part.
+            skipped: the run's skipped steps so far, by reason.
+        """
         now = time.perf_counter()
         seconds, self.mark = now - self.mark, now
         everyone: list[Any] = [None] * self.grid.world_size
@@ -96,7 +103,9 @@ class MetricsLog:
             "loss_tokens": result.loss_tokens,
             "grad_norm": result.grad_norm,
             "updated": result.updated,
-            "lr": lr,
+            "lr": rates["language"],
+            **{f"lr/{part}": rate for part, rate in rates.items()},
+            **{f"skipped/{reason}": count for reason, count in skipped.items()},
             "step_s": seconds / self.steps,
             "tokens_per_s_per_rank": tokens / seconds / world,
             "tflops_per_rank": (language + vision) / seconds / world / 1e12,
@@ -107,7 +116,7 @@ class MetricsLog:
             **self._expert_load(step, result),
             **counts,
         }
-        self._emit(numbers)
+        self._emit(numbers, result.skipped)
         self._quarantine(step, [sample for e in everyone for sample in e[7]])
         self.meter.add(counts.get("samples", 0), {n[8:]: v for n, v in counts.items() if n.startswith("dropped/")})
         if self.config.log.samples:
@@ -178,7 +187,7 @@ class MetricsLog:
             self.totals[name] = self.totals.get(name, 0) + value
         return counts
 
-    def _emit(self, n: dict[str, Any]) -> None:
+    def _emit(self, n: dict[str, Any], skipped: str) -> None:
         if self.grid.rank != 0:
             return
         dropped = sum(v for k, v in self.totals.items() if k.startswith("dropped/"))
@@ -188,13 +197,13 @@ class MetricsLog:
             else f"{n['tflops_per_rank']:.3f} TFLOP/s"
         )
         line = (
-            f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f} | lr {n['lr']:.3e} "
+            f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f} | {_rates(n)} "
             f"| {n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU | {speed} | {n['memory_gib']:.1f} GiB | "
             f"data wait {n['data_wait_s'] * 1e3:.0f} ms"
         )
         line += f" | busiest expert {n['expert_load']:.2f}x" if "expert_load" in n else ""
         line += f" | dropped {dropped}" if dropped else ""
-        line += "" if n["updated"] else " | SKIPPED: loss or gradient is not finite"
+        line += f" | SKIPPED: {SKIPPED[skipped]}" if skipped else ""
         print(line, flush=True)
         if self.file:
             self.file.write(json.dumps(n) + "\n")
@@ -209,6 +218,14 @@ class MetricsLog:
         for sink in (self.file, self.board):
             if sink:
                 sink.close()
+
+
+def _rates(numbers: dict[str, Any]) -> str:
+    """The learning rate of each part as a step's line has it: ``lr 1.000e-05 (vision 0.000e+00, merger frozen)``."""
+    language, vision, merger = (
+        "frozen" if numbers[f"lr/{part}"] is None else f"{numbers[f'lr/{part}']:.3e}" for part in ("language", "vision", "merger")
+    )
+    return f"lr {language} (vision {vision}, merger {merger})"
 
 
 def say(grid: Grid, message: str) -> None:

@@ -21,10 +21,16 @@ VISION = ("patch_embed", "position_table", "decoder")
 """Modules of the vision tower with the learning rate of the tower."""
 MERGERS = ("merger", "deepstack_mergers")
 """Modules of the vision tower with the learning rate of the merger."""
+Rates = dict[str, float | None]
+"""Learning rate by part of the model: language, vision, merger; None: frozen."""
 
 
 def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
-    """The optimizer of this rank's trainable parameters; biases and norms take no weight decay."""
+    """The optimizer of this rank's trainable parameters; biases and norms take no weight decay.
+
+    A part with a rate of 0 stays bit for bit as it is, since weight decay is scaled by the rate; its moments follow its
+    gradients all the same, so that a run that goes on with another rate finds them up to date.
+    """
     o = config.optimizer
     if o.cpu_offload and platform.name == "cpu":
         raise RunConfigError("optimizer.cpu_offload is for platform cuda; on cpu everything is in host memory already")
@@ -47,9 +53,9 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Distri
         use_precision_aware_optimizer=o.cpu_offload,
     )
     overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(core))
-    for parts, rate in ((VISION, o.vision_lr), (MERGERS, o.merger_lr)):
+    for modules, rate in ((VISION, o.vision_lr), (MERGERS, o.merger_lr)):
         if rate is not None:
-            names = tuple(f"{module}vision_model.{part}.*" for module in ("", "module.") for part in parts)
+            names = tuple(f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in modules)
             overrides[ParamKey(name=names)] = {"max_lr": rate, "min_lr": rate * o.min_lr_ratio}
     optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     copy_weights_together(optimizer)
@@ -70,27 +76,40 @@ def learning_rate(step: int, *, peak: float, final: float, steps: int, warmup: i
     return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
-def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> float:
-    """Sets every group's rate and weight decay for ``step``; returns the language model's rate."""
+def rate_of(config: TrainConfig, step: int, peak: float) -> float:
+    """The rate of the zero-based ``step`` of what has ``peak`` as its highest."""
     o = config.optimizer
-    shape = {"steps": config.steps, "warmup": o.warmup_steps, "schedule": o.schedule}
+    final = peak * o.min_lr_ratio
+    return learning_rate(step, peak=peak, final=final, steps=config.steps, warmup=o.warmup_steps, schedule=o.schedule)
+
+
+def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> Rates:
+    """Sets every group's rate and weight decay for ``step``; returns the rate of each part."""
     for group in optimizer.param_groups:
-        peak = group.get("max_lr") or o.lr
-        group["lr"] = learning_rate(step, peak=peak, final=peak * o.min_lr_ratio, **shape)  # type: ignore[arg-type]
-        group["weight_decay"] = o.weight_decay * group.get("wd_mult", 1.0)
-    return learning_rate(step, peak=o.lr, final=o.lr * o.min_lr_ratio, **shape)  # type: ignore[arg-type]
+        group["lr"] = rate_of(config, step, group.get("max_lr", config.optimizer.lr))  # which may be 0
+        group["weight_decay"] = config.optimizer.weight_decay * group.get("wd_mult", 1.0)
+
+    o, model = config.optimizer, config.model
+    peaks = {"language": o.lr, "vision": o.vision_lr, "merger": o.merger_lr}
+    frozen = {"language": model.freeze_language, "vision": model.freeze_vision, "merger": model.freeze_merger}
+    rates = {part: rate_of(config, step, o.lr if peak is None else peak) for part, peak in peaks.items()}
+    return {part: None if frozen[part] else rate for part, rate in rates.items()}
 
 
 @torch.no_grad()
-def update(optimizer: ChainedOptimizer, loss_is_finite: bool) -> tuple[bool, float]:
+def update(optimizer: ChainedOptimizer, wanted: bool) -> tuple[bool, float]:
     """Clips and steps; collective. Returns (whether the weights were updated, the global gradient norm).
 
     Core's own ``step`` computes the norm but goes on when it is NaN. Here the norm, which every rank sees, decides.
+
+    Args:
+        wanted: whether the step's loss allows an update, equal on all ranks. Without it weights, moments and Adam's count of
+            steps stay as they are.
     """
     overflow = optimizer.prepare_grads()
     norm = optimizer.get_grad_norm()
     norm = float(norm) if norm is not None else 0.0
-    if overflow or not loss_is_finite or not math.isfinite(norm):
+    if overflow or not wanted or not math.isfinite(norm):
         return False, norm
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.config.clip_grad <= 0.0:

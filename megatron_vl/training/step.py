@@ -28,23 +28,31 @@ from megatron_vl.parallel.grid import Grid
 
 from .optimizer import update
 
+NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
+SKIPPED = {NOT_FINITE: "loss or gradient is not finite", NO_LOSS_TOKENS: "no token of the step bears loss"}
+"""Why a step's update is left out: weights, moments and Adam's count of steps stay, data and schedules go on."""
+
 
 @dataclass
 class StepResult:
     """Numbers of one step, equal on all ranks."""
 
     loss: float
-    """Mean over the loss tokens of the global batch."""
+    """Mean over the loss tokens of the global batch; NaN when there are none."""
     loss_tokens: int
     grad_norm: float
-    updated: bool
-    """False when loss or gradient was not finite and the step was skipped."""
+    skipped: str
+    """One of :data:`SKIPPED`; empty when the weights were updated."""
     expert_load: Tensor | None = None
     """Tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
     failed: bool = False
     """Whether any rank reported a failure that lies outside the step (a checkpoint that could not be written)."""
     stop: bool = False
     """Whether any rank was asked to stop."""
+
+    @property
+    def updated(self) -> bool:
+        return not self.skipped
 
 
 def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[ReplicaDDP]:
@@ -137,12 +145,17 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(chunks, rows, seq_len=seq_len)
-    loss_sum, tokens, raised = reduce_losses(reports, grid, rows[0].tokens.device, (failed, stop))
-    loss = loss_sum / max(tokens, 1)
-    updated, norm = update(optimizer, math.isfinite(loss))
+    device = rows[0].tokens.device
+    loss_sum, tokens, raised = reduce_losses(reports, grid, device, (failed, stop))
+    loss = loss_sum / tokens if tokens else math.nan
+    # Without loss tokens the gradient is zero, but moments and weights would decay.
+    updated, norm = update(optimizer, wanted=math.isfinite(loss))
+    finite = math.isfinite(loss_sum) and math.isfinite(norm)
+    skipped = "" if updated else NO_LOSS_TOKENS if finite and not tokens else NOT_FINITE
+
     core = chunks[0].config
-    load = expert_load(chunks, core.num_layers, core.num_moe_experts) if core.num_moe_experts else None
-    return StepResult(loss, tokens, norm, updated, load, *raised)
+    load = expert_load(chunks, core.num_layers, core.num_moe_experts, device) if core.num_moe_experts else None
+    return StepResult(loss, tokens, norm, skipped, load, *raised)
 
 
 def reduce_losses(

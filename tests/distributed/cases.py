@@ -171,6 +171,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, experts", MOE, pp=2),
         case("PP2 uneven, experts, tied, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL),
         case("PP2 x VPP2, experts, empty chunk", MOE, pp=2, vpp=2, layers=[0, 1, 1, 2]),
+        case(
+            "training, PP2 x VPP2, experts, a first chunk without parameters",
+            MOE,
+            pp=2,
+            vpp=2,
+            layers=[2, 0, 0, 2],
+            overlap=True,
+            steps=TRAINING,
+            train=True,
+        ),
         case("training, EP2, experts, overlap", MOE, ep=2, steps=TRAINING, train=True, overlap=True, bucket_size=10_000),
         case(
             "training, EP2, experts, no distributed optimizer", MOE, ep=2, steps=TRAINING, train=True, distributed_optimizer=False
@@ -216,6 +226,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case(
             "training, EP2 x TP2 + SP, ETP2, experts", MOE, tp=2, ep=2, etp=2, sequence_parallel=True, steps=TRAINING, train=True
+        ),
+        case(
+            "training, PP4, experts, stages without parameters",
+            MOE,
+            pp=4,
+            layers=[2, 0, 0, 2],
+            overlap=True,
+            steps=TRAINING,
+            train=True,
         ),
         case("PP2 x DP2, overlap, text-only last", pp=2, layers=[1, 3], overlap=True, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS]),
         case(

@@ -23,7 +23,10 @@ from megatron_vl.platform import get_platform
 
 PLATFORM = get_platform("cuda" if "--gpu" in sys.argv else "cpu")
 
-from megatron_vl.models.dispatch import OncePerRankDispatcher  # noqa: E402
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_vl.models.dispatch import OncePerRankDispatcher, PaddingDispatcher  # noqa: E402
 from megatron_vl.models.rows import positions  # noqa: E402
 from megatron_vl.parallel.grid import init_distributed  # noqa: E402
 from tests.models.triton_checks import mend_interpreter  # noqa: E402
@@ -34,7 +37,7 @@ TOKENS = {"uneven": [9, 7, 12, 1], "a rank without tokens": [6, 0, 5, 4]}
 """Of each rank."""
 if GPU:
     TOKENS = {name: [20 * tokens for tokens in each] * 2 for name, each in TOKENS.items()}
-ROUTINGS = ("random", "one rank's experts", "few experts", "probabilities of zero")
+ROUTINGS = ("random", "one rank's experts", "few experts", "probabilities of zero", "padding", "padding alone")
 
 
 def tokens_of(rank: int, tokens: int, routing: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,6 +52,10 @@ def tokens_of(rank: int, tokens: int, routing: str) -> tuple[Tensor, Tensor, Ten
         logits[:, 1] -= 100
     top = logits.topk(TOP_K, dim=1).indices
     chosen = torch.zeros(tokens, EXPERTS, dtype=torch.bool).scatter(1, top, True)
+    if routing == "padding alone" and rank % 2:
+        chosen[:] = False
+    elif routing.startswith("padding"):
+        chosen[2 * tokens // 3 :] = False
     probs = logits.softmax(1).masked_fill(~chosen, 0)
     if routing == "probabilities of zero":
         probs[:, ::2] = 0
@@ -88,18 +95,24 @@ def exchanged_rows() -> Iterator[list[int]]:
         dist.all_to_all_single = exchange
 
 
-def through(dispatcher: OncePerRankDispatcher, x: Tensor, probs: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
-    """The way that core's layer goes."""
+def through(dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
+    """The way that core's layer goes. Experts leave alone what lies behind their rows, which may hold anything."""
+    dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
+    if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
+        probs, chosen = probs.masked_fill(~chosen.any(1, keepdim=True), 0), dispatcher.with_a_row(chosen)
     first = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x[:, None], chosen, probs))
     rows, counts, weights = dispatcher.dispatch_postprocess(*first)
-    assert int(counts.sum()) == rows.shape[0] == weights.shape[0]
-    expert = torch.arange(len(scale), device=rows.device).repeat_interleave(counts)
-    outs = (torch.tanh(rows.float() * scale[expert]) * weights[:, None]).to(rows.dtype)
+    total, exact = int(counts.sum()), getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
+    assert weights.shape[0] == rows.shape[0] and (total == rows.shape[0] or not exact and dispatcher.padded)
+    assert total or isinstance(dispatcher, OncePerRankDispatcher)
+    expert = torch.arange(len(scale), device=rows.device).repeat_interleave(counts.to(rows.device))
+    outs = (torch.tanh(rows[:total].float() * scale[expert]) * weights[:total, None]).to(rows.dtype)
+    outs = torch.cat((outs, outs.new_full((rows.shape[0] - total, HIDDEN), torch.nan)))
     return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outs)))[:, 0]
 
 
-def error(dispatcher: OncePerRankDispatcher, tokens: list[int], routing: str) -> float:
-    """Of the output and of all gradients, relative to each one's largest value; the rows exchanged are as few as can be."""
+def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
+    """Of the output and of all gradients, relative to each one's largest value; the rows we exchange are as few as can be."""
     group, rank, device = dispatcher.ep_group, dist.get_rank(), PLATFORM.device
     members, local = dist.get_process_group_ranks(group), dispatcher.num_local_experts
     x, probs, chosen, dy = (t.to(device) for t in tokens_of(rank, tokens[rank], routing))
@@ -112,7 +125,8 @@ def error(dispatcher: OncePerRankDispatcher, tokens: list[int], routing: str) ->
     received = sum(
         int(tokens_of(r, tokens[r], routing)[2][:, first : first + local].any(-1).sum()) for r in members
     )  # which come back once
-    assert rows == ([pairs, received] if len(members) > 1 else []), (rows, pairs, received)
+    ours_alone = isinstance(dispatcher, OncePerRankDispatcher)
+    assert not ours_alone or rows == ([pairs, received] if len(members) > 1 else []), (rows, pairs, received)
     ours = [out.detach(), *torch.autograd.grad(out, [x, probs, scale], dy)]
     wanted, dscale = dense(rank, tokens[rank], routing)
     dscale = sum((dense(r, tokens[r], routing)[1] for r in members if r != rank), dscale)
@@ -136,6 +150,18 @@ def without_harm(dispatcher: OncePerRankDispatcher) -> float:
         return 0.0 if out.isnan().all() else 1.0
     wanted = dense(rank, TOKENS["uneven"][rank], "random")[0][0]
     return float((out.float().cpu() - wanted).abs().max() / wanted.abs().max())
+
+
+def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
+    """Of core's dispatcher, as it serves experts that Transformer Engine computes or that are cut themselves."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, num_moe_experts=EXPERTS, moe_router_topk=TOP_K
+    )
+    local = EXPERTS // ranks
+    numbers = [groups.ep.rank() * local + i for i in range(local)]
+    dispatcher = PaddingDispatcher(local, numbers, config=config, pg_collection=groups)
+    tokens = TOKENS["uneven"]
+    return {f"core's, EP{ranks}, {routing}": on_all(error(dispatcher, tokens, routing)) for routing in ROUTINGS}
 
 
 def on_all(value: float) -> float:
@@ -167,9 +193,13 @@ def main() -> None:
             continue
         groups = [dist.new_group(list(range(i, i + ranks))) for i in range(0, world, ranks)]
         alone = [dist.new_group([i]) for i in range(world)]
-        mine = SimpleNamespace(ep=groups[dist.get_rank() // ranks], expt_tp=alone[dist.get_rank()], tp_ep=None)
-        dispatcher = OncePerRankDispatcher(EXPERTS // ranks, SimpleNamespace(moe_router_topk=TOP_K), mine)
+        group = groups[dist.get_rank() // ranks]
+        mine = SimpleNamespace(ep=group, expt_tp=alone[dist.get_rank()], tp_ep=group)
+        if GPU or ranks == 1:  # core's does not exchange over gloo
+            errors |= core_errors(ranks, mine)
         for interpreted in (True,) if GPU else (True, False):
+            settings = SimpleNamespace(moe_router_topk=TOP_K)
+            dispatcher = OncePerRankDispatcher(EXPERTS // ranks, settings, mine, exact_rows=not interpreted)
             os.environ["TRITON_INTERPRET"] = str(int(interpreted and not GPU))
             how = f"EP{ranks}, {'kernels' if interpreted else 'torch'}"
             for name, tokens in TOKENS.items():

@@ -79,8 +79,10 @@ class Layer(nn.Module):
         )
         self.experts.planned = True  # float32, which the interpreter computes
 
-    def forward(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
-        return self.experts(self.dense(x), torch.tensor(counts), probs)[0]
+    def forward(self, x: Tensor, counts: list[int], probs: Tensor, behind: int = 0) -> Tensor:
+        """``behind``: rows of NaN behind those of the experts."""
+        hidden = torch.cat((self.dense(x), torch.full((behind, HIDDEN), torch.nan)))
+        return self.experts(hidden, torch.tensor(counts), torch.cat((probs, torch.full((behind,), torch.nan))))[0]
 
     def reference(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
         """The same, expert by expert."""
@@ -105,8 +107,11 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
-def layer_error(*, main_grad: bool, recompute: bool) -> float:
-    """Output and all gradients of a layer without DDP; ``main_grad`` holds something already."""
+def layer_error(*, main_grad: bool, recompute: bool, behind: int = 0) -> float:
+    """Output and all gradients of a layer without DDP; ``main_grad`` holds something already.
+
+    What lies behind the experts' rows, and its gradient, is NaN.
+    """
     layer, counts = Layer(), [3, 0, 130, 7]
     layer.experts.activation_recompute = recompute
     x, probs = torch.randn(sum(counts), HIDDEN, requires_grad=True), torch.rand(sum(counts), requires_grad=True)
@@ -117,9 +122,9 @@ def layer_error(*, main_grad: bool, recompute: bool) -> float:
         layer.fuse()
         for weight in weights:
             weight.main_grad = torch.full_like(weight, 0.5)
-    out = layer(x, counts, probs)
-    value = out.detach().clone()
-    out.backward(dy)
+    out = layer(x, counts, probs, behind)
+    value = out[: sum(counts)].detach().clone()
+    out.backward(torch.cat((dy, torch.full((behind, HIDDEN), torch.nan))))
     ours = [w.main_grad - 0.5 if main_grad else gradient_of(w) for w in weights]
     return difference([value, *(gradient_of(t) for t in inputs), *ours], want)
 
@@ -215,6 +220,7 @@ def main() -> None:
         "gradients": layer_error(main_grad=False, recompute=False),
         "main_grad": layer_error(main_grad=True, recompute=False),
         "activation recomputed": layer_error(main_grad=True, recompute=recompute),
+        "rows behind the last": layer_error(main_grad=True, recompute=recompute, behind=150),
         "DDP": ddp_error(overlap=False),
         "DDP, overlap": ddp_error(overlap=True),
         "DDP, overlap, one chunk's experts frozen, activation recomputed": ddp_error(

@@ -140,7 +140,7 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
             chunk.zero_grad_buffer()
         run_schedule(live.wrapped, data.rows, seq_len=case.seq_len)
 
-        load = expert_load(live.wrapped, live.spec.language.num_layers, live.spec.language.moe.num_experts)
+        load = expert_load(live.wrapped, live.spec.language.num_layers, live.spec.language.moe.num_experts, platform.device)
         gradients = collect_gradients(live.wrapped, live.tensors, live.grid, live.spec)
         table, cut = tensor_table(live.spec), live.layout.cut
         results[name] = {"load": load}

@@ -1,4 +1,4 @@
-"""A trainer of a small model on one rank, for functions that run in a process of their own (:func:`tests.support.ranks.call`).
+"""A trainer of a small model, for functions that run in a process of their own (:func:`tests.support.ranks.call`).
 
 Making one chooses the CPU platform, which changes torch for the rest of the process.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import DataConfig, OptimizerConfig, TrainConfig
+from megatron_vl.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_vl.data.assemble import pack_row
 from megatron_vl.models.build import build_chunks
 from megatron_vl.models.families import ModelSpec, read_spec
@@ -58,11 +58,11 @@ class TinyTrainer:
         return build_chunks(self.platform, self.spec, self.layout, config or self.config, **statistics)
 
 
-def tiny_trainer(hf: str | Path, dtype: str = "float32", **optimizer: Any) -> TinyTrainer:
+def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimizer: Any) -> TinyTrainer:
     """A trainer whose rows are an image and a text in turn; ``optimizer`` overrides fields of its configuration."""
     platform = get_platform("cpu")
     spec = read_spec(hf)
-    layout = make_layout(spec)
+    layout = make_layout(spec, pp=pp)
     init_distributed(platform)
     grid = make_grid(layout)
 
@@ -71,6 +71,7 @@ def tiny_trainer(hf: str | Path, dtype: str = "float32", **optimizer: Any) -> Ti
         dtype=dtype,  # type: ignore[arg-type]
         steps=10,
         global_batch_size=ROWS,
+        parallel=ParallelConfig(pp=pp),
         data=DataConfig(seq_len=SEQ_LEN),
         optimizer=OptimizerConfig(**(rates | optimizer)),
     )

@@ -7,21 +7,23 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vl.config import RecomputeConfig
 from megatron_vl.data.assemble import pack_row
 from megatron_vl.models.names import LiveTensor
+from megatron_vl.models.tensors import part_of
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.optimizer_state import optimizer_slices
-from megatron_vl.training.step import run_schedule
-from tests.support.tiny_trainer import tiny_trainer
+from megatron_vl.training.optimizer_state import optimizer_slices, snapshot
+from megatron_vl.training.step import run_schedule, train_step
+from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.batches import make_sample
 
 
-def steps_with_one_not_finite(hf: str) -> list[dict[str, bool]]:
-    """Three steps, the second with NaN in its activations: updated, weights changed, loss finite."""
+def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
+    """Three steps, the second with NaN in its activations: updated, weights changed, loss finite, why it was skipped."""
     trainer = tiny_trainer(hf)
     chunk = trainer.chunks[0]
 
@@ -39,8 +41,58 @@ def steps_with_one_not_finite(hf: str) -> list[dict[str, bool]]:
             hook.remove()
 
         changed = any(not torch.equal(before[name], now) for name, now in weights().items())
-        results.append({"updated": result.updated, "changed": changed, "finite": math.isfinite(result.loss)})
+        outcome = {"updated": result.updated, "changed": changed, "finite": math.isfinite(result.loss)}
+        results.append(outcome | {"skipped": result.skipped})
     return results
+
+
+def steps_with_one_without_loss(hf: str, pp: int = 1) -> list[list[list[Any]]]:
+    """By rank, for three steps of which the second has no loss token: [why skipped, loss tokens, what stayed, what moved].
+
+    What stays or moves are the kinds of optimizer state.
+    """
+    trainer = tiny_trainer(hf, pp=pp)
+    steps = [("image", "text"), ("without_loss", "without_loss"), ("image", "without_loss")]
+    results = []
+    for number, kinds in enumerate(steps):
+        rows = [pack_row([make_sample(kind, trainer.spec, 0)], trainer.spec, SEQ_LEN) for kind in kinds]
+        data = trainer.feed_of(rows, len(rows)).next_step()
+        set_learning_rates(trainer.optimizer, trainer.config, number)
+        before = _optimizer_state(trainer) if number else {}
+        result = train_step(trainer.wrapped, trainer.optimizer, data.rows, trainer.grid, SEQ_LEN)
+        after = _optimizer_state(trainer)
+
+        stayed = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
+        moved = {name.rpartition("/")[2] for name in before if not torch.equal(before[name], after[name])}
+        results.append([result.skipped, result.loss_tokens > 0, sorted(stayed), sorted(moved)])
+
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, results)
+    return by_rank
+
+
+def _optimizer_state(trainer: TinyTrainer) -> dict[str, torch.Tensor]:
+    named = [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
+    return {name: t for name, t in snapshot(trainer.optimizer, named).items() if not name.startswith("rng/")}
+
+
+def parts_that_move(hf: str, still: str) -> list[Any]:
+    """[rates of two steps, part -> [any tensor moved, all moved], rates with the merger frozen]; part ``still`` has rate 0."""
+    trainer = tiny_trainer(hf, **{"lr" if still == "language" else f"{still}_lr": 0.0})
+    parameters = dict(trainer.chunks[0].named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+    rates = []
+    for number in range(2):
+        rates.append(set_learning_rates(trainer.optimizer, trainer.config, number))
+        assert trainer.step(number).updated
+
+    moved: dict[str, list[bool]] = {}
+    for name, parameter in parameters.items():
+        moved.setdefault(part_of(name), []).append(not torch.equal(before[name], parameter))
+    trainer.config.model.freeze_merger = True
+    frozen = set_learning_rates(trainer.optimizer, trainer.config, 2)
+    return [rates, {part: [any(each), all(each)] for part, each in moved.items()}, frozen]
 
 
 def rates_and_decays(hf: str) -> dict[str, list[float]]:

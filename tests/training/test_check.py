@@ -55,6 +55,9 @@ def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
     config = TrainConfig()
     config.optimizer.vision_lr = config.optimizer.merger_lr = 2e-6
     assert not any("has no effect" in remark for remark in remarks(config, "cpu"))
+    config.optimizer.vision_lr = 0.0
+    assert any("vision_lr 0 keeps those weights" in remark and "freeze_vision" in remark for remark in remarks(config, "cpu"))
+    config.optimizer.vision_lr = 2e-6
     config.model.freeze_vision = True
     told = [remark for remark in remarks(config, "cpu") if "has no effect" in remark]
     assert told == ["optimizer.vision_lr 2e-06 has no effect: model.freeze_vision keeps those weights as they are"]

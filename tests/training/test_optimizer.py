@@ -10,7 +10,13 @@ from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_
 
 from megatron_vl.training.optimizer import learning_rate
 from tests.support.ranks import call
-from tests.training.programs import rates_and_decays, steps_with_one_not_finite, weights_copied_together
+from tests.training.programs import (
+    parts_that_move,
+    rates_and_decays,
+    steps_with_one_not_finite,
+    steps_with_one_without_loss,
+    weights_copied_together,
+)
 
 SHAPE = {"peak": 3e-4, "final": 3e-5, "steps": 100, "warmup": 10}
 
@@ -47,6 +53,73 @@ def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> N
     assert [r["updated"] for r in out] == [True, False, True]
     assert [r["changed"] for r in out] == [True, False, True]
     assert [r["finite"] for r in out] == [True, False, True]
+    assert [r["skipped"] for r in out] == ["", "not_finite", ""]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkpoint, pp: int) -> None:
+    """Weight decay and decaying moments would move them; rows without loss beside others are trained on.
+
+    Of two stages the first holds no loss and has to learn of it; updates that overlap with the forward pass wait for none.
+    """
+    by_rank = call(steps_with_one_without_loss, pp, hf=str(tiny_checkpoint("qwen2_5_vl")), pp=pp)
+    assert len(by_rank) == pp
+    everything = ["exp_avg", "exp_avg_sq", "main", "step"]
+    for rank, (first, without, mixed) in enumerate(by_rank):
+        assert first[0] == ""
+        assert first[1] or rank < pp - 1
+        assert without == ["no_loss_tokens", False, everything, []]
+        assert mixed == ["", True, [], everything]
+    assert [r["skipped"] for r in out] == ["", "not_finite", ""]
+
+
+WITHOUT_LOSS = """
+from megatron_vl.models.names import LiveTensor
+from megatron_vl.training.optimizer_state import snapshot
+
+def state():
+    named = [LiveTensor(n, p) for n, p in chunks[0].named_parameters()]
+    return {n: t for n, t in snapshot(optimizer, named).items() if not n.startswith("rng/")}
+
+results = []
+for step, kinds in enumerate([("image", "text"), ("without_loss", "without_loss"), ("image", "without_loss")]):
+    rows = iter([pack_row([make_sample(kind, spec, 0)], spec, 256) for kind in kinds])
+    data = Feed(grid, platform, rows, 2, balanced=False).next_step()
+    set_learning_rates(optimizer, config, step)
+    before = state() if step else {}
+    result = train_step(wrapped, optimizer, data.rows, grid, 256)
+    after = state()
+    kept = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
+    moved = {name.rpartition("/")[2] for name in before if not torch.equal(before[name], after[name])}
+    results.append([result.skipped, result.loss_tokens > 0, sorted(kept), sorted(moved)])
+RESULT = results
+"""
+
+
+def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkpoint) -> None:
+    """Weight decay and decaying moments would move them; rows without loss beside others are trained on."""
+    first, without, mixed = run_single(STEP + WITHOUT_LOSS, HF=str(tiny_checkpoint("qwen2_5_vl")))
+    assert first[:2] == ["", True]
+    everything = ["exp_avg", "exp_avg_sq", "main", "step"]
+    assert without == ["no_loss_tokens", False, everything, []]
+    assert mixed == ["", True, [], everything]
+
+
+def test_a_step_without_loss_tokens_is_left_out_by_all_stages(tiny_checkpoint) -> None:
+    """Two stages: the first holds no loss and has to learn of it; updates that overlap with the forward pass wait for none."""
+    code = (STEP + WITHOUT_LOSS).replace("make_layout(spec)", "make_layout(spec, pp=2)")
+    code += """
+import torch.distributed as dist
+both = [None, None]
+dist.all_gather_object(both, results)
+RESULT = both
+"""
+    for first, without, mixed in run_ranks(2, code, HF=str(tiny_checkpoint("qwen2_5_vl"))):
+        everything = ["exp_avg", "exp_avg_sq", "main", "step"]
+        assert first[0] == ""
+        assert without == ["no_loss_tokens", False, everything, []]
+        assert mixed == ["", True, [], everything]
 
 
 @pytest.mark.ranks
@@ -58,6 +131,16 @@ def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, t
         want = 2e-4 if ".merger." in name or ".deepstack_mergers." in name else 5e-4 if name.startswith("vision_model.") else 1e-3
         assert math.isclose(rate, want), name
         assert decay == (0.1 if dimensions > 1 else 0.0), name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("still", ["vision", "merger", "language"])
+def test_a_part_with_a_rate_of_zero_stays_and_the_others_move(tiny_checkpoint, still: str) -> None:
+    """With weight decay: bit for bit. What is logged is each part's own rate, and that of frozen parts is none."""
+    rates, moved, frozen = call(parts_that_move, hf=str(tiny_checkpoint("qwen2_5_vl")), still=still)
+    want = {"language": 1e-3, "vision": 5e-4, "merger": 2e-4} | {still: 0.0}
+    assert rates == [want, want] and frozen == want | {"merger": None}
+    assert moved == {part: [False, False] if part == still else [True, True] for part in want}
 
 
 @pytest.mark.ranks

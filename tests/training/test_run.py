@@ -49,6 +49,8 @@ def test_one_line_a_step(whole: Path) -> None:
     for line in lines:
         assert line["updated"] and line["grad_norm"] > 0 and line["tokens_per_s_per_rank"] > 0
         assert line["samples"] > 0 and line["tflops_per_rank"] > 0
+        assert line["lr"] == line["lr/language"] == line["lr/vision"] == line["lr/merger"] > 0
+        assert line["skipped/not_finite"] == line["skipped/no_loss_tokens"] == 0
 
 
 def test_the_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:

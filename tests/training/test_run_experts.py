@@ -31,7 +31,25 @@ def whole(prepared: dict[str, Path]) -> Path:
     done = train(prepared, run, *LAYOUT, *saves, "--model.moe_aux_loss", "0.01", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "x ep 2" in done.stdout
+    assert "load-balancing loss of the experts: coefficient 0.01 (model.moe_aux_loss)" in done.stdout
     return run
+
+
+def test_a_changed_balancing_loss_is_told_on_resume(tiny_checkpoint) -> None:
+    from types import SimpleNamespace
+
+    from megatron_vl.config import ModelConfig
+    from megatron_vl.models.families import read_spec
+    from megatron_vl.training.loop import _changed_aux_loss
+
+    def told(saved: dict, **fields: float) -> str:
+        spec = read_spec(tiny_checkpoint("qwen3_vl_moe"))
+        return _changed_aux_loss(SimpleNamespace(spec=spec, config=SimpleNamespace(model=ModelConfig(**fields))), saved)
+
+    assert told({"moe_aux_loss": 0.0}) == "" == told({"moe_aux_loss": 0.01}, moe_aux_loss=0.01)
+    assert "had the coefficient 0.01, from here on it is 0.0" in told({"moe_aux_loss": 0.01})
+    assert told({}, moe_aux_loss=0.01) == ""  # said before and now
+    assert "Give --model.moe_aux_loss 0.001 to go on as before" in told({})
 
 
 def test_the_busiest_expert_is_in_the_log(whole: Path) -> None:

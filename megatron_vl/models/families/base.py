@@ -95,10 +95,12 @@ class MoeSpec:
     """FFN width of one expert; :attr:`LanguageSpec.ffn_hidden_size` is that of the dense layers."""
     norm_topk_prob: bool
     """Whether the weights of a token's experts are divided by their sum."""
-    aux_loss_coef: float
-    """Factor of the load-balancing loss, for who switches it on; ``transformers`` leaves it out unless asked."""
+    aux_loss_coef: float = dataclasses.field(compare=False)
+    """Factor of the load-balancing loss, where it is added; how a model is trained does not make it another model."""
     dense_layers: tuple[int, ...]
     """Zero-based decoder layers that keep a dense MLP."""
+    output_router_logits: bool = dataclasses.field(default=False, compare=False)
+    """Whether the load-balancing loss is added."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ Reference: ``transformers.models.qwen3_vl_moe`` (arXiv 2511.21631), as of 5.17:
   logits' type. (A softmax over the top k logits alone is the same number up to rounding.)
 * ``norm_topk_prob`` is read by nothing there: the weights are divided by their sum whatever the config says. Released
   configs say true; one that says false is refused here, as there is no reference for it.
-* The load-balancing loss is added only where ``output_router_logits`` asks for it. ``router_aux_loss_coef`` is missing in
-  the released configs; its default is 0.001.
+* The load-balancing loss is added only where ``output_router_logits`` asks for it, and the released configs do not.
+  ``router_aux_loss_coef`` is missing in them, too; its default is 0.001.
 * There are no shared experts. A layer is dense where ``mlp_only_layers`` names it or ``decoder_sparse_step`` does not divide its
   number counted from 1; the released models have none.
 * ``save_pretrained`` writes ``num_experts`` as ``num_local_experts``; both are read.
@@ -49,4 +49,5 @@ def read_moe(config: dict[str, Any]) -> MoeSpec:
         norm_topk_prob=True,
         aux_loss_coef=float(text.get("router_aux_loss_coef", 0.001)),
         dense_layers=tuple(i for i in layers if i in named or (i + 1) % step),
+        output_router_logits=bool(text.get("output_router_logits", config.get("output_router_logits", False))),
     )
