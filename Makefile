@@ -10,7 +10,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ORDER)
 # A file's tests stay in one process: groups of processes are started once for all that read their results.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo quick test test-full test-next check lint types docs setup eval lock clean
+# The newest transformers that pyproject.toml allows; constraints.txt has the oldest. Tests of what follows its
+# rules (positions, prompts, processors, configs) run with both.
+NEWEST := $(VENV)/transformers-5.23.0
+RULES  := $(addprefix tests/, models/test_video_positions.py models/test_absent_fields.py data/test_assemble.py \
+          data/test_chat.py data/test_pixels.py data/test_loader.py toolkit/test_hf_videos.py)
+
+.PHONY: help demo quick test test-full test-next test-transformers check lint types docs setup eval lock clean
 
 help:            ## what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
@@ -34,6 +40,16 @@ test-next: $(READY) ## the tests with the newest released Megatron-core in place
 	rm -rf $(VENV)/next
 	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/next megatron-core
 	PYTHONPATH=$(VENV)/next MEGATRON_VL_UNTESTED_CORE=1 $(PYTEST) $(SPREAD) -m "not full" $(ARGS)
+
+test-transformers: $(NEWEST) ## the tests of transformers' rules, with its newest version
+	PYTHONPATH=$(abspath $<) $(BIN)/python -c "import transformers as t; assert '$<' in t.__file__, t.__file__"
+	PYTHONPATH=$(abspath $<) $(PYTEST) $(RULES) $(ARGS)
+
+# Beside the environment, which keeps its own; tokenizers and huggingface_hub of constraints.txt suit both.
+$(NEWEST): $(READY)
+	rm -rf $@.part
+	$(BIN)/python -m pip install --no-deps --target $@.part transformers==$(subst $(VENV)/transformers-,,$@)
+	rm -rf $@ && mv $@.part $@
 
 check: lint types docs ## what the pre-commit hooks run
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_vl.config import VideoPositions
 from megatron_vl.errors import UserError
 
 from ..models.families import ModelSpec
@@ -61,8 +62,18 @@ def pad_token(spec: ModelSpec) -> int:
     return 0
 
 
-def pack_row(samples: Sequence[Sample], spec: ModelSpec, seq_len: int, pad_token_id: int | None = None) -> Row:
+def pack_row(
+    samples: Sequence[Sample],
+    spec: ModelSpec,
+    seq_len: int,
+    pad_token_id: int | None = None,
+    video_positions: VideoPositions = "released",
+) -> Row:
     """Puts whole samples behind each other into a row of ``seq_len`` tokens; the padded tail is one more segment.
+
+    Args:
+        pad_token_id: fills the tail; None: the model's own.
+        video_positions: as in :func:`~megatron_vl.models.rope.mrope_positions`.
 
     Raises:
         PackError: no sample, or more tokens than ``seq_len``.
@@ -76,7 +87,11 @@ def pack_row(samples: Sequence[Sample], spec: ModelSpec, seq_len: int, pad_token
     tail = seq_len - used
     tokens = pad(torch.cat([sample.token_ids for sample in samples]), (0, tail), value=filler)
     labels, loss_mask = _targets(samples, seq_len)
-    positions = [mrope_positions(s.token_ids, [m.grid for m in s.media], spec) for s in samples]
+    grids = [[item.grid for item in sample.media] for sample in samples]
+    positions = [
+        mrope_positions(sample.token_ids, own, spec, video_positions)
+        for sample, own in zip(samples, grids, strict=True)
+    ]
     segments = lengths if not tail else torch.cat([lengths, torch.tensor([tail])])
     media = [item for sample in samples for item in sample.media]
     return Row(

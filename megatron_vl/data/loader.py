@@ -41,7 +41,7 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ..config import DataConfig
+from ..config import RULES_BEFORE, DataConfig
 from ..models.families import ModelSpec
 from ..models.rope import Grid
 from ..signals import shield_loader_worker
@@ -139,7 +139,7 @@ class RowEncoder(DefaultTaskEncoder):
     def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         super().__init__()
         self.data, self.spec = data, spec
-        self.chat = ChatEncoder(hf_dir, spec)
+        self.chat = ChatEncoder(hf_dir, spec, data.video_prompt)
         self.settings = read_pixel_settings(hf_dir, data)
         self.dropped: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
@@ -305,7 +305,8 @@ class RowEncoder(DefaultTaskEncoder):
         ready = [(s.__key__, s.sample) for s in samples if s.sample is not None]
         if not ready:
             raise SkipSample  # the next row tells
-        row = assemble.pack_row([sample for _, sample in ready], self.spec, self.data.seq_len, self.chat.pad_token_id)
+        chosen, rule = [sample for _, sample in ready], self.data.video_positions
+        row = assemble.pack_row(chosen, self.spec, self.data.seq_len, self.chat.pad_token_id, rule)
         row.keys = [key for key, _ in ready]
         row.dropped, self.dropped = dict(self.dropped), Counter()
         row.dropped_samples, self.dropped_samples = self.dropped_samples, []
@@ -347,6 +348,8 @@ WAYS_OUT = {
     "num_workers": "set data.num_workers back, or start a new run from the checkpoint's weights",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
+    "video_positions": "go on with the rule that the run began with: set data.video_positions to that",
+    "video_prompt": "go on with the rule that the run began with: set data.video_prompt to that",
     "version": "go on with the version of this program that saved it, or start a new run from the checkpoint's weights",
 }
 
@@ -393,10 +396,11 @@ class RowLoader:
         if found := difference(saved.get("dataset"), self._identity["dataset"]):
             raise StateError(f"the loader state was saved with another data set: {found}; {WAYS_OUT['dataset']}")
         for name, value in self._identity.items():
-            if name != "dataset" and saved.get(name) != value:
+            before = saved.get(name, RULES_BEFORE.get(name))
+            if name != "dataset" and before != value:
                 raise StateError(
-                    f"the loader state was saved with {name} = {saved.get(name)!r}, this loader has {value!r} and would not read "
-                    f"the same samples in the same order; {WAYS_OUT.get(name, f'set data.{name} back')}"
+                    f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
+                    f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
                 )
         energon = from_json(state["energon"])
         self._loader.restore_state_rank(energon)
@@ -504,6 +508,7 @@ def build_loader(
         # Lengths of samples follow from these, and rows from lengths.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
+        **_video_rule(data, spec),
     }
     notes = [_buffer_note(data, facts.sample_bytes)] if split == "train" and data.shuffle_buffer > 1 else []
     return RowLoader(loader, identity, facts, notes)
@@ -520,6 +525,12 @@ def _buffer_note(data: DataConfig, sample_bytes: float) -> str:
         f"shuffle buffer: {expected} in each of {workers} workers of each data-parallel rank, {most} "
         "(data.shuffle_buffer, data.shuffle_buffer_gib)"
     )
+
+
+def _video_rule(data: DataConfig, spec: ModelSpec) -> dict[str, str]:
+    """The rule of videos that this model's rows follow; the other one means nothing to it, and may change."""
+    name = "video_prompt" if spec.vision.video_timestamps else "video_positions"
+    return {name: getattr(data, name)}
 
 
 def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split: str) -> Any:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from toolkit.options import CommandOptions, option
+from toolkit.options import option
+from toolkit.video_rules import VideoRuleOptions
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions(CommandOptions):
+class EvaluateOptions(VideoRuleOptions):
     """Compare a converted checkpoint with its original down to a benchmark's scores (VLMEvalKit), and score a trained one.
 
     Four gates, in this order: tensors bit for bit, logits of some prompts, generated answers, scores. Nothing is downloaded.

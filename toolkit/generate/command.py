@@ -35,7 +35,12 @@ def generate(options: GenerateOptions) -> int:
         dtype=options.dtype or ("bfloat16" if platform == "cuda" else "float32"),
         platform=platform,
         batch=options.batch,
-        data=DataConfig(video_fps=options.video_fps, video_max_frames=options.video_max_frames),
+        data=DataConfig(
+            video_fps=options.video_fps,
+            video_max_frames=options.video_max_frames,
+            video_positions=options.video_positions,
+            video_prompt=options.video_prompt,
+        ),
     )
     answers = run_generate(request, lambda line: print(line, file=sys.stderr))
     if options.json:

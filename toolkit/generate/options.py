@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megatron_vl.errors import UserError
-from toolkit.options import CommandOptions, exactly_one, option
+from toolkit.options import exactly_one, option
+from toolkit.video_rules import VideoRuleOptions
 
 NOTES = """
 The answer is greedy: the likeliest token each time, until a token that ends a turn (generation_config.json) or
@@ -20,7 +21,7 @@ spread further (--ep, --etp), as many times more as they need; each of these rep
 
 
 @dataclass(kw_only=True)
-class GenerateOptions(CommandOptions):
+class GenerateOptions(VideoRuleOptions):
     """Answer pictures, videos and text with Megatron weights, under any tensor x pipeline x expert layout."""
 
     epilog: ClassVar[str] = NOTES
