@@ -15,7 +15,7 @@ import signal
 import sys
 from types import FrameType
 
-from megatron_vl.processes import children
+from megatron_vl.processes import children, raise_open_files
 
 RANK_PROGRAM = b"megatron_vl.train"
 
@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    raise_open_files()  # torchrun's process serves the store of all ranks
     args = parse_args(sys.argv[1:] if argv is None else argv)
     # What is left of the signals that torchrun kills the ranks for.
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"

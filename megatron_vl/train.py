@@ -7,17 +7,20 @@ seconds after SIGTERM; ``python -m megatron_vl.launch`` in its place waits for t
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import os
 import sys
-from pathlib import Path
+import traceback
 
+from megatron_vl import failures
 from megatron_vl.config import parse
 from megatron_vl.signals import take_stop_signals
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses, checks, trains. Returns the exit code: 0 done, 1 stopped with a message."""
+    """Parses, checks, trains. Returns the exit code: 0 done, 1 stopped with a message.
+
+    Where several ranks run and one fails, all of them end with its message (see :mod:`megatron_vl.failures`).
+    """
     config = parse(argv)
     faulthandler.enable()  # a crash in native code tells where Python was
     try:
@@ -28,32 +31,30 @@ def main(argv: list[str] | None = None) -> int:
         from megatron_vl.training.loop import train
 
         train(config)
-    except (ValueError, OSError, RuntimeError) as error:
-        if os.environ.get("MEGATRON_VL_TRACEBACK"):
-            raise
-        tell_once(str(error))
-        return 1
+    except Exception as error:
+        return _failed(error)
     finally:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
+        # Without torch there is no process group, and importing it takes seconds.
+        if "torch" in sys.modules:
+            from megatron_vl.parallel.groups import end_groups
+
+            end_groups()
     return 0
 
 
-def tell_once(message: str) -> None:
-    """Prints why the training ends, the first of this node's ranks to have this message alone."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        # torchrun gives each rank a folder of its own within one of this start's.
-        mark = Path(error_file).parent.parent / f"told_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
-        try:
-            mark.open("x").close()
-        except FileExistsError:
-            return
-        except OSError:
-            pass  # better twice than never
-    rank = os.environ.get("RANK", "0")
-    print(f"megatron_vl.train: rank {rank}: {message}\n(MEGATRON_VL_TRACEBACK=1 shows where)", file=sys.stderr, flush=True)
+def _failed(error: Exception) -> int:
+    """Tells why the training ends: this rank's error, or that of the rank which failed first. Returns the exit code."""
+    expected = isinstance(error, (ValueError, OSError, RuntimeError))
+    failure = failures.report(str(error) if expected else f"{type(error).__name__}: {error}")
+
+    with_trace = not expected or os.environ.get("MEGATRON_VL_TRACEBACK")
+    if with_trace:
+        traceback.print_exception(error)
+    else:
+        failures.tell_once(failure)
+
+    failures.leave()
+    return 1
 
 
 if __name__ == "__main__":

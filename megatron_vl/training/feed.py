@@ -79,6 +79,8 @@ class Feed:
     ) -> None:
         if grid.owns_loader and loader is None:
             raise ValueError("the rank at pipeline stage 0, tensor rank 0 needs a loader")
+        if balanced and grid.dp > 1 and grid.owns_loader and grid.owners_gloo is None:
+            raise ValueError("rows are to be exchanged between replicas: make the grid with owners=True")
         self.grid, self.platform, self.loader, self.micro_batches = grid, platform, loader, micro_batches
         self.balanced = balanced and grid.dp > 1
 

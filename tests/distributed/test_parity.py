@@ -6,8 +6,6 @@ One group is started for each number of ranks and runs all of that number's case
 from __future__ import annotations
 
 import json
-import re
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -46,15 +44,6 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[
             hf = tiny_checkpoint(family, tied=fields.pop("tied"), dtype=torch.float32, seed=SEEDS.get(family, 0))
             cases.append(Case(hf=str(hf), weights=str(weights(hf)), **fields))
         results, log = run_cases(cases, ranks, folder / str(ranks))
-        killed = re.search(r"exitcode *: (-(?:6|11)) ", log)
-        # Of the case in which one died another may have told that its connection closed.
-        left = [case for case in cases if "error" in results.get(case.name, {"error": ""})]
-        if left and killed:
-            # Twice in some thirty runs a rank died of a damaged heap, each time in another case, which is clean under valgrind
-            # (docs/log.md). What is left is run once more; the crash is told as a warning.
-            warnings.warn(f"a group of {ranks} ranks died (signal {killed[1]}) before {left[0].name!r}:\n{log}", stacklevel=1)
-            more, log = run_cases(left, ranks, folder / f"{ranks}_again")
-            results |= more
         return results | {"log": log}
 
     return run

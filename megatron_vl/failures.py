@@ -1,0 +1,180 @@
+"""The failure of one rank ends all ranks, within seconds and with one message.
+
+Ranks meet in collectives. When one fails alone (its replica's data, its part of a checkpoint), the others wait there: over
+NCCL until the watchdog's timeout, half an hour later; over gloo they say that a connection was closed. Therefore a rank that
+fails leaves its message in the key-value store of the process group before it ends. On every other rank a thread waits for
+that key, prints the message and ends the process, wherever the main thread is. The first message counts: what fails after it
+mostly fails because of it.
+
+A step costs nothing: the threads wait inside the store's server, without polling. Each rank holds one more connection to that
+server (2 instead of 1, for any number of ranks). From the failure to the last rank's end it takes the store's round trip, at
+most ``_SEEN_S`` for ranks that no longer answer, and at most ``_WRITERS_S`` while a checkpoint is still being written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_SEEN_S = 5.0
+"""How long a rank that ends waits until all others have read the message: the store's server may end with it."""
+_WRITERS_S = 60.0
+"""How long a rank that ends waits for threads that write a checkpoint; the checkpoint is complete or it is not there."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a training ends."""
+
+    rank: int
+    """The rank that failed; the empty message of an orderly end has one too."""
+    message: str
+
+
+class _Watch:
+    """This rank's thread that waits for a failure of another rank."""
+
+    def __init__(self, number: int) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.key = f"megatron_vl/failure/{number}"
+        # The main thread may hold the lock of its connection while it waits for a rank that is gone.
+        self.store, self.own_store = _get_default_store().clone(), _get_default_store().clone()
+        self.leaving = threading.Lock()
+        self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
+        self.thread.start()
+
+    def publish(self, message: str) -> Failure:
+        """Makes ``message`` known unless another was earlier. Returns the first one."""
+        mine = json.dumps(asdict(Failure(self.rank, message)))
+        return _read(self.own_store.compare_set(self.key, "", mine))
+
+    def wait(self, store: Any, seconds: float) -> Failure | None:
+        """The first failure, None when there is none within that time. Raises RuntimeError without a connection."""
+        import torch.distributed as dist
+
+        try:
+            store.wait([self.key], timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return None
+        return _read(store.get(self.key))
+
+    def _run(self) -> None:
+        failure = None
+        try:
+            while failure is None:
+                failure = self.wait(self.store, 3600)
+        except RuntimeError:
+            return  # the store's server has ended: nothing more will be heard
+        if not failure.message or not self.leaving.acquire(blocking=False):
+            return  # an orderly end, or the main thread is on its way out by itself
+        tell_once(failure)
+        self.leave(self.store)
+
+    def leave(self, store: Any) -> None:
+        """Ends the process, without the destructors of communicators whose other ends are gone."""
+        deadline = time.monotonic() + _WRITERS_S
+        for thread in threading.enumerate():
+            if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+        everyone = f"{self.key}/all_seen"
+        try:
+            if store.add(f"{self.key}/seen", 1) == self.world:
+                store.set(everyone, "1")
+            store.wait([everyone], timedelta(seconds=_SEEN_S))
+        except RuntimeError:
+            pass  # a rank that does not answer has ended, or the store has
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _read(value: bytes) -> Failure:
+    return Failure(**json.loads(value))
+
+
+_watch: _Watch | None = None
+_started = 0
+
+
+def watch() -> None:
+    """From now on the failure of any rank ends this one. Once the process group is there, on all ranks."""
+    global _watch, _started
+    import torch.distributed as dist
+
+    if dist.get_world_size() > 1 and _watch is None:
+        _started += 1
+        _watch = _Watch(_started)
+
+
+def stop() -> None:
+    """The orderly end: the threads end on all ranks. After a barrier, on all ranks."""
+    global _watch
+    if _watch is not None:
+        _watch.publish("")
+        _watch.thread.join(_SEEN_S)
+        _watch = None
+
+
+def report(message: str) -> Failure:
+    """Makes this rank's failure known to the others. Returns the failure to speak of: this one, or the first of another rank.
+
+    The caller tells it and then calls :func:`leave`.
+    """
+    own = Failure(int(os.environ.get("RANK", "0")), message)
+    if _watch is None:
+        return own
+    _watch.leaving.acquire()  # does not return when the thread is already ending the process
+    try:
+        return _watch.publish(message)
+    except RuntimeError:
+        return own  # the store's server has ended
+
+
+def cause(seconds: float = _SEEN_S) -> str | None:
+    """The failure of another rank, which is known to have failed; None when it is not told within that time."""
+    if _watch is None:
+        return None
+    try:
+        failure = _watch.wait(_watch.own_store, seconds)
+    except RuntimeError:
+        return None
+    return failure.message if failure else None
+
+
+def leave() -> None:
+    """Ends this process with exit code 1 once the others know why. Returns only where there are no others."""
+    if _watch is not None:
+        _watch.leave(_watch.own_store)
+
+
+def tell_once(failure: Failure) -> None:
+    """Prints why the training ends, the first of this node's ranks to have this message alone."""
+    message = failure.message
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        # torchrun gives each rank a folder of its own within one of this start's.
+        mark = Path(error_file).parent.parent / f"told_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+        try:
+            mark.open("x").close()
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # better twice than never
+    print(
+        f"megatron_vl.train: rank {failure.rank}: {message}\n(MEGATRON_VL_TRACEBACK=1 shows where)",
+        file=sys.stderr,
+        flush=True,
+    )
