@@ -49,7 +49,8 @@ class _Watch:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.key = f"megatron_vl/failure/{number}"
         # The main thread may hold the lock of its connection while it waits for a rank that is gone.
-        self.store, self.own_store = _get_default_store().clone(), _get_default_store().clone()
+        store: Any = _get_default_store()
+        self.store, self.own_store = store.clone(), store.clone()
         self.leaving = threading.Lock()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()

@@ -15,7 +15,8 @@ import signal
 import sys
 from types import FrameType
 
-from megatron_vl.processes import children, raise_open_files
+from megatron_vl.open_files import raise_open_files
+from megatron_vl.processes import children
 
 RANK_PROGRAM = b"megatron_vl.train"
 

@@ -23,9 +23,8 @@ def use_one_worker() -> None:
     Megatron-core and torch make their groups by themselves, and torch takes no options for gloo: the constructor is the only
     place that all of them pass.
     """
-    from torch.distributed.distributed_c10d import ProcessGroupGloo
-
-    original = ProcessGroupGloo.__init__
+    gloo = _gloo()
+    original = gloo.__init__
     if getattr(original, "one_worker", False):
         return
 
@@ -39,14 +38,20 @@ def use_one_worker() -> None:
         original(self, store, rank, size, options)
 
     __init__.one_worker = True  # type: ignore[attr-defined]
-    ProcessGroupGloo.__init__ = __init__
+    gloo.__init__ = __init__
+
+
+def _gloo() -> Any:
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    return ProcessGroupGloo
 
 
 def _options(timeout: timedelta | None) -> Any:
     """What torch's own constructor takes, but for the number of threads."""
-    from torch.distributed.distributed_c10d import ProcessGroupGloo, default_pg_timeout
+    from torch.distributed.distributed_c10d import default_pg_timeout
 
-    options = ProcessGroupGloo._Options()
+    options = _gloo()._Options()
     options._timeout = timeout or default_pg_timeout
     options._devices = _devices()
     options._threads = 1
@@ -55,9 +60,7 @@ def _options(timeout: timedelta | None) -> Any:
 
 def _devices() -> list[Any]:
     """One for each network interface of ``GLOO_SOCKET_IFNAME`` (names with commas between); else that of the host's name."""
-    from torch.distributed.distributed_c10d import ProcessGroupGloo
-
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not names:
-        return [ProcessGroupGloo.create_default_device()]
-    return [ProcessGroupGloo.create_device(interface=name) for name in names]
+        return [_gloo().create_default_device()]
+    return [_gloo().create_device(interface=name) for name in names]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megatron_vl import failures
 from megatron_vl.models.tensors import Cut, TensorInfo
+from megatron_vl.open_files import raise_open_files
 from megatron_vl.platform import Platform
-from megatron_vl.processes import raise_open_files
 
 from . import tp_overlap
 from .groups import core_keeps_groups, end_groups, kept_group

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.open_files import raise_open_files
 from megatron_vl.parallel.layout import Layout, run_layout
-from megatron_vl.processes import raise_open_files
 
 OWN_FILES = 512
 """Open files that a rank needs beside one connection to each peer: libraries, shards, workers, log files."""
@@ -78,8 +78,8 @@ def check_open_files(dp: int) -> None:
     needed, allowed = dp + OWN_FILES, raise_open_files()
     if needed > allowed:
         raise RunConfigError(
-            f"data.balance connects each of {dp} data-parallel ranks to all others: that takes {needed} open files a process, "
-            f"and {allowed} are allowed. Raise the limit (ulimit -n {needed}, LimitNOFILE= of a service), or set data.balance to false"
+            f"data.balance connects each of {dp} data-parallel ranks to all others. That takes {needed} open files a "
+            f"process, and {allowed} are allowed: raise the limit (ulimit -Hn {needed}), or set data.balance to false"
         )
 
 

@@ -7,9 +7,9 @@ closes its connections, and the others would say that; over NCCL they would wait
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,46 +49,57 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     folder = tmp_path_factory.mktemp("failures")
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
     records = [
-        {"conversations": [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "word " * (3 if i < 24 else 300)}]}
+        {
+            "conversations": [
+                {"from": "human", "value": "Hello?"},
+                {"from": "gpt", "value": "word " * (3 if i < 24 else 300)},
+            ]
+        }
         for i in range(48)
     ]
     for name, chosen, validation in (("half", records, 0.0), ("data", records[:24], 0.5)):
         (folder / f"{name}.json").write_text(json.dumps(chosen))
-        options = Options(out=folder / name, media_root=folder, workers=1, samples_per_shard=12, val_fraction=validation)
+        options = Options(
+            out=folder / name, media_root=folder, workers=1, samples_per_shard=12, val_fraction=validation
+        )
         convert_data([folder / f"{name}.json"], options)
     convert(hf, folder / "weights", {"tp": 1, "pp": 4})
-    return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "half": folder / "half", "folder": folder}
+    return {
+        "hf": hf,
+        "weights": folder / "weights",
+        "data": folder / "data",
+        "half": folder / "half",
+        "folder": folder,
+    }
 
 
 def run_apart(
     words: list[str],
     world: int,
+    output: Path,
     *,
     shells: Mapping[int, str] | None = None,
     folders: Mapping[int, Path] | None = None,
     seconds: float = 300,
 ) -> list[Ended]:
-    """Runs the ranks of a training each by itself, to their ends.
+    """Runs the ranks of a program each by itself, to their ends.
 
     Args:
-        words: a command line as :func:`command` makes it.
+        words: the program of a rank.
+        output: where standard error goes.
         shells: by rank, what bash does before the program starts.
         folders: by rank, where the program starts.
     """
-    program = words[words.index("-m", 3) :]
     common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     common["MASTER_PORT"] = str(free_port())
     processes = []
     for rank in range(world):
         line = f'{(shells or {}).get(rank, "true")} && exec "$@"'
         variables = environment() | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        start = ["bash", "-c", line, "rank", words[0], *program]
-        with (Path(words[words.index("--checkpoint.dir") + 1]).parent / f"stderr_{rank}").open("w") as stderr:
-            processes.append(
-                subprocess.Popen(
-                    start, env=variables, stdout=subprocess.DEVNULL, stderr=stderr, cwd=(folders or {}).get(rank)
-                )
-            )
+        with (output / f"stderr_{rank}").open("w") as stderr:
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": stderr}
+            start = ["bash", "-c", line, "rank", *words]
+            processes.append(subprocess.Popen(start, env=variables, cwd=(folders or {}).get(rank), **pipes))
 
     ended: dict[int, Ended] = {}
     deadline = time.monotonic() + seconds
@@ -96,10 +107,15 @@ def run_apart(
         assert time.monotonic() < deadline, f"ranks {set(range(world)) - set(ended)} have not ended: {ended}"
         for rank, process in enumerate(processes):
             if rank not in ended and process.poll() is not None:
-                said = Path(words[words.index("--checkpoint.dir") + 1]).parent / f"stderr_{rank}"
-                ended[rank] = Ended(process.returncode, said.read_text(), time.monotonic())
+                said = (output / f"stderr_{rank}").read_text()
+                ended[rank] = Ended(process.returncode, said, time.monotonic())
         time.sleep(0.05)
     return [ended[rank] for rank in range(world)]
+
+
+def rank_program(words: list[str]) -> list[str]:
+    """What torchrun would start, of a command line of :func:`command`."""
+    return [words[0], *words[words.index("-m", 3) :]]
 
 
 def one_message(ended: list[Ended]) -> str:
@@ -113,12 +129,29 @@ def one_message(ended: list[Ended]) -> str:
 
 
 @pytest.mark.distributed
+def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
+    """Main threads wait in native code, with the lock of their store, and a thread of each still writes a file."""
+    program = [sys.executable, str(Path(__file__).with_name("failing_ranks.py")), "gloo", str(tmp_path)]
+    ended = run_apart(program, 3, tmp_path)
+    message = one_message(ended)
+    assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
+    assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("world, layout", LAYOUTS)
 def test_a_loader_that_fails_ends_all_replicas(prepared, tmp_path, world: int, layout: list[str]) -> None:
     words = command(
-        prepared, tmp_path / "run", *layout, "--data.path", str(prepared["half"]), "--data.shuffle_buffer", "0", ranks=world
+        prepared,
+        tmp_path / "run",
+        *layout,
+        "--data.path",
+        str(prepared["half"]),
+        "--data.shuffle_buffer",
+        "0",
+        ranks=world,
     )
-    message = one_message(run_apart(words, world))
+    message = one_message(run_apart(rank_program(words), world, tmp_path))
     assert "data-parallel rank 1: the loader failed" in message
     assert "samples in a row cannot be used" in message and "longer than seq_len" in message
 
@@ -129,7 +162,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path, ba
     """Files of the second rank may not grow, as on a node whose disk is full."""
     options = ["--checkpoint.interval", "2", "--checkpoint.background", background]
     words = command(prepared, tmp_path / "run", *options, ranks=2, steps=2000)
-    message = one_message(run_apart(words, 2, shells={1: "ulimit -f 40"}))
+    message = one_message(run_apart(rank_program(words), 2, tmp_path, shells={1: "ulimit -f 40"}))
     assert "checkpoint of step 2 could not be written" in message
     assert "File too large" in message
     assert not (tmp_path / "run" / "step_00000002").exists()
@@ -147,5 +180,7 @@ def test_validation_rows_that_one_replica_cannot_read_end_all(prepared, tmp_path
     for path in held_out:
         path.unlink()
     options = ["--data.path", "data", "--eval.interval", "1"]
-    message = one_message(run_apart(command(prepared, tmp_path / "run", *options, ranks=2), 2, folders=folders))
+    message = one_message(
+        run_apart(command(prepared, tmp_path / "run", *options, ranks=2), 2, folders=folders)
+    )
     assert "no sample of the split 'val' can be used" in message
