@@ -2,9 +2,9 @@
 
     python benchmarks/growth_groups.py [--owners 2,4,8,16,24] [--extrapolate 1000,4096]
 
-Ranks are forked on this machine and make one gloo group of all, which they use once; files are counted in /proc/self/fd and
-threads in /proc/self/task before and after. The numbers for larger worlds are those of a straight line through the measured
-ones. ``lazy`` is torch's TORCH_GLOO_LAZY_INIT=1, for comparison.
+Ranks are forked on this machine and make one gloo group of all, which they use once; files are counted in
+/proc/self/fd and threads in /proc/self/task before and after. The numbers for larger worlds are those of a
+straight line through the measured ones. ``lazy`` is torch's TORCH_GLOO_LAZY_INIT=1, for comparison.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What a printed line costs as ranks grow: one object gathered from all ranks to all, against one small reduction.
+"""What a printed line costs as ranks grow: one object gathered from all ranks to all, against one small
+reduction.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/growth_metrics.py [--ranks 4096] [--listed 512]
 
-``gathered`` is ``all_gather_object`` of what a rank counted, as metrics.py did it until 2026-11-22: every entry is padded to
-the largest, and every rank's device holds all of them. ``reduced`` is what it does now: a tally of fixed size, and lists from
-their owners to rank 0 through the store. Times are measured on the ranks that are there (median, of the slowest rank); bytes
-for ``--ranks`` ranks are computed from the messages' sizes.
+``gathered`` is ``all_gather_object`` of what a rank counted, as metrics.py did it until 2026-11-22: every
+entry is padded to the largest, and every rank's device holds all of them. ``reduced`` is what it does now: a
+tally of fixed size, and lists from their owners to rank 0 through the store. Times are measured on the ranks
+that are there (median, of the slowest rank); bytes for ``--ranks`` ranks are computed from the messages'
+sizes.
 """
 
 from __future__ import annotations

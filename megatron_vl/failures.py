@@ -1,14 +1,15 @@
 """The failure of one rank ends all ranks, within seconds and with one message.
 
-Ranks meet in collectives. When one fails alone (its replica's data, its part of a checkpoint), the others wait there: over
-NCCL until the watchdog's timeout, half an hour later; over gloo they say that a connection was closed. Therefore a rank that
-fails leaves its message in the key-value store of the process group before it ends. On every other rank a thread waits for
-that key, prints the message and ends the process, wherever the main thread is. The first message counts: what fails after it
-mostly fails because of it.
+Ranks meet in collectives. When one fails alone (its replica's data, its part of a checkpoint), the others
+wait there: over NCCL until the watchdog's timeout, half an hour later; over gloo they say that a connection
+was closed. Therefore a rank that fails leaves its message in the key-value store of the process group before
+it ends. On every other rank a thread waits for that key, prints the message and ends the process, wherever
+the main thread is. The first message counts: what fails after it mostly fails because of it.
 
-A step costs nothing: the threads wait inside the store's server, without polling. Each rank holds one more connection to that
-server (2 instead of 1, for any number of ranks). From the failure to the last rank's end it takes the store's round trip, at
-most ``_SEEN_S`` for ranks that no longer answer, and at most ``_WRITERS_S`` while a checkpoint is still being written.
+A step costs nothing: the threads wait inside the store's server, without polling. Each rank holds one more
+connection to that server (2 instead of 1, for any number of ranks). From the failure to the last rank's end
+it takes the store's round trip, at most ``_SEEN_S`` for ranks that no longer answer, and at most
+``_WRITERS_S`` while a checkpoint is still being written.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 _SEEN_S = 5.0
-"""How long a rank that ends waits until all others have read the message: the store's server may end with it."""
+"""How long a rank that ends waits until all others have read the message: the store may end with it."""
 _WRITERS_S = 60.0
-"""How long a rank that ends waits for threads that write a checkpoint; the checkpoint is complete or it is not there."""
+"""How long a rank that ends waits for threads that write a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +45,23 @@ class _Watch:
 
     def __init__(self, number: int) -> None:
         import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.key = f"megatron_vl/failure/{number}"
-        # The main thread may hold the lock of its connection while it waits for a rank that is gone.
-        store: Any = _get_default_store()
-        self.store, self.own_store = store.clone(), store.clone()
+        # A connection of its own: the main thread may wait in its own one for a rank that is gone. Both are there
+        # from the start, as connecting to a server that has ended takes until the store's timeout.
+        self.store = _store().clone()
         self.leaving = threading.Lock()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
 
-    def publish(self, message: str) -> Failure:
+    def publish(self, store: Any, message: str) -> Failure:
         """Makes ``message`` known unless another was earlier. Returns the first one."""
         mine = json.dumps(asdict(Failure(self.rank, message)))
-        return _read(self.own_store.compare_set(self.key, "", mine))
+        return _read(store.compare_set(self.key, "", mine))
 
     def wait(self, store: Any, seconds: float) -> Failure | None:
-        """The first failure, None when there is none within that time. Raises RuntimeError without a connection."""
+        """The first failure, or None after that time. Raises RuntimeError when the store has ended."""
         import torch.distributed as dist
 
         try:
@@ -102,6 +102,12 @@ class _Watch:
         os._exit(1)
 
 
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def _read(value: bytes) -> Failure:
     return Failure(**json.loads(value))
 
@@ -124,13 +130,13 @@ def stop() -> None:
     """The orderly end: the threads end on all ranks. After a barrier, on all ranks."""
     global _watch
     if _watch is not None:
-        _watch.publish("")
+        _watch.publish(_store(), "")
         _watch.thread.join(_SEEN_S)
         _watch = None
 
 
 def report(message: str) -> Failure:
-    """Makes this rank's failure known to the others. Returns the failure to speak of: this one, or the first of another rank.
+    """Makes this rank's failure known to the others. Returns the one to speak of: the first of any rank.
 
     The caller tells it and then calls :func:`leave`.
     """
@@ -139,17 +145,17 @@ def report(message: str) -> Failure:
         return own
     _watch.leaving.acquire()  # does not return when the thread is already ending the process
     try:
-        return _watch.publish(message)
+        return _watch.publish(_store(), message)
     except RuntimeError:
         return own  # the store's server has ended
 
 
 def cause(seconds: float = _SEEN_S) -> str | None:
-    """The failure of another rank, which is known to have failed; None when it is not told within that time."""
+    """Why another rank, which is known to have failed, did so; None when that is not known in time."""
     if _watch is None:
         return None
     try:
-        failure = _watch.wait(_watch.own_store, seconds)
+        failure = _watch.wait(_store(), seconds)
     except RuntimeError:
         return None
     return failure.message if failure else None
@@ -158,7 +164,7 @@ def cause(seconds: float = _SEEN_S) -> str | None:
 def leave() -> None:
     """Ends this process with exit code 1 once the others know why. Returns only where there are no others."""
     if _watch is not None:
-        _watch.leave(_watch.own_store)
+        _watch.leave(_store())
 
 
 def tell_once(failure: Failure) -> None:

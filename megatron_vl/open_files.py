@@ -9,10 +9,11 @@ OPEN_FILES = 65_536
 
 
 def raise_open_files() -> int:
-    """Lets this process open up to :data:`OPEN_FILES` files, as far as the system permits it. Returns how many it may.
+    """Lets this process open up to :data:`OPEN_FILES` files, as far as the system permits it. Returns how
+    many it may.
 
-    The usual limit of 1,024 can be raised by the process itself: the server of a store holds two connections to each rank, a
-    gloo group one to each member.
+    The usual limit of 1,024 can be raised by the process itself: the server of a store holds two connections
+    to each rank, a gloo group one to each member.
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if now == resource.RLIM_INFINITY:

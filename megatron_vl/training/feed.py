@@ -1,8 +1,9 @@
 """Rows from the one loader of a data-parallel replica to the ranks that need them.
 
-The rank at (stage 0, tp 0) owns the loader. Once a step, tokens, labels, positions and segment bounds of all its rows
-go to the whole replica in one broadcast; pixels and what belongs to them only to the tensor-parallel peers on stage 0.
-Sizes travel first as a small host-side message, so that no rank reads a number off the device.
+The rank at (stage 0, tp 0) owns the loader. Once a step, tokens, labels, positions and segment bounds of all
+its rows go to the whole replica in one broadcast; pixels and what belongs to them only to the tensor-parallel
+peers on stage 0. Sizes travel first as a small host-side message, so that no rank reads a number off the
+device.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _BUFFERS = {
 
 @dataclass(frozen=True)
 class _Field:
-    """One tensor of a row: what it is called on the way, in which buffer it travels, and where its owner finds it."""
+    """One tensor of a row: what it is called on the way, in which buffer it travels, and where its owner
+    finds it."""
 
     name: str
     buffer: str
@@ -76,7 +78,8 @@ _WIRE = (
     _vision_field("feature_index"),
     _vision_field("planes", "planes"),
 )
-"""All that travels of a row, in its order within each buffer. Packing, sizes and unpacking are derived from it."""
+"""All that travels of a row, in its order within each buffer. Packing, sizes and unpacking are derived from
+it."""
 
 
 @dataclass
@@ -85,7 +88,8 @@ class StepData:
 
     rows: list[DeviceRow]
     counts: dict[str, int] = field(default_factory=dict)
-    """samples, images, patches, dropped samples by reason (``dropped/REASON``); the same on every rank of the replica."""
+    """samples, images, patches, dropped samples by reason (``dropped/REASON``); the same on every rank of the
+    replica."""
     segment_lengths: list[list[int]] = field(default_factory=list)
     """Document lengths in tokens of each row, without the padded tail, for FLOP counts."""
     vision_lengths: list[tuple[list[int], list[int]]] = field(default_factory=list)
@@ -187,7 +191,8 @@ class Feed:
     def _exchange(self, own: list[_Packed], error: str) -> tuple[list[_Packed], str]:
         """Rows after balancing over the owners of all replicas, or what went wrong on any of them.
 
-        They travel between hosts' memories, over a group of their own: gradients and weights have the network of the GPUs.
+        They travel between hosts' memories, over a group of their own: gradients and weights have the network
+        of the GPUs.
         """
         grid = self.grid
         patches: list[Any] = [None] * grid.dp
@@ -277,7 +282,8 @@ def _describe(row: Row, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _pack(row: Row) -> _Packed:
-    """The row in host memory (pinned when there is a GPU): pixels as they are, the small rest as two buffers."""
+    """The row in host memory (pinned when there is a GPU): pixels as they are, the small rest as two
+    buffers."""
     tensors = {entry.name: entry.read(row) for entry in _WIRE}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     buffers = {}
@@ -307,7 +313,8 @@ def _size(described: dict[str, Any], buffer: str) -> int:
 
 
 def _unpack(described: dict[str, Any], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a row by field, in their shapes, as views of its buffers; of those buffers that are there."""
+    """The tensors of a row by field, in their shapes, as views of its buffers; of those buffers that are
+    there."""
     found: dict[str, Tensor] = {}
     for name, buffer in buffers.items():
         names = [entry.name for entry in _WIRE if entry.buffer == name]

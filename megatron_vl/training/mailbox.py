@@ -1,7 +1,9 @@
-"""What loaders' owners have to say to rank 0 alone: lists of samples and counts by reason, at printed lines that have some.
+"""What loaders' owners have to say to rank 0 alone: lists of samples and counts by reason, at printed lines
+that have some.
 
-It travels through the key-value store of the process group, from host to host: only the ranks that have something and rank 0
-take part, and no GPU holds it. How many write is known from a reduction before (``Tally.senders``).
+It travels through the key-value store of the process group, from host to host: only the ranks that have
+something and rank 0 take part, and no GPU holds it. How many write is known from a reduction before
+(``Tally.senders``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the ranks of a run count between two printed lines, and how the numbers of all ranks become one.
 
-:class:`Tally` is the table: a field names a number and says how it is reduced. What is sent, reduced and read back follows
-from it, so a further number is one more line there. The message has a fixed size whatever the number of ranks; the device is
-read once.
+:class:`Tally` is the table: a field names a number and says how it is reduced. What is sent, reduced and read
+back follows from it, so a further number is one more line there. The message has a fixed size whatever the
+number of ranks; the device is read once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def _largest(default: float | int) -> Any:
 
 @dataclass
 class Tally:
-    """One rank's numbers since the last printed line. Loaders' owners count rows; the others leave those fields at 0.
+    """One rank's numbers since the last printed line. Loaders' owners count rows; the others leave those
+    fields at 0.
 
     Integers are exact up to 2^53, as they travel as float64.
     """
@@ -44,7 +45,8 @@ class Tally:
     memory_gib: float = _largest(0.0)
 
     def reduced(self, device: torch.device) -> Tally:
-        """The numbers of all ranks, equal on each. Collective; two small reductions and one look at the device."""
+        """The numbers of all ranks, equal on each. Collective; two small reductions and one look at the
+        device."""
         names: dict[Any, list[str]] = {}
         for entry in fields(self):
             names.setdefault(entry.metadata["op"], []).append(entry.name)

@@ -1,4 +1,5 @@
-"""Ranks of which the last one fails while the others are where nothing wakes them: started by test_failures.py.
+"""Ranks of which the last one fails while the others are where nothing wakes them: started by
+test_failures.py.
 
     torchrun --nproc-per-node 2 tests/training/failing_ranks.py [nccl]
 

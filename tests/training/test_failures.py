@@ -1,13 +1,15 @@
 """A rank that fails ends all ranks, with one message that says why.
 
-The ranks are started one by one, without torchrun: on other nodes nobody would end them either. Over gloo a rank that goes
-closes its connections, and the others would say that; over NCCL they would wait.
+The ranks are started one by one, without torchrun: on other nodes nobody would end them either. Over gloo a
+rank that goes closes its connections, and the others would say that; over NCCL they would wait.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -22,10 +24,10 @@ from converters.convert import convert
 from data_tools.convert import Options
 from data_tools.convert import convert as convert_data
 from tests.training.small_run import command, environment
-from toolkit.launch import free_port
 
 SECONDS = 20
-"""Between the ends of the first and the last rank, on a busy machine; a rank waits for five until all have read the message."""
+"""Between the ends of the first and the last rank, on a busy machine; a rank waits for five until all have
+read the message."""
 PP2 = ["--parallel.pp", "2", "--parallel.layers", "[1,3]"]
 LAYOUTS = [pytest.param(2, [], id="DP2"), pytest.param(4, PP2, id="PP2xDP2")]
 
@@ -45,7 +47,8 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    """Of 48 samples in 4 shards the second half does not fit into a row: the second of two replicas finds nothing."""
+    """Of 48 samples in 4 shards the second half does not fit into a row: the second of two replicas finds
+    nothing."""
     folder = tmp_path_factory.mktemp("failures")
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
     records = [
@@ -80,7 +83,7 @@ def run_apart(
     *,
     shells: Mapping[int, str] | None = None,
     folders: Mapping[int, Path] | None = None,
-    seconds: float = 300,
+    seconds: float = 120,
 ) -> list[Ended]:
     """Runs the ranks of a program each by itself, to their ends.
 
@@ -91,7 +94,7 @@ def run_apart(
         folders: by rank, where the program starts.
     """
     common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = str(free_port())
+    common["MASTER_PORT"] = str(listening_port())
     processes = []
     for rank in range(world):
         line = f'{(shells or {}).get(rank, "true")} && exec "$@"'
@@ -103,14 +106,32 @@ def run_apart(
 
     ended: dict[int, Ended] = {}
     deadline = time.monotonic() + seconds
-    while len(ended) < world:
-        assert time.monotonic() < deadline, f"ranks {set(range(world)) - set(ended)} have not ended: {ended}"
-        for rank, process in enumerate(processes):
-            if rank not in ended and process.poll() is not None:
-                said = (output / f"stderr_{rank}").read_text()
-                ended[rank] = Ended(process.returncode, said, time.monotonic())
-        time.sleep(0.05)
+    try:
+        while len(ended) < world:
+            assert time.monotonic() < deadline, (
+                f"ranks {set(range(world)) - set(ended)} have not ended: {ended}"
+            )
+            for rank, process in enumerate(processes):
+                if rank not in ended and process.poll() is not None:
+                    said = (output / f"stderr_{rank}").read_text()
+                    ended[rank] = Ended(process.returncode, said, time.monotonic())
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
     return [ended[rank] for rank in range(world)]
+
+
+def listening_port() -> int:
+    """A free port below those that the system gives to outgoing connections, which a busy machine uses up."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as server:
+            try:
+                server.bind(("", port))
+                return port
+            except OSError:
+                continue
 
 
 def rank_program(words: list[str]) -> list[str]:
@@ -130,7 +151,8 @@ def one_message(ended: list[Ended]) -> str:
 
 @pytest.mark.distributed
 def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
-    """Main threads wait in native code, with the lock of their store, and a thread of each still writes a file."""
+    """Main threads wait in native code, with the lock of their store, and a thread of each still writes a
+    file."""
     program = [sys.executable, str(Path(__file__).with_name("failing_ranks.py")), "gloo", str(tmp_path)]
     ended = run_apart(program, 3, tmp_path)
     message = one_message(ended)
