@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,8 +102,8 @@ def main() -> None:
     rows = []
     for count in (0, arguments.listed):
         listed = [sample(number) for number in range(count)] if rank == world - 1 else []
-        before = timed(lambda mine=listed: gathered(mine), arguments.repeats, device)
-        after = timed(lambda mine=listed: reduced(mine, device, mailbox), arguments.repeats, device)
+        before = timed(partial(gathered, listed), arguments.repeats, device)
+        after = timed(partial(reduced, listed, device, mailbox), arguments.repeats, device)
         rows.append((count, before, after))
 
     if rank == 0:

@@ -100,9 +100,11 @@ def run_apart(
         line = f'{(shells or {}).get(rank, "true")} && exec "$@"'
         variables = environment() | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (output / f"stderr_{rank}").open("w") as stderr:
-            pipes = {"stdout": subprocess.DEVNULL, "stderr": stderr}
             start = ["bash", "-c", line, "rank", *words]
-            processes.append(subprocess.Popen(start, env=variables, cwd=(folders or {}).get(rank), **pipes))
+            where = (folders or {}).get(rank)
+            processes.append(
+                subprocess.Popen(start, env=variables, cwd=where, stdout=subprocess.DEVNULL, stderr=stderr)
+            )
 
     ended: dict[int, Ended] = {}
     deadline = time.monotonic() + seconds
@@ -202,7 +204,6 @@ def test_validation_rows_that_one_replica_cannot_read_end_all(prepared, tmp_path
     for path in held_out:
         path.unlink()
     options = ["--data.path", "data", "--eval.interval", "1"]
-    message = one_message(
-        run_apart(command(prepared, tmp_path / "run", *options, ranks=2), 2, folders=folders)
-    )
+    words = command(prepared, tmp_path / "run", *options, ranks=2)
+    message = one_message(run_apart(rank_program(words), 2, tmp_path, folders=folders))
     assert "no sample of the split 'val' can be used" in message
