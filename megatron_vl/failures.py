@@ -51,7 +51,7 @@ class _Watch:
         # A connection of its own: the main thread may wait in its own one for a rank that is gone. Both are there
         # from the start, as connecting to a server that has ended takes until the store's timeout.
         self.store = _store().clone()
-        self.leaving = threading.Lock()
+        self.leaving = threading.RLock()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
 
