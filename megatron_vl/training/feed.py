@@ -150,9 +150,11 @@ class Feed:
         start = time.perf_counter()
         rows, error = self._read()
         wait = time.perf_counter() - start
+
         own = [_pack(row) for row in rows]
         if self.balanced and self.grid.owns_loader:
             own, error = self._exchange(own, error)
+
         uploaded = [row.to(self.platform.device) for row in own]
         header: list[Any] = [error or [row.described for row in uploaded]]
         if self.grid.tp * self.grid.pp > 1:
@@ -183,9 +185,8 @@ class Feed:
             return [next(self.loader) for _ in range(self.micro_batches)], ""
         except StopIteration:
             return [], f"{where}: the data set ended; training needs a repeating loader"
-        except (
-            Exception
-        ) as error:  # every rank of the replica has to learn of it, or it hangs in the broadcast
+        except Exception as error:
+            # Every rank of the replica has to learn of it, or it hangs in the broadcast.
             return [], f"{where}: {type(error).__name__}: {error}"
 
     def _exchange(self, own: list[_Packed], error: str) -> tuple[list[_Packed], str]:
