@@ -163,7 +163,7 @@ class DataConfig:
     before shuffle_buffer. 0: no bound in bytes."""
     balance: bool = False
     """Swap rows between data-parallel ranks so that all have about as many patches in a step: for data in which rows differ
-    much in their pictures."""
+    much in their pictures. Each of these ranks holds a connection to every other one, so it takes as many open files."""
     max_bad_share: float = 0.01
     """Stop when more than this share of the samples could not be used (0 to 1)."""
     seed: int = 1234

@@ -15,6 +15,7 @@ import signal
 import sys
 from types import FrameType
 
+from megatron_vl.open_files import raise_open_files
 from megatron_vl.processes import children
 
 RANK_PROGRAM = "megatron_vl.train"
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    raise_open_files()  # torchrun's process serves the store of all ranks
     args = parse_args(sys.argv[1:] if argv is None else argv)
     # What is left of the signals that torchrun kills the ranks for.
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"

@@ -9,18 +9,19 @@ seconds after SIGTERM; ``python -m megatron_vl.launch`` in its place waits for t
 from __future__ import annotations
 
 import faulthandler
-import hashlib
-import os
 import sys
-from pathlib import Path
 
+from megatron_vl import failures
 from megatron_vl.config import parse
-from megatron_vl.errors import TRACEBACK, describe, exit_code, is_fixable
+from megatron_vl.errors import describe, exit_code, is_fixable
 from megatron_vl.signals import take_stop_signals
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses, checks, trains. Returns the exit code: 0 done, 1 stopped with a message."""
+    """Parses, checks, trains. Returns the exit code: 0 done, 1 stopped with a message.
+
+    Where several ranks run and one fails, all of them end with its message (see :mod:`megatron_vl.failures`).
+    """
     config = parse(argv)
     faulthandler.enable()  # a crash in native code tells where Python was
     try:
@@ -32,32 +33,21 @@ def main(argv: list[str] | None = None) -> int:
 
         train(config)
     except Exception as error:
-        tell_once(error)
-        return exit_code(error)
+        return _failed(error)
     finally:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
+        # Without torch there is no process group, and importing it takes seconds.
+        if "torch" in sys.modules:
+            from megatron_vl.parallel.groups import end_groups
+
+            end_groups()
     return 0
 
 
-def tell_once(error: Exception) -> None:
-    """Prints why the training ends; of this node's ranks, only the first with this message does."""
-    said = describe(error)
-    message = said.partition("\n")[0]
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        # torchrun gives each rank a folder of its own within one of this start's.
-        mark = Path(error_file).parent.parent / f"told_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
-        try:
-            mark.open("x").close()
-        except FileExistsError:
-            return
-        except OSError:
-            pass  # better twice than never
-    rank = os.environ.get("RANK", "0")
-    hint = "" if os.environ.get(TRACEBACK) or not is_fixable(error) else f"\n({TRACEBACK}=1 shows where)"
-    print(f"megatron_vl.train: rank {rank}: {said}{hint}", file=sys.stderr, flush=True)
+def _failed(error: Exception) -> int:
+    """Prints why the training ends: this rank's error, or that of the rank which failed first. Returns the exit code."""
+    failures.tell_once(failures.report(describe(error), is_fixable(error)))
+    failures.leave()
+    return exit_code(error)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_vl import failures
 from megatron_vl.models.tensors import Cut, TensorInfo
+from megatron_vl.open_files import raise_open_files
 from megatron_vl.platform import Platform
 
 from . import tp_overlap
-from .groups import core_keeps_groups, kept_group
+from .groups import core_keeps_groups, end_groups, kept_group
 from .layout import Layout
 
 
@@ -50,7 +52,8 @@ class Grid:
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     owners_gloo: dist.ProcessGroup | None
-    """The loaders' owners of all replicas, in data-parallel order; None on other ranks and where there is one replica."""
+    """The loaders' owners of all replicas, in data-parallel order, where rows are exchanged between them; None on other ranks,
+    where there is one replica, and where the grid was made without it."""
 
     def part(self, info: TensorInfo) -> int:
         """Which part of a tensor this rank holds (see :meth:`Cut.part`)."""
@@ -81,6 +84,7 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    raise_open_files()
     if platform.name == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(platform.backend, rank=rank, world_size=world, timeout=timedelta(minutes=timeout_minutes))
@@ -89,11 +93,17 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
 def end_distributed() -> None:
     """Ends all process groups; collective. Nobody leaves while another still talks: with gloo that aborts the other."""
     dist.barrier()
-    dist.destroy_process_group()
+    failures.stop()
+    end_groups()
 
 
-def make_grid(layout: Layout) -> Grid:
-    """Initialises Megatron-core's groups for ``layout`` and returns this rank's place. Collective over all ranks."""
+def make_grid(layout: Layout, *, owners: bool = False) -> Grid:
+    """Initialises Megatron-core's groups for ``layout`` and returns this rank's place. Collective over all ranks.
+
+    Args:
+        owners: also the group in which the loaders' owners exchange rows (``data.balance``). Each owner holds a connection to
+            every other one.
+    """
     from megatron.core import parallel_state as mpu
 
     if mpu.model_parallel_is_initialized():
@@ -112,7 +122,7 @@ def make_grid(layout: Layout) -> Grid:
     rank = dist.get_rank()
     dp = mpu.get_data_parallel_world_size()
     gloo = replica
-    if dist.get_backend() not in ("gloo", "fake"):
+    if layout.tp * layout.pp > 1 and dist.get_backend() not in ("gloo", "fake"):
         # Every rank must take part in making every group.
         for d in range(dp):
             members = [p * layout.tp * dp + d * layout.tp + t for p in range(layout.pp) for t in range(layout.tp)]
@@ -138,7 +148,7 @@ def make_grid(layout: Layout) -> Grid:
         replica_gloo=gloo,
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
-        owners_gloo=_owners(layout.tp, dp, rank),
+        owners_gloo=_owners(layout.tp, dp, rank) if owners else None,
     )
 
 

@@ -1,13 +1,19 @@
 """Process groups that stay when the layout changes, and serve the next one.
 
-A training makes its groups once. The parity table runs dozens of layouts in the same processes, and Megatron-core
-(0.19.2) makes some thirty groups for each, which it forgets and never ends. A gloo group has two threads for every
-other member: a thousand were there behind 30 layouts. Ending the groups instead was tried. Twice in some thirty runs a
-rank that ended them by the hundred died of a damaged heap; whether that was the cause is not known (docs/log.md).
+A training makes its groups once. The parity table runs dozens of layouts in the same processes, and
+Megatron-core (0.19.2) makes some thirty groups for each, which it forgets and never ends. Every gloo group
+has threads of its own and a connection to every other member: a thousand threads were there after 30 layouts.
+Layouts that follow each other therefore share their groups, which saves these threads and the time that it
+takes to connect them.
+
+Sharing is not what keeps a rank alive: ranks of the parity table once died of a damaged heap, which came from
+two worker threads of one gloo group (see :mod:`megatron_vl.core_fixes.gloo_threads`), not from ending groups.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +37,8 @@ class _Groups:
         self.layouts = 0
 
     def begin_layout(self) -> None:
-        """Waits until every rank is here: one that left the last layout by an error would take part in what is not its own.
+        """Waits until every rank is here: one that left the last layout by an error would take part in what
+        is not its own.
 
         Through the store, as a collective would be such a one.
         """
@@ -65,13 +72,15 @@ def _of_this_world() -> _Groups:
 
 
 def kept_group(ranks: list[int], backend: str, purpose: str) -> Any:
-    """As ``torch.distributed.new_group``, or the group that an earlier layout had for the same. Collective over all ranks."""
+    """As ``torch.distributed.new_group``, or the group that an earlier layout had for the same. Collective
+    over all ranks."""
     return _of_this_world().get(ranks, backend, purpose)
 
 
 @contextmanager
 def core_keeps_groups() -> Iterator[None]:
-    """A new layout begins: within, ``initialize_model_parallel`` takes the groups of earlier layouts where they fit.
+    """A new layout begins: within, ``initialize_model_parallel`` takes the groups of earlier layouts where
+    they fit.
 
     Collective over all ranks. What earlier layouts used stays, buffers of NCCL's communicators included.
     """
@@ -88,3 +97,30 @@ def core_keeps_groups() -> Iterator[None]:
         yield
     finally:
         mpu.create_group = create
+
+
+def end_groups() -> None:
+    """Ends all process groups of this process, and drops whatever holds one. Does nothing where there are
+    none.
+
+    A gloo group that is still held when Python exits is destroyed by nobody: its threads run into the end of
+    the process, which then aborts now and then (SIGABRT, "terminate called without an active exception").
+    """
+    global _groups
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    _groups = None
+    _forget_core_groups()
+    gc.collect()  # a model wrapped in DDP holds its groups in a cycle
+
+
+def _forget_core_groups() -> None:
+    """Core's own ``destroy_model_parallel`` leaves some groups where they are, as those of optimizer
+    instances."""
+    mpu: Any = sys.modules.get("megatron.core.parallel_state")
+    if mpu is None:
+        return
+    mpu.destroy_model_parallel()
+    for name, value in list(vars(mpu).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(mpu, name, None)

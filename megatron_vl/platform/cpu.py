@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_vl.core_fixes.gloo_threads import use_one_worker
+
 
 class _Stream:
     """A stream on a device where every operation is done when its call returns."""
@@ -116,6 +118,7 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _patch_torch_cuda()
     _patch_core_rng()
+    use_one_worker()
     _installed = CudaOnCpu()
     _installed.__enter__()
 

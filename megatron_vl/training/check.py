@@ -9,7 +9,11 @@ from typing import Any
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.open_files import raise_open_files
 from megatron_vl.parallel.layout import Layout, run_layout
+
+OWN_FILES = 512
+"""Open files that a rank needs beside one connection to each peer: libraries, shards, workers, log files."""
 
 
 def launched_world_size() -> int:
@@ -43,6 +47,8 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a checkpoint reads. "
             "Leave checkpoint.dir empty, or cpu_offload off"
         )
+    if config.data.balance:
+        check_open_files(dp)
     check_data_path(config.data.path)
     if config.model.checkpoint and not Path(config.model.checkpoint).exists():
         raise RunConfigError(f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it")
@@ -58,6 +64,20 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             raise RunConfigError(f"checkpoint.step {step} is not in {config.checkpoint.dir}; steps that are: {steps}")
         checkpoint.check_resumable(source, run_facts(config, dp), config.checkpoint.restart_data)
     return spec, layout
+
+
+def check_open_files(dp: int) -> None:
+    """Refuses to exchange rows between more replicas than this process may hold connections to.
+
+    Raises:
+        RunConfigError: names the limit that is needed.
+    """
+    needed, allowed = dp + OWN_FILES, raise_open_files()
+    if needed > allowed:
+        raise RunConfigError(
+            f"data.balance connects each of {dp} data-parallel ranks to all others. That takes {needed} open files a "
+            f"process, and {allowed} are allowed: raise the limit (ulimit -Hn {needed}), or set data.balance to false"
+        )
 
 
 def check_data_path(path: str) -> None:

@@ -169,7 +169,11 @@ class CheckpointSaver:
         except BaseException as error:  # a thread's exception would vanish: the loop asks for it
             self._error = f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
             try:
-                (partial / "done" / f"rank_{rank:05d}.failed").touch()
+                failed = partial / "done" / f"rank_{rank:05d}.failed"
+                try:
+                    write_json(failed, f"{type(error).__name__}: {error}")
+                except OSError:  # not even that fits on the disk
+                    failed.touch()
             except OSError:
                 pass  # rank 0 will see the missing marker when this rank stops
 
@@ -213,7 +217,8 @@ class CheckpointSaver:
         while True:
             failed = sorted(done.glob("*.failed"))
             if failed:
-                raise CheckpointError(f"rank {int(failed[0].stem.split('_')[1])} could not write its part")
+                rank, said = int(failed[0].stem.split("_")[1]), failed[0].read_text()
+                raise CheckpointError(f"rank {rank}: {json.loads(said) if said else 'its part could not be written'}")
             if len(list(done.glob("rank_*.json"))) == self.grid.world_size:
                 return [json.loads(path.read_text()) for path in sorted(done.glob("rank_*.json"))]
             time.sleep(0.05)

@@ -1,14 +1,16 @@
 """Rows from the one loader of a data-parallel replica to the ranks that need them.
 
-The rank at (stage 0, tp 0) owns the loader. Once a step, tokens, labels, positions and segment bounds of all its rows
-go to the whole replica in one broadcast; pixels and what belongs to them only to the tensor-parallel peers on stage 0.
-Sizes travel first as a small host-side message, so that no rank reads a number off the device.
+The rank at (stage 0, tp 0) owns the loader. Once a step, tokens, labels, positions and segment bounds of all
+its rows go to the whole replica in one broadcast; pixels and what belongs to them only to the tensor-parallel
+peers on stage 0. Sizes travel first as a small host-side message, so that no rank reads a number off the
+device.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,60 @@ from megatron_vl.parallel.balance import balance
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
 
-_VISION_INTS = ("plane_index", "position_hw", "frame_hw", "cu_seqlens", "cu_window_seqlens", "feature_index")
+
+@dataclass(frozen=True)
+class _Buffer:
+    """One flat buffer in which tensors of a row travel together."""
+
+    dtype: torch.dtype
+    whole_replica: bool
+    """Whether all ranks of the replica get it; else those on the first stage."""
+
+
+_BUFFERS = {
+    "text": _Buffer(torch.int32, whole_replica=True),
+    "ints": _Buffer(torch.int32, whole_replica=False),
+    "planes": _Buffer(torch.uint8, whole_replica=False),
+}
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One tensor of a row: what it is called on the way, in which buffer it travels, and where its owner
+    finds it."""
+
+    name: str
+    buffer: str
+    read: Callable[[Row], Tensor]
+
+
+def _vision_field(name: str, buffer: str = "ints") -> _Field:
+    return _Field(name, buffer, lambda row: getattr(row.vision, name))
+
+
+def _loss_index(row: Row) -> Tensor:
+    """Tokens whose logits are computed; empty for all of them."""
+    index = loss_index(row.loss_mask)
+    return row.tokens.new_empty(0) if index is None else index
+
+
+_WIRE = (
+    _Field("tokens", "text", lambda row: row.tokens),
+    _Field("labels", "text", lambda row: row.labels),
+    _Field("loss_mask", "text", lambda row: row.loss_mask),
+    _Field("position_ids", "text", lambda row: row.position_ids),
+    _Field("cu_seqlens", "text", lambda row: row.cu_seqlens),
+    _Field("loss_index", "text", _loss_index),
+    _vision_field("plane_index"),
+    _vision_field("position_hw"),
+    _vision_field("frame_hw"),
+    _Field("full_cu_seqlens", "ints", lambda row: row.vision.cu_seqlens),
+    _Field("window_cu_seqlens", "ints", lambda row: row.vision.cu_window_seqlens),
+    _vision_field("feature_index"),
+    _vision_field("planes", "planes"),
+)
+"""All that travels of a row, in its order within each buffer. Packing, sizes and unpacking are derived from
+it."""
 
 
 class FeedError(UserError, RuntimeError):
@@ -38,7 +93,8 @@ class StepData:
 
     rows: list[DeviceRow]
     counts: dict[str, int] = field(default_factory=dict)
-    """samples, images, patches, dropped samples by reason (``dropped/REASON``); the same on every rank of the replica."""
+    """samples, images, patches, dropped samples by reason (``dropped/REASON``); the same on every rank of the
+    replica."""
     segment_lengths: list[list[int]] = field(default_factory=list)
     """Document lengths in tokens of each row, without the padded tail, for FLOP counts."""
     vision_lengths: list[tuple[list[int], list[int]]] = field(default_factory=list)
@@ -54,21 +110,16 @@ class StepData:
 
 
 @dataclass
-class _Buffers:
-    """One row on its owner: what the others must know of it, and its tensors as three flat buffers."""
+class _Packed:
+    """One row on its owner: what the others must know of it, and its tensors as flat buffers by name."""
 
     described: dict[str, Any]
-    text: Tensor
-    ints: Tensor
-    planes: Tensor
+    buffers: dict[str, Tensor]
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.text, self.ints, self.planes
-
-    def to(self, device: torch.device) -> _Buffers:
+    def to(self, device: torch.device) -> _Packed:
         """On the device; does not wait when this is pinned memory."""
-        return _Buffers(self.described, *(tensor.to(device, non_blocking=True) for tensor in self.tensors))
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.buffers.items()}
+        return _Packed(self.described, moved)
 
 
 class Feed:
@@ -80,10 +131,18 @@ class Feed:
     """
 
     def __init__(
-        self, grid: Grid, platform: Platform, loader: Iterator[Row] | None, micro_batches: int, *, balanced: bool
+        self,
+        grid: Grid,
+        platform: Platform,
+        loader: Iterator[Row] | None,
+        micro_batches: int,
+        *,
+        balanced: bool,
     ) -> None:
         if grid.owns_loader and loader is None:
             raise ValueError("the rank at pipeline stage 0, tensor rank 0 needs a loader")
+        if balanced and grid.dp > 1 and grid.owns_loader and grid.owners_gloo is None:
+            raise ValueError("rows are to be exchanged between replicas: make the grid with owners=True")
         self.grid, self.platform, self.loader, self.micro_batches = grid, platform, loader, micro_batches
         self.balanced = balanced and grid.dp > 1
 
@@ -96,9 +155,11 @@ class Feed:
         start = time.perf_counter()
         rows, error = self._read()
         wait = time.perf_counter() - start
-        own = [_flatten(row) for row in rows]
+
+        own = [_pack(row) for row in rows]
         if self.balanced and self.grid.owns_loader:
             own, error = self._exchange(own, error)
+
         uploaded = [row.to(self.platform.device) for row in own]
         header: list[Any] = [error or [row.described for row in uploaded]]
         if self.grid.tp * self.grid.pp > 1:
@@ -106,24 +167,19 @@ class Feed:
         if isinstance(header[0], str):
             raise FeedError(header[0])
         described: list[dict[str, Any]] = header[0]
-        text = self._share([row.text for row in uploaded], [_text_size(d) for d in described], torch.int32, whole_replica=True)
-        device_rows = [_device_row(d, part) for d, part in zip(described, text, strict=True)]
-        if self.grid.has_vision:
-            self._add_vision(device_rows, described, uploaded)
-        counts: dict[str, int] = {}
-        for d in described:
-            for name, value in d["counts"].items():
-                counts[name] = counts.get(name, 0) + value
-        return StepData(
-            device_rows,
-            counts,
-            [d["lengths"] for d in described],
-            [d["vision_lengths"] for d in described],
-            [d["loss_tokens"] for d in described],
-            [d["keys"] for d in described],
-            [sample for d in described for sample in d["dropped"]],
-            wait,
-        )
+
+        device_rows = []
+        received = {name: self._share(name, uploaded, described) for name in _BUFFERS if self._gets(name)}
+        for number, d in enumerate(described):
+            fields = _unpack(d, {name: rows[number] for name, rows in received.items()})
+            row = _device_row(d, fields)
+            if self.grid.has_vision:
+                row.vision, row.feature_index = _vision(d, fields)
+            device_rows.append(row)
+        return _step_data(device_rows, described, wait)
+
+    def _gets(self, buffer: str) -> bool:
+        return _BUFFERS[buffer].whole_replica or self.grid.has_vision
 
     def _read(self) -> tuple[list[Row], str]:
         if not self.grid.owns_loader:
@@ -134,17 +190,21 @@ class Feed:
             return [next(self.loader) for _ in range(self.micro_batches)], ""
         except StopIteration:
             return [], f"{where}: the data set ended; training needs a repeating loader"
-        except Exception as error:  # every rank of the replica has to learn of it, or it hangs in the broadcast
+        except Exception as error:
+            # Every rank of the replica has to learn of it, or it hangs in the broadcast.
             return [], f"{where}: {type(error).__name__}: {error}"
 
-    def _exchange(self, own: list[_Buffers], error: str) -> tuple[list[_Buffers], str]:
+    def _exchange(self, own: list[_Packed], error: str) -> tuple[list[_Packed], str]:
         """Rows after balancing over the owners of all replicas, or what went wrong on any of them.
 
-        They travel between hosts' memories, over a group of their own: gradients and weights have the network of the GPUs.
+        They travel between hosts' memories, over a group of their own: gradients and weights have the network
+        of the GPUs.
         """
         grid = self.grid
         patches: list[Any] = [None] * grid.dp
-        dist.all_gather_object(patches, error or [row.described["counts"]["patches"] for row in own], group=grid.owners_gloo)
+        dist.all_gather_object(
+            patches, error or [row.described["counts"]["patches"] for row in own], group=grid.owners_gloo
+        )
         errors = [offer for offer in patches if isinstance(offer, str)]
         if errors:
             return [], errors[0]
@@ -163,126 +223,140 @@ class Feed:
                     kept.append(own[place.row])
                 elif rank == grid.dp_rank:
                     kept.append(_empty(descriptions[place.rank][place.row]))
-                    transfers += [dist.P2POp(dist.irecv, t, owners[place.rank], grid.owners_gloo) for t in kept[-1].tensors]
+                    given = kept[-1].buffers.values()
+                    transfers += [
+                        dist.P2POp(dist.irecv, t, owners[place.rank], grid.owners_gloo) for t in given
+                    ]
                 elif place.rank == grid.dp_rank:
-                    transfers += [dist.P2POp(dist.isend, t, owners[rank], grid.owners_gloo) for t in own[place.row].tensors]
+                    given = own[place.row].buffers.values()
+                    transfers += [dist.P2POp(dist.isend, t, owners[rank], grid.owners_gloo) for t in given]
         for work in dist.batch_isend_irecv(transfers) if transfers else []:
             work.wait()
         return kept, ""
 
-    def _share(self, own: list[Tensor], sizes: list[int], dtype: torch.dtype, *, whole_replica: bool) -> list[Tensor]:
+    def _share(self, name: str, own: list[_Packed], described: list[dict[str, Any]]) -> list[Tensor]:
         """A flat buffer for each row; from the loader's owner in one broadcast when others need them too."""
-        grid = self.grid
-        if (grid.tp * grid.pp if whole_replica else grid.tp) == 1:
-            return own
-        buffer = torch.cat(own) if own else torch.empty(sum(sizes), dtype=dtype, device=self.platform.device)
-        group = grid.replica_group if whole_replica else grid.tp_group
-        dist.broadcast(buffer, src=grid.replica_source, group=group)
-        return list(buffer.split(sizes))
+        grid, buffer = self.grid, _BUFFERS[name]
+        mine = [row.buffers[name] for row in own]
+        if (grid.tp * grid.pp if buffer.whole_replica else grid.tp) == 1:
+            return mine
 
-    def _add_vision(self, device_rows: list[DeviceRow], described: list[dict[str, Any]], own: list[_Buffers]) -> None:
-        ints = self._share([row.ints for row in own], [_ints_size(d) for d in described], torch.int32, whole_replica=False)
-        planes = self._share([row.planes for row in own], [_planes_size(d) for d in described], torch.uint8, whole_replica=False)
-        for row, d, part, pixels in zip(device_rows, described, ints, planes, strict=True):
-            shapes = d["vision"]
-            fields = {
-                n: t.view(shapes[n])
-                for n, t in zip(_VISION_INTS, part.split([_numel(shapes[n]) for n in _VISION_INTS]), strict=True)
-            }
-            row.vision = VisionInput(
-                planes=pixels.view(shapes["planes"]),
-                plane_index=fields["plane_index"],
-                position_hw=fields["position_hw"],
-                frame_hw=fields["frame_hw"],
-                full=Segments(fields["cu_seqlens"], d["max_seqlens"][0]),
-                window=Segments(fields["cu_window_seqlens"], d["max_seqlens"][1]),
-            )
-            row.feature_index = fields["feature_index"].long()
+        sizes = [_size(d, name) for d in described]
+        device = self.platform.device
+        joined = torch.cat(mine) if mine else torch.empty(sum(sizes), dtype=buffer.dtype, device=device)
+        group = grid.replica_group if buffer.whole_replica else grid.tp_group
+        dist.broadcast(joined, src=grid.replica_source, group=group)
+        return list(joined.split(sizes))
 
 
-def _describe(row: Row, selected: int) -> dict[str, Any]:
-    """What the other ranks must know of a row before its tensors arrive; ``selected``: length of its :func:`loss_index`."""
+def _step_data(rows: list[DeviceRow], described: list[dict[str, Any]], wait_s: float) -> StepData:
+    counts: dict[str, int] = {}
+    for d in described:
+        for name, value in d["counts"].items():
+            counts[name] = counts.get(name, 0) + value
+    return StepData(
+        rows=rows,
+        counts=counts,
+        segment_lengths=[d["lengths"] for d in described],
+        vision_lengths=[d["vision_lengths"] for d in described],
+        loss_tokens=[d["loss_tokens"] for d in described],
+        keys=[d["keys"] for d in described],
+        dropped=[sample for d in described for sample in d["dropped"]],
+        wait_s=wait_s,
+    )
+
+
+def _describe(row: Row, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What the other ranks must know of a row before its tensors arrive, whose shapes are given by field."""
     vision = row.vision
     counts = {"samples": row.num_samples, "images": row.num_images, "patches": row.num_patches}
     counts |= {f"dropped/{reason}": n for reason, n in row.dropped.items()}
-    lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
-    real = row.num_patches > 0
+    vision_lengths: tuple[list[int], list[int]] = ([], [])
+    if row.num_patches > 0:
+        vision_lengths = (vision.cu_seqlens.diff().tolist(), vision.cu_window_seqlens.diff().tolist())
     return {
-        "seq_len": row.seq_len,
-        "segments": row.cu_seqlens.numel(),
-        "selected": selected,
+        "shapes": shapes,
         "loss_tokens": int(row.loss_mask.sum()),
         "max_seqlen": int(row.max_seqlen),
-        "lengths": lengths,
-        "vision": {n: tuple(getattr(vision, n).shape) for n in ("planes", *_VISION_INTS)},
+        "lengths": row.cu_seqlens.diff().tolist()[: row.num_samples],
         "max_seqlens": (int(vision.max_seqlen), int(vision.max_window_seqlen)),
-        "vision_lengths": (vision.cu_seqlens.diff().tolist(), vision.cu_window_seqlens.diff().tolist()) if real else ([], []),
+        "vision_lengths": vision_lengths,
         "counts": counts,
         "keys": row.keys,
         "dropped": [sample.as_json() for sample in row.dropped_samples],
     }
 
 
-def _flatten(row: Row) -> _Buffers:
-    """The row in host memory (pinned when there is a GPU): pixels as they are, the small rest as two buffers."""
-    selected = loss_index(row.loss_mask)
-    selected = row.tokens.new_empty(0) if selected is None else selected
-    text = [row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens, selected]
-    ints = [getattr(row.vision, n) for n in _VISION_INTS]
-    return _Buffers(_describe(row, len(selected)), _joined(text), _joined(ints), _pinned(row.vision.planes.flatten()))
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return _pinned(torch.cat([t.to(torch.int32).flatten() for t in tensors]))
+def _pack(row: Row) -> _Packed:
+    """The row in host memory (pinned when there is a GPU): pixels as they are, the small rest as two
+    buffers."""
+    tensors = {entry.name: entry.read(row) for entry in _WIRE}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    buffers = {}
+    for name, buffer in _BUFFERS.items():
+        flat = [tensors[entry.name].to(buffer.dtype).flatten() for entry in _WIRE if entry.buffer == name]
+        buffers[name] = _pinned(torch.cat(flat) if len(flat) > 1 else flat[0])
+    return _Packed(_describe(row, shapes), buffers)
 
 
 def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
-def _empty(described: dict[str, Any]) -> _Buffers:
+def _empty(described: dict[str, Any]) -> _Packed:
     """Room for a row that comes from another owner."""
-    sizes = _text_size(described), _ints_size(described), _planes_size(described)
     pinned = torch.cuda.is_available()
-    buffers = [
-        torch.empty(size, dtype=dtype, pin_memory=pinned)
-        for size, dtype in zip(sizes, (torch.int32, torch.int32, torch.uint8), strict=True)
-    ]
-    return _Buffers(described, *buffers)
+    buffers = {
+        name: torch.empty(_size(described, name), dtype=buffer.dtype, pin_memory=pinned)
+        for name, buffer in _BUFFERS.items()
+    }
+    return _Packed(described, buffers)
 
 
-def _text_size(described: dict[str, Any]) -> int:
-    """Tokens, labels, mask, positions (3), segment bounds and the tokens whose logits are computed."""
-    return 6 * described["seq_len"] + described["segments"] + described["selected"]
+def _size(described: dict[str, Any], buffer: str) -> int:
+    """Elements of a row's buffer."""
+    return sum(math.prod(described["shapes"][entry.name]) for entry in _WIRE if entry.buffer == buffer)
 
 
-def _ints_size(described: dict[str, Any]) -> int:
-    return sum(_numel(described["vision"][n]) for n in _VISION_INTS)
+def _unpack(described: dict[str, Any], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a row by field, in their shapes, as views of its buffers; of those buffers that are
+    there."""
+    found: dict[str, Tensor] = {}
+    for name, buffer in buffers.items():
+        names = [entry.name for entry in _WIRE if entry.buffer == name]
+        shapes = [described["shapes"][field_name] for field_name in names]
+        parts = buffer.split([math.prod(shape) for shape in shapes])
+        found |= {
+            field_name: part.view(shape) for field_name, part, shape in zip(names, parts, shapes, strict=True)
+        }
+    return found
 
 
-def _planes_size(described: dict[str, Any]) -> int:
-    return _numel(described["vision"]["planes"])
-
-
-def _device_row(described: dict[str, Any], buffer: Tensor) -> DeviceRow:
-    s = described["seq_len"]
-    sizes = [s, s, s, 3 * s, described["segments"], described["selected"]]
-    tokens, labels, mask, positions, cu_seqlens, selected = buffer.split(sizes)
+def _device_row(described: dict[str, Any], fields: dict[str, Tensor]) -> DeviceRow:
+    """The row without its pictures, in the types that the model takes."""
+    selected = fields["loss_index"]
     return DeviceRow(
-        tokens=tokens.long(),
-        labels=labels.long(),
-        loss_mask=mask.float(),
+        tokens=fields["tokens"].long(),
+        labels=fields["labels"].long(),
+        loss_mask=fields["loss_mask"].float(),
         real_tokens=sum(described["lengths"]),
-        position_ids=positions.view(3, s).long(),
-        segments=Segments(cu_seqlens.contiguous(), described["max_seqlen"]),
+        position_ids=fields["position_ids"].long(),
+        segments=Segments(fields["cu_seqlens"].contiguous(), described["max_seqlen"]),
         vision=None,
         feature_index=None,
         loss_index=selected.long() if len(selected) else None,
     )
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
+def _vision(described: dict[str, Any], fields: dict[str, Tensor]) -> tuple[VisionInput, Tensor]:
+    """The pictures of a row, and where their features go."""
+    full, window = described["max_seqlens"]
+    vision = VisionInput(
+        planes=fields["planes"],
+        plane_index=fields["plane_index"],
+        position_hw=fields["position_hw"],
+        frame_hw=fields["frame_hw"],
+        full=Segments(fields["full_cu_seqlens"], full),
+        window=Segments(fields["window_cu_seqlens"], window),
+    )
+    return vision, fields["feature_index"].long()

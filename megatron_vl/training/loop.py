@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_vl import failures
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.description import LoaderError, SplitFacts
 from megatron_vl.errors import UserError
@@ -62,8 +63,9 @@ def set_up(config: TrainConfig) -> Run:
     spec, layout = check(config)
     platform = get_platform(config.platform)
     init_distributed(platform)
+    failures.watch()
     facts = share_data(config)
-    grid = make_grid(layout)
+    grid = make_grid(layout, owners=config.data.balance)
     chunks = build_model(config, spec, layout, platform, grid)
     wrapped = wrap(config, chunks)
     optimizer = build_optimizer(config, platform, wrapped)
@@ -228,6 +230,7 @@ def train(config: TrainConfig) -> None:
         if signalled:
             then = "start it again to go on" if run.saver is not None else "nothing is saved, as checkpoint.dir is empty"
             say(run.grid, f"stopped behind step {run.step} of {config.steps}, as a signal asked; {then}")
+        failures.stop()
     finally:
         log.close()
         if run.loader is not None:
@@ -287,7 +290,10 @@ def _too_many_skipped(reasons: list[str], step: int) -> str:
 
 
 def _save_failure(run: Run) -> str:
+    """Why a checkpoint could not be written, in the words of a rank that knows."""
     own = run.saver.error() if run.saver is not None else None
+    if own is None and (known := failures.cause()):
+        return known
     good = checkpoint.saved_steps(Path(run.config.checkpoint.dir))
     return (
         f"{own or 'another rank could not write its checkpoint'}; the last good checkpoint is step {good[-1] if good else 'none'}"

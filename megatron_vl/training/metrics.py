@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.bad_samples import BadSampleMeter
@@ -21,9 +21,18 @@ from megatron_vl.platform import Platform
 
 from .evaluation import Evaluation
 from .feed import StepData
-from .flops import Flops, peak_tflops, row_flops
+from .flops import peak_tflops, row_flops
+from .mailbox import Mailbox
 from .optimizer import Rates
 from .step import SKIPPED, StepResult
+from .tally import Tally
+
+DROPPED = "dropped/"
+"""What the names of counts of samples that could not be used begin with; the reason follows."""
+LISTED_BYTES = 4 << 20
+"""Most bytes of lists of samples that a printed line collects from all ranks together."""
+BACKLOG = 10_000
+"""Most samples that a rank keeps for the lists of later lines; further ones are in its counts only."""
 
 
 class MetricsLog:
@@ -36,15 +45,15 @@ class MetricsLog:
     def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform) -> None:
         self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
         self.mark = time.perf_counter()
-        self.steps, self.tokens = 0, 0
-        self.flops = Flops(0.0, 0.0)
-        self.wait_s = 0.0
-        self.counts: dict[str, int] = {}
+        self.mailbox = Mailbox(grid.rank)
+        self.steps = 0
+        self.tally = Tally()
+        self.reasons: Counter[str] = Counter()
         self.keys: list[list[str]] = []
         self.dropped: list[dict[str, str]] = []
+        """Samples that could not be used and that rank 0 does not know of yet."""
         self.listed: set[tuple[str, str]] = set()
         self.meter = BadSampleMeter(config.data.max_bad_share)
-        self.totals: dict[str, int] = {}
         name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
         self.peak = peak_tflops(name, config.log.peak_tflops)
         self.file = self.board = None
@@ -62,16 +71,26 @@ class MetricsLog:
         self.steps += 1
         if not self.grid.owns_loader:
             return
-        self.wait_s += data.wait_s
+
+        tally = self.tally
+        tally.data_wait_s += data.wait_s
         rows = zip(data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True)
         for lengths, (full, window), loss_tokens in rows:
-            self.tokens += sum(lengths)
-            self.flops = self.flops + row_flops(self.spec, self.config.model, lengths, full, window, loss_tokens)
+            tally.tokens += sum(lengths)
+            flops = row_flops(self.spec, self.config.model, lengths, full, window, loss_tokens)
+            tally.language_flops += flops.language
+            tally.vision_flops += flops.vision
+
+        for name, value in data.counts.items():
+            if name.startswith(DROPPED):
+                self.reasons[name.removeprefix(DROPPED)] += value
+                tally.dropped += value
+            else:
+                setattr(tally, name, getattr(tally, name) + value)
+
         if self.config.log.samples:
             self.keys += data.keys
-        self.dropped += data.dropped
-        for name, value in data.counts.items():
-            self.counts[name] = self.counts.get(name, 0) + value
+        self.dropped = (self.dropped + data.dropped)[:BACKLOG]
 
     def write(self, step: int, result: StepResult, rates: Rates, skipped: Mapping[str, int]) -> dict[str, Any]:
         """Collective. Prints the line of ``step`` (one-based) and returns its numbers.
@@ -82,21 +101,12 @@ class MetricsLog:
         """
         now = time.perf_counter()
         seconds, self.mark = now - self.mark, now
-        everyone: list[Any] = [None] * self.grid.world_size
-        mine = (
-            self.flops.language,
-            self.flops.vision,
-            self.wait_s,
-            self.platform.peak_memory_gib(),
-            self.counts,
-            self.tokens,
-            self.keys,
-            self.dropped,
-        )
-        dist.all_gather_object(everyone, mine)
-        language, vision = sum(e[0] for e in everyone), sum(e[1] for e in everyone)
-        world, counts = self.grid.world_size, self._sum_counts([e[4] for e in everyone])
-        tokens = sum(e[5] for e in everyone)
+        self.tally.memory_gib = self.platform.peak_memory_gib()
+        self.tally.senders = int(bool(self.reasons or self.dropped or self.keys))
+        total = self.tally.reduced(self.platform.device)
+        reasons = self._exchange_lists(step, total)
+
+        flops, world = total.language_flops + total.vision_flops, self.grid.world_size
         numbers: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
@@ -107,24 +117,48 @@ class MetricsLog:
             **{f"lr/{part}": rate for part, rate in rates.items()},
             **{f"skipped/{reason}": count for reason, count in skipped.items()},
             "step_s": seconds / self.steps,
-            "tokens_per_s_per_rank": tokens / seconds / world,
-            "tflops_per_rank": (language + vision) / seconds / world / 1e12,
-            "vision_flops_share": vision / (language + vision) if language + vision else 0.0,
-            "mfu": (language + vision) / seconds / world / 1e12 / self.peak if self.peak else None,
-            "memory_gib": max(e[3] for e in everyone),
-            "data_wait_s": max(e[2] for e in everyone) / self.steps,
+            "tokens_per_s_per_rank": total.tokens / seconds / world,
+            "tflops_per_rank": flops / seconds / world / 1e12,
+            "vision_flops_share": total.vision_flops / flops if flops else 0.0,
+            "mfu": flops / seconds / world / 1e12 / self.peak if self.peak else None,
+            "memory_gib": total.memory_gib,
+            "data_wait_s": total.data_wait_s / self.steps,
             **self._expert_load(step, result),
-            **counts,
+            "samples": total.samples,
+            "images": total.images,
+            "patches": total.patches,
+            **{f"{DROPPED}{reason}": count for reason, count in reasons.items()},
         }
+        self.meter.add(total.samples, reasons)
         self._emit(numbers, result.skipped)
-        self._quarantine(step, [sample for e in everyone for sample in e[7]])
-        self.meter.add(counts.get("samples", 0), {n[8:]: v for n, v in counts.items() if n.startswith("dropped/")})
-        if self.config.log.samples:
-            self._list_samples(step, [e[6] for e in everyone])
-        self.steps = self.tokens = 0
-        self.flops, self.wait_s, self.counts = Flops(0.0, 0.0), 0.0, {}
-        self.keys, self.dropped = [], []
+
+        self.steps = 0
+        self.tally = Tally()
         return numbers
+
+    def _exchange_lists(self, step: int, total: Tally) -> dict[str, int]:
+        """Rank 0 writes what loaders' owners list. Returns the samples that could not be used by reason, on every rank.
+
+        One line's lists are bounded for all ranks together; what does not fit follows with the next line.
+        """
+        if not total.senders:
+            return {}
+        self.mailbox.begin()
+        if self.tally.senders:
+            now, self.dropped = _split_list(self.dropped, LISTED_BYTES // total.senders)
+            letter = {"reasons": dict(self.reasons), "dropped": now, "keys": self.keys}
+            self.mailbox.send(self.grid.dp_rank, letter)
+            self.reasons, self.keys = Counter(), []
+
+        found: Counter[str] = Counter()
+        if self.grid.rank == 0:
+            letters = self.mailbox.receive(total.senders)
+            for letter in letters:
+                found.update(letter["reasons"])
+            self._quarantine(step, [sample for letter in letters for sample in letter["dropped"]])
+            if self.config.log.samples:
+                self._list_samples(step, [letter["keys"] for letter in letters])
+        return self.mailbox.share(dict(found)) if total.dropped else {}
 
     def _expert_load(self, step: int, result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer; each layer on TensorBoard."""
@@ -178,19 +212,10 @@ class MetricsLog:
             with (Path(self.config.checkpoint.dir) / "samples.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "rows": [row for part in keys for row in part]}) + "\n")
 
-    def _sum_counts(self, parts: list[dict[str, int]]) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for part in parts:
-            for name, value in part.items():
-                counts[name] = counts.get(name, 0) + value
-        for name, value in counts.items():
-            self.totals[name] = self.totals.get(name, 0) + value
-        return counts
-
     def _emit(self, n: dict[str, Any], skipped: str) -> None:
         if self.grid.rank != 0:
             return
-        dropped = sum(v for k, v in self.totals.items() if k.startswith("dropped/"))
+        dropped = self.meter.bad
         speed = (
             f"MFU {n['mfu']:6.1%} (vision {n['vision_flops_share']:.0%})"
             if n["mfu"] is not None
@@ -226,6 +251,17 @@ def _rates(numbers: dict[str, Any]) -> str:
         "frozen" if numbers[f"lr/{part}"] is None else f"{numbers[f'lr/{part}']:.3e}" for part in ("language", "vision", "merger")
     )
     return f"lr {language} (vision {vision}, merger {merger})"
+
+
+def _split_list(samples: list[dict[str, str]], size: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The first samples of about ``size`` bytes, one at least, and the others."""
+    count, used = 0, 0
+    for sample in samples:
+        used += len(json.dumps(sample))
+        if count and used > size:
+            break
+        count += 1
+    return samples[:count], samples[count:]
 
 
 def say(grid: Grid, message: str) -> None:

@@ -87,7 +87,7 @@ def groups_of_layouts(hf: str) -> dict[str, Any]:
         init_distributed(platform)
         for _ in range(3):
             for tp, pp in ((2, 1), (1, 2), (1, 1), (1, 1)):
-                grid = make_grid(make_layout(spec, tp, pp, 1, None))
+                grid = make_grid(make_layout(spec, tp, pp, 1, None), owners=True)
                 sums += _sums_over(grid, tp, pp)
                 assert (grid.owners_gloo is not None) == (tp * pp == 1 and grid.owns_loader)
                 assert mpu.get_pipeline_model_parallel_world_size() == pp
@@ -126,3 +126,48 @@ def late_rank(hf: str, folder: str) -> list[bool]:
         seen.append(mark.exists())
     end_distributed()
     return seen
+
+
+def gloo_options(hf: str) -> dict[str, Any]:
+    """Threads, devices and timeouts of groups made by torch and by core, and a sum over the last of them."""
+    init_distributed(get_platform("cpu"))
+    grid = make_grid(make_layout(read_spec(hf), 1, 1, 1, None))
+    whole = mpu.get_data_parallel_group(with_context_parallel=True)
+    groups = [dist.group.WORLD, grid.dp_group, whole, dist.new_group([0, 1])]
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    one = torch.ones(1)
+    dist.all_reduce(one, group=groups[-1])
+
+    result = {
+        "threads": [each._threads for each in options],
+        "devices": [len(each._devices) for each in options],
+        "timeouts": [each._timeout.total_seconds() for each in options],
+        "sum": one.item(),
+    }
+    end_distributed()
+    return result
+
+
+def join() -> None:
+    """Joins a process group."""
+    init_distributed(get_platform("cpu"))
+    end_distributed()
+
+
+def gloo_threads_at_the_end(hf: str) -> list[int]:
+    """Threads of gloo before and after the end of the groups, of which a reference cycle holds some."""
+    init_distributed(get_platform("cpu"))
+    layout = make_layout(read_spec(hf), 1, 2, 1, None)
+    for _ in range(2):
+        grid = make_grid(layout)
+    before = _gloo_threads()
+    held: list[Any] = [grid]
+    held.append(held)  # a cycle, as a wrapped model has one
+    del grid, held
+    end_distributed()
+    return [before, _gloo_threads()]
+
+
+def _gloo_threads() -> int:
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,13 +13,20 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import RecomputeConfig
+from megatron_vl.config import RecomputeConfig, TrainConfig
 from megatron_vl.data.assemble import pack_row
+from megatron_vl.models.families import read_spec
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import part_of
+from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.parallel.layout import make_layout
+from megatron_vl.platform import get_platform
+from megatron_vl.training import feed, metrics
+from megatron_vl.training.feed import StepData
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import optimizer_slices, snapshot
-from megatron_vl.training.step import run_schedule, train_step
+from megatron_vl.training.step import StepResult, run_schedule, train_step
+from megatron_vl.training.tally import Tally
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.batches import make_sample
 
@@ -143,3 +152,119 @@ def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
             run_schedule(chunks, rows, seq_len=length)
         counts.append(counter.get_total_flops())
     return counts
+
+
+def rows_over_the_wire(hf: str) -> list[list[Any]]:
+    """[fields that arrive otherwise than they left, whether room of the right size is made] of a row with pictures and of one without."""
+    get_platform("cpu")
+    spec = read_spec(hf)
+    results = []
+    for names in (["image", "text", "video"], ["text"]):
+        row = pack_row([make_sample(name, spec, 0) for name in names], spec, 512)
+        packed = feed._pack(row)
+        empty = feed._empty(packed.described)
+        fields = feed._unpack(packed.described, packed.buffers)
+        found = feed._device_row(packed.described, fields)
+        vision, feature_index = feed._vision(packed.described, fields)
+
+        equal = {}
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            ours, theirs = getattr(found, name), getattr(row, name)
+            equal[name] = torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+        for name in ("planes", "plane_index", "position_hw", "frame_hw"):
+            equal[name] = torch.equal(getattr(vision, name), getattr(row.vision, name))
+        equal["feature_index"] = torch.equal(feature_index, row.vision.feature_index.long())
+        equal["cu_seqlens"] = torch.equal(found.segments.cu_seqlens, row.cu_seqlens)
+        equal["full"] = torch.equal(vision.full.cu_seqlens, row.vision.cu_seqlens)
+        equal["window"] = torch.equal(vision.window.cu_seqlens, row.vision.cu_window_seqlens)
+        equal["loss_index"] = torch.equal(found.loss_index, feed.loss_index(row.loss_mask))
+        equal["max_seqlen"] = vision.full.max_seqlen == row.vision.max_seqlen
+        equal["max_window_seqlen"] = vision.window.max_seqlen == row.vision.max_window_seqlen
+
+        sizes = []
+        for name in ("text", "ints", "planes"):
+            given, room = packed.buffers[name], empty.buffers[name]
+            sizes.append((given.numel(), given.dtype) == (room.numel(), room.dtype))
+        results.append([[name for name, same in equal.items() if not same], all(sizes)])
+    return results
+
+
+def failures_of_loaders() -> list[str]:
+    """What is said of a loader that ends, and of one that fails."""
+    platform = get_platform("cpu")
+
+    def broken() -> Iterator[Any]:
+        raise OSError("train-000007.tar: Input/output error")
+        yield
+
+    grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, tp=1, pp=1)
+    messages = []
+    for loader in (iter(()), broken()):
+        try:
+            feed.Feed(grid, platform, loader, 2, balanced=False).next_step()
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+VARYING = ("step_s", "tokens_per_s_per_rank", "tflops_per_rank", "mfu")
+"""Numbers of a line that depend on the clock."""
+
+
+def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
+    """Four lines of a log under TP2 x DP2, with ``limit`` bytes of lists to a line; samples are dropped in step 2."""
+    platform = get_platform("cpu")
+    init_distributed(platform)
+    spec = read_spec(hf)
+    grid = make_grid(make_layout(spec, 2, 1, 1, None))
+    config = TrainConfig()
+    config.checkpoint.dir, config.log.tensorboard, config.log.samples = folder, "", True
+    metrics.LISTED_BYTES = limit
+    log = metrics.MetricsLog(config, spec, grid, platform)
+
+    result = StepResult(loss=1.5, loss_tokens=20, grad_norm=0.5, updated=True)
+    rates: Any = {"language": 0.1, "vision": 0.1, "merger": 0.1}
+    lines = []
+    for steps in ((1,), (2,), (3, 4), (5,)):
+        for number in steps:
+            log.add(_counted_step(number, grid.dp_rank))
+        lines.append(log.write(steps[-1], result, rates, {}))
+    log.close()
+
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, [{k: v for k, v in line.items() if k not in VARYING} for line in lines])
+    store = dist.distributed_c10d._get_default_store()
+    left = [store.check([f"megatron_vl/mailbox/{number}/slots"]) for number in range(1, 5)]
+    alike = all(other == everyone[0] for other in everyone)
+    return {"lines": lines, "alike": alike, "left": left, "bad": log.meter.bad}
+
+
+def _counted_step(number: int, dp_rank: int) -> StepData:
+    """What the rows of a replica count in a step."""
+
+    def sample(key: str, reason: str) -> dict[str, str]:
+        return {"key": key, "shard": "train-000000.tar", "source": "", "reason": reason, "detail": "why"}
+
+    first = dp_rank == 0
+    counts = {"samples": 3, "images": 2, "patches": 64} if first else {"samples": 5, "images": 0, "patches": 0}
+    dropped = []
+    if number == 2 and not first:
+        counts |= {"dropped/no tokens": 2, "dropped/medium missing": 1}
+        dropped = [sample("a", "no tokens"), sample("b", "no tokens"), sample("c", "medium missing")]
+    if number == 2 and first:
+        counts |= {"dropped/medium missing": 4}
+        dropped = [sample("d", "medium missing")]  # the row lists one of its four
+
+    lengths = [[10, 20], [7]] if first else [[100], [1, 2, 3]]
+    keys = [[f"{dp_rank}.{number}.0"], [f"{dp_rank}.{number}.1"]]
+    wait = 0.25 if first else 0.75
+    return StepData([], counts, lengths, [([], []), ([], [])], [5, 5], keys, dropped, wait)
+
+
+def tally_of_one_rank() -> list[Any]:
+    """A tally that was reduced over one rank, and the types of its fields."""
+    platform = get_platform("cpu")
+    init_distributed(platform)
+    total = Tally(tokens=2**53 - 1, language_flops=0.1, data_wait_s=0.3).reduced(platform.device)
+    types = [type(value).__name__ for value in vars(total).values()]
+    return [total.tokens, total.language_flops, total.data_wait_s, types]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,28 @@ def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
     config.model.freeze_vision = True
     told = [remark for remark in remarks(config, "cpu") if "has no effect" in remark]
     assert told == ["optimizer.vision_lr 2e-06 has no effect: model.freeze_vision keeps those weights as they are"]
+
+
+def test_rows_are_exchanged_between_as_many_ranks_as_files_may_be_open(fields: list[str]) -> None:
+    """Each owner is connected to all others; without the exchange nothing of that is needed."""
+    code = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+from megatron_vl.config import RunConfigError, parse_config
+from megatron_vl.training.check import check
+check(parse_config([*sys.argv[1:], "--global_batch_size", "4096"]), 4096)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+balanced = [*sys.argv[1:], "--data.balance", "true", "--global_batch_size"]
+check(parse_config([*balanced, "2048"]), 2048)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+try:
+    check(parse_config([*balanced, "4096"]), 4096)
+except RunConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, *fields], capture_output=True, text=True, timeout=120)
+    alone, exchanged, refused = done.stdout.splitlines() or [done.stderr] * 3
+    assert alone == "(1024, 4096)"
+    assert exchanged == "(4096, 4096)"  # a process may raise its own limit that far
+    assert "each of 4096 data-parallel ranks" in refused and "4608 open files" in refused
+    assert "4096 are allowed" in refused and "ulimit -Hn 4608" in refused

@@ -60,7 +60,7 @@ def run(options: Options) -> None:
     platform = get_platform(config.platform)
     init_distributed(platform)
     options.check_ranks(dist.get_world_size())
-    grid = make_grid(layout)
+    grid = make_grid(layout, owners=config.data.balance)
     live = build(options, spec, platform, grid, layout)
     name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)

@@ -156,7 +156,7 @@ def build(case: Case, platform: Platform) -> Live:
     config = case.config
     spec = read_spec(case.hf)
     layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp)
-    grid = make_grid(layout)
+    grid = make_grid(layout, owners=config.data.balance)
     norm = read_pixel_norm(case.hf)
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
     tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)

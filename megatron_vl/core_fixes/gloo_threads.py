@@ -1,0 +1,68 @@
+"""One worker thread for each gloo group (torch 2.11.0).
+
+A gloo group has two worker threads by default. At the end of each operation a worker assigns the group's
+``lastCompletedWorkName``, a ``std::string`` that both share, without a lock (``ProcessGroupGloo::runLoop``).
+Names of up to 15 characters are stored inside the string. ``ALLGATHER_COALESCED``, which Megatron-core's
+overlapped parameter gather issues, has 19 and is stored on the heap: two such operations that end at the same
+time free one buffer twice, and the rank dies with ``malloc(): unaligned tcache chunk detected`` or a
+segmentation fault. With one worker there is nobody to race with.
+
+NCCL is not affected: one watchdog thread writes its name. Can go when torch assigns the name under a lock, or
+no longer keeps it. tests/parallel/test_groups.py reads the number of threads off the groups.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+
+def use_one_worker() -> None:
+    """Lets every gloo group that is made from now on have one worker thread. Idempotent.
+
+    Megatron-core and torch make their groups by themselves, and torch takes no options for gloo: the
+    constructor is the only place that all of them pass.
+    """
+    gloo = _gloo()
+    original = gloo.__init__
+    if getattr(original, "one_worker", False):
+        return
+
+    def __init__(
+        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+    ) -> None:
+        if isinstance(options, timedelta):
+            options, timeout = None, options
+        if options is None:
+            options = _options(timeout)
+        original(self, store, rank, size, options)
+
+    __init__.one_worker = True  # type: ignore[attr-defined]
+    gloo.__init__ = __init__
+
+
+def _gloo() -> Any:
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    return ProcessGroupGloo
+
+
+def _options(timeout: timedelta | None) -> Any:
+    """What torch's own constructor takes, but for the number of threads."""
+    from torch.distributed.distributed_c10d import default_pg_timeout
+
+    options = _gloo()._Options()
+    options._timeout = timeout or default_pg_timeout
+    options._devices = _devices()
+    options._threads = 1
+    return options
+
+
+def _devices() -> list[Any]:
+    """One for each network interface of ``GLOO_SOCKET_IFNAME`` (names with commas between); else that of the
+    host's name."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return [_gloo().create_default_device()]
+    return [_gloo().create_device(interface=name) for name in names]

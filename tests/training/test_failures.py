@@ -1,0 +1,209 @@
+"""A rank that fails ends all ranks, with one message that says why.
+
+The ranks are started one by one, without torchrun: on other nodes nobody would end them either. Over gloo a
+rank that goes closes its connections, and the others would say that; over NCCL they would wait.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.convert import convert
+from data_tools.convert import Options
+from data_tools.convert import convert as convert_data
+from tests.training.small_run import command, environment
+
+SECONDS = 20
+"""Between the ends of the first and the last rank, on a busy machine; a rank waits for five until all have
+read the message."""
+PP2 = ["--parallel.pp", "2", "--parallel.layers", "[1,3]"]
+LAYOUTS = [pytest.param(2, [], id="DP2"), pytest.param(4, PP2, id="PP2xDP2")]
+
+
+@dataclass
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    stderr: str
+    at: float
+
+    @property
+    def messages(self) -> set[str]:
+        return {line for line in self.stderr.splitlines() if line.startswith("megatron_vl.train: ")}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    """Of 48 samples in 4 shards the second half does not fit into a row: the second of two replicas finds
+    nothing."""
+    folder = tmp_path_factory.mktemp("failures")
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+    records = [
+        {
+            "conversations": [
+                {"from": "human", "value": "Hello?"},
+                {"from": "gpt", "value": "word " * (3 if i < 24 else 300)},
+            ]
+        }
+        for i in range(48)
+    ]
+    for name, chosen, validation in (("half", records, 0.0), ("data", records[:24], 0.5)):
+        (folder / f"{name}.json").write_text(json.dumps(chosen))
+        options = Options(
+            out=folder / name, media_root=folder, workers=1, samples_per_shard=12, val_fraction=validation
+        )
+        convert_data([folder / f"{name}.json"], options)
+    convert(hf, folder / "weights", {"tp": 1, "pp": 4})
+    return {
+        "hf": hf,
+        "weights": folder / "weights",
+        "data": folder / "data",
+        "half": folder / "half",
+        "folder": folder,
+    }
+
+
+def run_apart(
+    words: list[str],
+    world: int,
+    output: Path,
+    *,
+    shells: Mapping[int, str] | None = None,
+    folders: Mapping[int, Path] | None = None,
+    seconds: float = 120,
+) -> list[Ended]:
+    """Runs the ranks of a program each by itself, to their ends.
+
+    Args:
+        words: the program of a rank.
+        output: where standard error goes.
+        shells: by rank, what bash does before the program starts.
+        folders: by rank, where the program starts.
+    """
+    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    common["MASTER_PORT"] = str(listening_port())
+    processes = []
+    for rank in range(world):
+        line = f'{(shells or {}).get(rank, "true")} && exec "$@"'
+        variables = environment() | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (output / f"stderr_{rank}").open("w") as stderr:
+            start = ["bash", "-c", line, "rank", *words]
+            where = (folders or {}).get(rank)
+            processes.append(
+                subprocess.Popen(start, env=variables, cwd=where, stdout=subprocess.DEVNULL, stderr=stderr)
+            )
+
+    ended: dict[int, Ended] = {}
+    deadline = time.monotonic() + seconds
+    try:
+        while len(ended) < world:
+            assert time.monotonic() < deadline, (
+                f"ranks {set(range(world)) - set(ended)} have not ended: {ended}"
+            )
+            for rank, process in enumerate(processes):
+                if rank not in ended and process.poll() is not None:
+                    said = (output / f"stderr_{rank}").read_text()
+                    ended[rank] = Ended(process.returncode, said, time.monotonic())
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+    return [ended[rank] for rank in range(world)]
+
+
+def listening_port() -> int:
+    """A free port below those that the system gives to outgoing connections, which a busy machine uses up."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as server:
+            try:
+                server.bind(("", port))
+                return port
+            except OSError:
+                continue
+
+
+def rank_program(words: list[str]) -> list[str]:
+    """What torchrun would start, of a command line of :func:`command`."""
+    return [words[0], *words[words.index("-m", 3) :]]
+
+
+def one_message(ended: list[Ended]) -> str:
+    """What all ranks say, once each; they have all failed, soon after each other."""
+    assert [rank.code for rank in ended] == [1] * len(ended), ended
+    assert max(rank.at for rank in ended) - min(rank.at for rank in ended) < SECONDS
+    messages = set.union(*(rank.messages for rank in ended))
+    assert len(messages) == 1, messages
+    assert all(rank.stderr.count("megatron_vl.train: ") == 1 for rank in ended), ended
+    return messages.pop()
+
+
+@pytest.mark.distributed
+def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
+    """Main threads wait in native code, with the lock of their store, and a thread of each still writes a
+    file."""
+    program = [sys.executable, str(Path(__file__).with_name("failing_ranks.py")), "gloo", str(tmp_path)]
+    ended = run_apart(program, 3, tmp_path)
+    message = one_message(ended)
+    assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
+    assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world, layout", LAYOUTS)
+def test_a_loader_that_fails_ends_all_replicas(prepared, tmp_path, world: int, layout: list[str]) -> None:
+    words = command(
+        prepared,
+        tmp_path / "run",
+        *layout,
+        "--data.path",
+        str(prepared["half"]),
+        "--data.shuffle_buffer",
+        "0",
+        ranks=world,
+    )
+    message = one_message(run_apart(rank_program(words), world, tmp_path))
+    assert "data-parallel rank 1: the loader failed" in message
+    assert "samples in a row cannot be used" in message and "longer than seq_len" in message
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path, background: str) -> None:
+    """Files of the second rank may not grow, as on a node whose disk is full."""
+    options = ["--checkpoint.interval", "2", "--checkpoint.background", background]
+    words = command(prepared, tmp_path / "run", *options, ranks=2, steps=2000)
+    message = one_message(run_apart(rank_program(words), 2, tmp_path, shells={1: "ulimit -f 40"}))
+    assert "checkpoint of step 2 could not be written" in message
+    assert "File too large" in message
+    assert not (tmp_path / "run" / "step_00000002").exists()
+
+
+@pytest.mark.distributed
+def test_validation_rows_that_one_replica_cannot_read_end_all(prepared, tmp_path) -> None:
+    """The second replica finds no shard of the held-out split in its copy of the data."""
+    folders = {}
+    for rank in range(2):
+        folders[rank] = tmp_path / f"node_{rank}"
+        shutil.copytree(prepared["data"], folders[rank] / "data")
+    held_out = [path for path in (folders[1] / "data").rglob("*.tar") if "val" in path.name]
+    assert held_out
+    for path in held_out:
+        path.unlink()
+    options = ["--data.path", "data", "--eval.interval", "1"]
+    words = command(prepared, tmp_path / "run", *options, ranks=2)
+    message = one_message(run_apart(rank_program(words), 2, tmp_path, folders=folders))
+    assert "no sample of the split 'val' can be used" in message
