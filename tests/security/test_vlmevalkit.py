@@ -29,7 +29,7 @@ from toolkit.evaluate.run import Options, Result, _scores
 from .payload import Mark
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ranks,
     pytest.mark.skipif(importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"),
 ]
 MMMB = ("ar", "cn", "en", "pt", "ru", "tr")

@@ -151,7 +151,7 @@ def one_message(ended: list[Ended]) -> str:
     return messages.pop()
 
 
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
     """Main threads wait in native code, with the lock of their store, and a thread of each still writes a
     file."""
@@ -162,7 +162,7 @@ def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
     assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
 
 
-@pytest.mark.distributed
+@pytest.mark.ranks
 @pytest.mark.parametrize("world, layout", LAYOUTS)
 def test_a_loader_that_fails_ends_all_replicas(prepared, tmp_path, world: int, layout: list[str]) -> None:
     words = command(
@@ -180,7 +180,7 @@ def test_a_loader_that_fails_ends_all_replicas(prepared, tmp_path, world: int, l
     assert "samples in a row cannot be used" in message and "longer than seq_len" in message
 
 
-@pytest.mark.distributed
+@pytest.mark.ranks
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path, background: str) -> None:
     """Files of the second rank may not grow, as on a node whose disk is full."""
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path, ba
     assert not (tmp_path / "run" / "step_00000002").exists()
 
 
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_validation_rows_that_one_replica_cannot_read_end_all(prepared, tmp_path) -> None:
     """The second replica finds no shard of the held-out split in its copy of the data."""
     folders = {}
