@@ -220,7 +220,7 @@ class _Duplicates:
 
     Args:
         duplicates: :attr:`Options.duplicate_ids`.
-        path: of a file that may take 43 bytes a record while the conversion runs.
+        path: of a file that takes some 30 bytes a record while the conversion runs.
     """
 
     def __init__(self, duplicates: str, path: Path) -> None:
