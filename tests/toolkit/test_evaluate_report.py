@@ -32,19 +32,44 @@ class Page(HTMLParser):
 
 
 def line(index: str, answer: str | list[str], **fields: object) -> dict[str, object]:
-    return {"index": index, "answer": answer, "question": "Who?", "expected": "A", "images": [], "videos": []} | fields
+    return {
+        "index": index,
+        "answer": answer,
+        "question": "Who?",
+        "expected": "A",
+        "images": [],
+        "videos": [],
+    } | fields
 
 
 def result(answers: dict[str, list[dict]], gates: list[Gate]) -> Result:
-    facts = {role: {"folder": HOSTILE, "sha256": HOSTILE, "metrics": {HOSTILE: 0.25}, "problem": HOSTILE} for role in answers}
-    return Result(HOSTILE, 2, {"dtype": HOSTILE, "min_pixels": None, "versions": {"torch": "2"}}, facts, gates, answers, 12.3)
+    facts = {
+        role: {"folder": HOSTILE, "sha256": HOSTILE, "metrics": {HOSTILE: 0.25}, "problem": HOSTILE}
+        for role in answers
+    }
+    return Result(
+        HOSTILE,
+        2,
+        {"dtype": HOSTILE, "min_pixels": None, "versions": {"torch": "2"}},
+        facts,
+        gates,
+        answers,
+        12.3,
+    )
 
 
 def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:
     photographs()[0].save(tmp_path / "a.png")
     hostile = line(HOSTILE, HOSTILE, question=HOSTILE, expected=HOSTILE, images=[str(tmp_path / "a.png")])
-    gates = [Gate("tensors", True, HOSTILE), Gate("text", False, HOSTILE, [HOSTILE] * (SHOWN + 3)), Gate("scores", None, "-")]
-    write_html(result({"original": [hostile], "converted": [hostile | {"answer": [HOSTILE, "B"]}]}, gates), tmp_path / "a.html")
+    gates = [
+        Gate("tensors", True, HOSTILE),
+        Gate("text", False, HOSTILE, [HOSTILE] * (SHOWN + 3)),
+        Gate("scores", None, "-"),
+    ]
+    write_html(
+        result({"original": [hostile], "converted": [hostile | {"answer": [HOSTILE, "B"]}]}, gates),
+        tmp_path / "a.html",
+    )
     text = (tmp_path / "a.html").read_text()
     page = Page(text)
     assert "script" not in page.tags and page.tags.count("img") == 1

@@ -1,4 +1,5 @@
-"""`megatron-vl evaluate` on VLMEvalKit's sets of dialogues, of several tables and of videos, in the form it keeps them in."""
+"""`megatron-vl evaluate` on VLMEvalKit's sets of dialogues, of several tables and of videos, in the form it
+keeps them in."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ from toolkit.tiny import write_tiny_checkpoint
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
+    ),
 ]
 
 
@@ -55,7 +58,9 @@ def pair(tmp_path_factory):
     return of
 
 
-def evaluate(pair: tuple[Path, Path], data: str, lmu: Path | None, out: Path, *options: str) -> tuple[int, dict]:
+def evaluate(
+    pair: tuple[Path, Path], data: str, lmu: Path | None, out: Path, *options: str
+) -> tuple[int, dict]:
     folders = ["--original", str(pair[0]), "--converted", str(pair[1]), "--out", str(out)]
     folders += ["--lmu-data", str(lmu)] if lmu else []
     code = main(["evaluate", *folders, "--data", data, "--dtype", "float32", "--device", "cpu", *options])
@@ -76,15 +81,17 @@ DIMENSIONS = (
 )
 
 
-
 @pytest.fixture
 def judge():
-    """A server that scores an answer by its first letter, A 1 to D 4, in the words that MMDU's judge is asked to use."""
+    """A server that scores an answer by its first letter, A 1 to D 4, in the words that MMDU's judge is asked
+    to use."""
     seen: list[str] = []
 
     class Judge(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1][
+                "content"
+            ]
             asked = asked if isinstance(asked, str) else asked[0]["text"]
             answer = asked.split("[The Start of Assistant’s Answer]\n")[1]
             seen.append(answer.split("\n")[0])
@@ -147,13 +154,14 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, ju
 
 
 def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
-    """MMMB: six tables, each scored by itself; two questions of each are asked. The checkpoint with one projection permuted is
-    told from the original there too."""
+    """MMMB: six tables, each scored by itself; two questions of each are asked. The checkpoint with one
+    projection permuted is told from the original there too."""
     original, converted = pair("qwen2_5_vl")
     pictures, choices = photographs(), ("a person", "a cat", "a cup", "a rocket")
     for language in ("ar", "cn", "en", "pt", "ru", "tr"):
         rows = [
-            [i + 1, encoded(pictures[i]), f"What is this? ({language})", *choices, "ABC"[i], "object", "val"] for i in range(3)
+            [i + 1, encoded(pictures[i]), f"What is this? ({language})", *choices, "ABC"[i], "object", "val"]
+            for i in range(3)
         ]
         columns = ("index", "image", "question", "A", "B", "C", "D", "answer", "category", "split")
         write_table(tmp_path / "LMUData" / f"MMMB_{language}.tsv", rows, columns)
@@ -172,7 +180,11 @@ def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
     for i, language in enumerate(("ar", "cn", "en", "pt", "ru", "tr")):
         of_one = lines[2 * i : 2 * i + 2]
         right = sum(line["answer"] == line["expected"] for line in of_one)
-        found = [value for name, value in metrics.items() if f"MMMB_{language}" in name and name.endswith("Overall")]
+        found = [
+            value
+            for name, value in metrics.items()
+            if f"MMMB_{language}" in name and name.endswith("Overall")
+        ]
         assert found == [pytest.approx(right / 2)], metrics
 
 
@@ -191,18 +203,33 @@ def videos(tmp_path) -> Path:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_path):
-    """Frames, grids, times and tokens, for a number of frames and for frames a second; sizes limited frame by frame."""
+    """Frames, grids, times and tokens, for a number of frames and for frames a second; sizes limited frame by
+    frame."""
     from transformers.video_utils import VideoMetadata
 
     hf = write_tiny_checkpoint(tmp_path / "hf", family)
     write_video(tmp_path / "a.mp4", photographs()[1], 29)
     with av.open(str(tmp_path / "a.mp4")) as container:
-        frames = torch.stack([torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)])
-    settings = {"dtype": "float32", "device": "cpu", "largest_picture": 10**6, "max_new_tokens": 1, "video_max_frames": 20}
-    for own, theirs in (({"nframes": 8}, {"num_frames": 8, "fps": None}), ({"fps": 2.0}, {"fps": 2.0}), ({}, {"fps": 2.0})):
+        frames = torch.stack(
+            [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+        )
+    settings = {
+        "dtype": "float32",
+        "device": "cpu",
+        "largest_picture": 10**6,
+        "max_new_tokens": 1,
+        "video_max_frames": 20,
+    }
+    for own, theirs in (
+        ({"nframes": 8}, {"num_frames": 8, "fps": None}),
+        ({"fps": 2.0}, {"fps": 2.0}),
+        ({}, {"fps": 2.0}),
+    ):
         limits = {"min_pixels": 64 * 64, "max_pixels": 64 * 96 if "nframes" in own else None}
         model = Checkpoint(hf, settings | limits, [tmp_path])
-        found = model.inputs([{"type": "video", "value": str(tmp_path / "a.mp4")} | own, {"type": "text", "value": "Who?"}])
+        found = model.inputs(
+            [{"type": "video", "value": str(tmp_path / "a.mp4")} | own, {"type": "text", "value": "Who?"}]
+        )
         processor = load_processor(hf)
         spread = len(found["video_grid_thw"]) and family == "qwen3_vl"
         times = 2 * int(found["video_grid_thw"][0, 0]) if spread else 1
@@ -211,7 +238,9 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
         content = [{"type": "video"}, {"type": "text", "text": "Who?"}]
         wanted = processor(
             text=[
-                processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+                processor.apply_chat_template(
+                    [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+                )
             ],
             videos=[frames.permute(0, 3, 1, 2)],
             video_metadata=[VideoMetadata(total_num_frames=len(frames), fps=8.0)],
@@ -238,7 +267,12 @@ def test_videos_are_shown_as_frames_and_two_processes_give_what_one_gives(pair, 
     assert one["checkpoints"] == two["checkpoints"] and one["gates"] == two["gates"]
     assert one["settings"] | {"processes": 2} == two["settings"]
     assert answers_of(tmp_path / "1", "original") == [
-        line | {"videos": [name.replace("data_1", "data_0").replace("/2/work", "/1/work") for name in line["videos"]]}
+        line
+        | {
+            "videos": [
+                name.replace("data_1", "data_0").replace("/2/work", "/1/work") for name in line["videos"]
+            ]
+        }
         for line in answers_of(tmp_path / "2", "original")
     ]
     lines = answers_of(tmp_path / "1", "original")
