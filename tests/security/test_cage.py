@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from toolkit.evaluate import cage
+from toolkit.evaluate.run import why_open
 
 REACH = """
 import socket, subprocess, sys
@@ -41,7 +42,7 @@ pathlib.Path(sys.argv[1]).touch()
 def work(tmp_path: Path) -> Path:
     folder = tmp_path / "work"
     folder.mkdir()
-    if why := cage.why_open(folder, False):
+    if why := why_open(folder, False):
         pytest.skip(f"this system closes no program in: {why}")
     return folder
 

@@ -180,7 +180,7 @@ def refused(what, kind):
     except kind:
         return True
 
-assert refused(lambda: pickle.load(open(other + "/a.pkl", "rb")), PermissionError), "a pickle of others was read"
+assert refused(lambda: pickle.load(open(other + "/a.pkl", "rb")), PermissionError)
 assert refused(lambda: socket.create_connection(("192.0.2.1", 80), 1), PermissionError)
 assert refused(lambda: socket.getaddrinfo("example.com", 443), PermissionError)
 assert DENIED == ["192.0.2.1", "example.com"]
@@ -195,10 +195,11 @@ def evaluate(text): return eval(text)
 def execute(text): exec(text)
 ''', "misc.py", "exec"), vars(theirs))
 long = str([(i, "a", -i, 1.5, None, True, {"k": {i}}) for i in range(100)])
-for literal in ("1", "-1", "'a'", "['a', 'b']", "{'a': [1, 2.5], 'b': (None, True)}", " [1]", "{1, 2}", "1+2j", "()", long):
+literals = ("1", "-1", "'a'", "['a', 'b']", "{'a': [1, 2.5], 'b': (None, True)}", " [1]", "{1, 2}")
+for literal in (*literals, "1+2j", "()", long):
     assert theirs.evaluate(literal) == eval(literal), literal
-programs = ("y", "len('a')", "(1).real", "[i for i in (1,)]", "lambda: 1", "f'{1:>9}'", "9**9**9", "__import__('os')")
-for code in programs:
+names = ("y", "len('a')", "(1).real", "[i for i in (1,)]", "__import__('os')")
+for code in (*names, "lambda: 1", "f'{1:>9}'", "9**9**9"):
     assert refused(lambda: theirs.evaluate(code), ValueError), code
 assert refused(lambda: theirs.execute("import os"), ValueError)
 """

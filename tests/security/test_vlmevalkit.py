@@ -25,7 +25,7 @@ from tests.toolkit.evaluation import (
 )
 from toolkit.evaluate import cage
 from toolkit.evaluate.early import names, parts_of
-from toolkit.evaluate.run import Options, Result, _scores
+from toolkit.evaluate.run import Options, Result, _scores, why_open
 
 from .payload import Mark
 
@@ -161,7 +161,7 @@ def answers(folder: Path) -> dict[str, Any]:
     asked = {"expression": mark.expression, "mark": str(mark.path), "cases": cases}
     asked |= {"worker": whole, "unjudged": unjudged}
 
-    python = [sys.executable] if cage.why_open(work, False) else cage.command(work, False)
+    python = [sys.executable] if why_open(work, False) else cage.command(work, False)
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
         "HF_HUB_OFFLINE": "1",

@@ -63,7 +63,8 @@ def score(job: dict[str, Any], answers: dict[str, list[Any]]) -> None:
         (work / name).mkdir()
         lines = [{"number": i, "index": str(i + 1), "answer": answer} for i, answer in enumerate(given)]
         (work / name / "answers_000.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    worker.score(job, worker.build(job, worker.sources_of(job)))
+    sources = worker.sources_of(job)
+    worker.score(job, worker.build(job, sources), sources)
 
 
 def main(folder: Path) -> dict[str, Any]:

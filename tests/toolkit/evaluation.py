@@ -18,7 +18,10 @@ from safetensors.torch import load_file, save_file
 from toolkit.hf import load_processor
 
 COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
-VIDEO_COLUMNS = "index video video_path duration domain candidates sub_category task_type subtitle_path question answer".split()
+VIDEO_COLUMNS = (
+    "index video video_path duration domain candidates sub_category task_type subtitle_path".split()
+)
+VIDEO_COLUMNS += ["question", "answer"]
 
 
 def photographs() -> list[Image.Image]:

@@ -75,7 +75,7 @@ def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:
     assert "script" not in page.tags and page.tags.count("img") == 1
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     shown = "".join(page.words)
-    # title, heading, 2 gates, 50 details, metric, 2 problems, 2 x 2 of checkpoints, a setting, a row of 5 cells
+    # Title, heading, 2 gates, 50 details, metric, 2 problems, 2 x 2 of checkpoints, a setting, 5 cells.
     assert shown.count(HOSTILE) == 2 + 2 + SHOWN + 1 + 2 + 4 + 1 + 5
     assert "... and 3 more in report.json" in shown and "1. " + HOSTILE + "\n2. B" in shown
     assert "the checkpoint's own" in shown and "torch 2" in shown and "0.25" in shown

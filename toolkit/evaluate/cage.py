@@ -1,8 +1,7 @@
-"""What the process of VLMEvalKit may do. VLMEvalKit 0.0.20 evaluates cells of tables and answers of models as
-Python, unpickles what it finds, and downloads what it misses.
+"""What the process of VLMEvalKit may do: it evaluates cells and answers as Python, unpickles, and downloads.
 
-This file as a program takes the network and the right to write files from another one, where Linux lets it.
-:func:`guard` refuses inside Python, on every system, so that a message can name what was refused.
+This file as a program takes the network and the right to write files from another one, where the system lets
+it (user namespaces, Linux 5.12). :func:`guard` refuses inside Python, everywhere, and with names in messages.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import pickle
 import re
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,13 +31,6 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 def command(work: Path, network: bool) -> list[str]:
     """Words before those of a Python program: it gets no network, and writes no file outside ``work``."""
     return [sys.executable, "-I", __file__, str(work), "network" if network else "alone", sys.executable]
-
-
-def why_open(work: Path, network: bool) -> str:
-    """Why :func:`command` does not work here (it needs user namespaces and Linux 5.12); empty: it does."""
-    done = subprocess.run([*command(work, network), "-c", ""], capture_output=True, text=True)
-    said = done.stderr.strip().rpartition("\n")[2]
-    return (said or f"exit code {done.returncode}") if done.returncode else ""
 
 
 def close(work: str, network: bool) -> None:

@@ -63,8 +63,8 @@ def check_data(name: str, root: Path, scored: bool) -> None:
         path = root.resolve() / f"{part}.tsv"
         if not path.is_file():
             raise UsageError(
-                f"--data {name}: {path} does not exist; put the table of that name there (nothing is downloaded), "
-                "or give its folder as --lmu-data"
+                f"--data {name}: {path} does not exist; put the table of that name there (nothing is "
+                "downloaded), or give its folder as --lmu-data"
             )
     if is_own(name) and (problem := wrong_columns(_header(root / f"{name}.tsv"), scored)):
         raise UsageError(f"{name}.tsv: {problem}")

@@ -107,7 +107,8 @@ def evaluate(options: Options, show: Callable[[str], None]) -> Result:
     show(f"VLMEvalKit runs {settings['isolation']}")
     with _Workers(options, settings, work) as workers:
         show(
-            f"importing VLMEvalKit, which reads {options.data}: up to half a minute; the checkpoints are read meanwhile"
+            f"importing VLMEvalKit, which reads {options.data}: up to half a minute; the checkpoints are "
+            "read meanwhile"
         )
         workers.start(settings["processes"])
         checkpoints: dict[str, dict[str, Any]] = {}
@@ -218,9 +219,11 @@ def _settings(options: Options) -> dict[str, Any]:
         )
     if bool(options.judge_url) != (options.judge != NO_JUDGE):
         raise UsageError(
-            "--judge and --judge-base-url go together: without a server of your own only exact_matching judges"
+            "--judge and --judge-base-url go together: without a server of your own only exact_matching "
+            "judges"
         )
-    counts = "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions video_max_frames"
+    counts = "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
+    counts += "video_max_frames"
     for name in counts.split():
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
@@ -276,10 +279,17 @@ def _prepare(options: Options) -> Path:
     return work
 
 
+def why_open(work: Path, network: bool) -> str:
+    """Why :func:`cage.command` does not work here; empty: it does."""
+    done = subprocess.run([*cage.command(work, network), "-c", ""], capture_output=True, text=True)
+    said = done.stderr.strip().rpartition("\n")[2]
+    return (said or f"exit code {done.returncode}") if done.returncode else ""
+
+
 def _isolation(work: Path, judged: bool) -> str:
     """How the processes of VLMEvalKit are kept from the rest of the machine; CLOSED where the system closes
     them in."""
-    if why := cage.why_open(work, judged):
+    if why := why_open(work, judged):
         return f"with the guards of Python alone: this system does not close a process in ({why})"
     return f"{CLOSED} and {'with the network, for the judge' if judged else 'without a network'}"
 
@@ -380,8 +390,8 @@ def _environment(options: Options, work: Path, rank: int) -> dict[str, str]:
     """Nothing of a torchrun around this command, no network, and an empty folder of data sets."""
     data = work / f"data_{rank}"
     data.mkdir(exist_ok=True)
-    hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR LOCAL_LLM FWD_API "
-    hidden += "EVAL_PROXY FORCE_LOCAL"
+    hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR "
+    hidden += "LOCAL_LLM FWD_API EVAL_PROXY FORCE_LOCAL"
     environment = {name: value for name, value in os.environ.items() if name not in hidden.split()}
     repository = str(Path(__file__).resolve().parents[2])
     environment |= {"LMUData": str(data), "TMPDIR": str(work / "tmp"), "VLMEVALKIT_USE_MODELSCOPE": "0"}

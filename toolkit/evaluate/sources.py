@@ -15,40 +15,28 @@ SHOWN = PICTURES_AND_VIDEOS | {".tsv", ".csv", ".json", ".jsonl", ".txt", ".srt"
 
 
 class Sources:
-    """Where this process' VLMEvalKit finds files of the data set ``name``.
-
-    Args:
-        root: ``--lmu-data``.
-        tables: folder with the set's tables.
-        data: ``$LMUData`` of this process, its own.
-    """
+    """What the folder ``data``, this process' own ``$LMUData``, shows of the data set ``name``: its ``tables``,
+    and its media in ``root``, which is ``--lmu-data``."""
 
     def __init__(self, name: str, root: Path, tables: Path, data: Path) -> None:
         self.name, self.root, self.data = name, root.resolve(), data
         self.kind, self.parts = parts_of(name)
         self.tables = sorted(tables.glob("*.tsv"))
-        self.folders = [self.root, tables, data]
-        """Media may be read from these."""
-        self.links: dict[Path, Path] = {}
-        """Folder of links -> folder of the user."""
-        self.cached: Callable[..., str | None] = lambda *_, **__: None
-        """The folder that Hugging Face's cache has of a repository."""
+        self.folders = [self.root, tables, data]  # media may be read from these
+        self.links: dict[Path, Path] = {}  # folder of links -> folder of the user
         for table in self.tables:
-            _link(data / table.name, table)
+            (data / table.name).symlink_to(table)
         for folder in ("datasets", "videos"):  # of DREAM-1K and MVU-Eval, of EgoExoBench
             if self.kind == "video" and (self.root / folder).is_dir():
                 self._mirror(self.root / folder, data / folder)
 
-    def repository(
-        self, repo_id: str, branch: str | None = "main", repo_type: str = "datasets"
-    ) -> str | None:
-        """A set's repository: ``--lmu-data/NAME``, ``--lmu-data/REPOSITORY``, or what Hugging Face's cache
-        has of it."""
+    def repository(self, cached: Callable[..., str | None], repo_id: str, branch: str | None) -> str | None:
+        """A set's repository: ``--lmu-data/NAME``, ``--lmu-data/REPOSITORY``, or what is ``cached`` of it."""
         short = repo_id.rpartition("/")[2]
         target = self.data / "repositories" / short / (branch or "main")
         if target not in self.links:
             folders = [self.root / name for name in (*self.parts, short) if (self.root / name).is_dir()]
-            found = folders[0] if folders else self.cached(repo_id, branch=branch, repo_type=repo_type)
+            found = folders[0] if folders else cached(repo_id, branch=branch)
             if found is None:
                 return None
             self._mirror(Path(found), target)
@@ -67,16 +55,5 @@ class Sources:
             for name in files:
                 real = (Path(folder) / name).resolve()
                 if real.suffix.lower() in SHOWN and real.is_file() and real.is_relative_to(inside):
-                    _link(own / name, real)
+                    (own / name).symlink_to(real)
                     self.tables += [real] if real.suffix == ".tsv" else []
-
-    def real(self, text: str) -> str:
-        """A message with the paths that the user knows."""
-        for target, source in self.links.items():
-            text = text.replace(str(target), str(source))
-        return text.replace(str(self.data), str(self.root))
-
-
-def _link(path: Path, target: Path) -> None:
-    if not path.is_symlink():
-        path.symlink_to(target)

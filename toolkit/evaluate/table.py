@@ -1,4 +1,4 @@
-"""Rows of a data set, which may come from anybody: VLMEvalKit makes paths of cells and opens what they name."""
+"""Rows of a data set, from anybody: VLMEvalKit makes paths of their cells and opens what they name."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _at(place: str) -> Iterator[None]:
 
 
 def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int, name: str) -> None:
-    """Raises TableError at the first row of the table ``name`` with a path that leaves its folder or a picture,
-    in it or in a file inside ``root``, that cannot be used or has over ``max_pixels``."""
+    """Raises TableError at the first row of the table ``name`` with a path that leaves its folder, or a
+    picture, in it or in a file inside ``root``, that cannot be used or has over ``max_pixels``."""
     indices: set[str] = set()
     for number, row in enumerate(rows, 1):
         with _at(f"{name}.tsv: row {number}"):
@@ -56,8 +56,8 @@ def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int, n
 
 
 def check_video_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> None:
-    """Raises TableError at the first row of a video set with a cell that leads out of VLMEvalKit's ``folder``:
-    clips and frames are written to paths made of cells."""
+    """Raises TableError at the first row of a video set with a cell that leads out of ``folder``: VLMEvalKit
+    writes clips and frames to paths made of cells."""
     for number, row in enumerate(rows, 1):
         for column, cell in row.items():
             with _at(f"row {number}: column {column}"):
@@ -69,9 +69,7 @@ def check_video_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> None:
 
 def strings(cell: Any, *, strict: bool = False) -> Iterator[str]:
     """The strings of a cell: one, several between semicolons, or of a list or dictionary, also a written one.
-
-    ``strict``: a string is one, and a ValueError says where a list is none or holds something else.
-    """
+    ``strict``: a string is one, and a ValueError says where a list is none or holds something else."""
     if isinstance(cell, str) and cell[:1] in ("[", "{"):
         try:
             cell = ast.literal_eval(cell)

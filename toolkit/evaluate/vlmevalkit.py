@@ -40,8 +40,15 @@ def check_import() -> None:
     except ImportError as error:
         hint = ""
         if "libGL" in str(error):
-            hint = "; install it (Debian: apt install libgl1), or opencv-python-headless in place of opencv-python"
+            hint = "; install it (Debian: apt install libgl1), or opencv-python-headless for opencv-python"
         raise NotInstalled(f"VLMEvalKit does not import: {error}{hint}") from error
+
+
+def real(sources: Sources, text: str) -> str:
+    """A message with the paths that the user knows."""
+    for target, source in sources.links.items():
+        text = text.replace(str(target), str(source))
+    return text.replace(str(sources.data), str(sources.root))
 
 
 def missing(sources: Sources) -> str:
@@ -86,12 +93,16 @@ def install(sources: Sources) -> None:
     from vlmeval.smp import file as files
     from vlmeval.smp import misc
 
+    own_cache_path = _own_cache_path()
+
+    def get_cache_path(repo_id: str, branch: str | None = "main", repo_type: str = "datasets") -> str | None:
+        return sources.repository(own_cache_path, repo_id, branch)
+
     def refuse(*arguments: Any, repo_id: str = "", dataset_id: str = "", **_: Any) -> NoReturn:
         raise _refused(sources, str(repo_id or dataset_id or (arguments[0] if arguments else "")))
 
-    sources.cached = _own_cache_path()
     accept_tables()
-    new: dict[str, Callable[..., Any]] = {"get_cache_path": sources.repository}
+    new: dict[str, Callable[..., Any]] = {"get_cache_path": get_cache_path}
     new |= dict.fromkeys(("snapshot_download", "hf_hub_download", "download_file"), refuse)
     for module in _modules("vlmeval"):
         for attribute in new.keys() & vars(module).keys():
@@ -120,10 +131,9 @@ def accept_tables() -> set[str]:
             for attribute, known in list(vars(kind).items()):
                 if attribute not in ("MD5", "DATASET_MD5", "MP4_MD5") or known == ACCEPTED:
                     continue
-                published |= set(known.values() if isinstance(known, dict) else [known])
-                setattr(
-                    kind, attribute, dict.fromkeys(known, ACCEPTED) if isinstance(known, dict) else ACCEPTED
-                )
+                several = isinstance(known, dict)
+                published |= set(known.values() if several else [known])
+                setattr(kind, attribute, dict.fromkeys(known, ACCEPTED) if several else ACCEPTED)
     return published
 
 

@@ -66,14 +66,21 @@ def build(job: dict[str, Any], sources: Sources) -> Any:
         raise
     except Exception as error:  # whatever pandas and VLMEvalKit raise on a table that is none
         what = "; ".join(
-            filter(None, [f"{type(error).__name__}: {sources.real(str(error))}", vlmevalkit.missing(sources)])
+            filter(
+                None,
+                [
+                    f"{type(error).__name__}: {vlmevalkit.real(sources, str(error))}",
+                    vlmevalkit.missing(sources),
+                ],
+            )
         )
         raise TableError(f"VLMEvalKit cannot use {name}: {what}") from error
     if dataset is None:
         raise TableError(f"VLMEvalKit cannot use {name}.tsv: it has no column 'question'")
     if getattr(dataset, "pack", False):
         raise TableError(
-            f"{name} asks all questions about a video at once, which VLMEvalKit has for APIs only; take ..._nopack"
+            f"{name} asks all questions about a video at once, which VLMEvalKit has for APIs only; "
+            "take ..._nopack"
         )
     if job["limit"]:
         dataset.data = first_rows(dataset.data, job["limit"])
@@ -111,8 +118,8 @@ def check_own(rows: list[dict[str, Any]], name: str, scored: bool) -> None:
         short = isinstance(image, str) and 0 < len(image) <= REFERENCE and not image.startswith("[")
         if short and image not in indices:
             raise TableError(
-                f"{name}.tsv: row {number}: column image: {image!r} is neither a picture in base64 nor the index of a row that "
-                "has one; paths of pictures go into a column image_path"
+                f"{name}.tsv: row {number}: column image: {image!r} is neither a picture in base64 nor the "
+                "index of a row that has one; paths of pictures go into a column image_path"
             )
 
 
@@ -145,12 +152,12 @@ def _check_media(dataset: Any, job: dict[str, Any], sources: Any) -> None:
         for part in prompt:
             if part["type"] not in ("text", "image", "video") or not isinstance(part["value"], str):
                 raise TableError(
-                    f"{job['data']} gives {part['type']}; these models take text, pictures and videos in files"
+                    f"{job['data']} gives {part['type']}; these models take text, pictures and videos in "
+                    "files"
                 )
             if part["type"] != "text" and not Path(part["value"]).is_file():
-                raise TableError(
-                    f"--data {job['data']}: {sources.real(part['value'])} is missing, or leads out of its folder"
-                )
+                path = vlmevalkit.real(sources, part["value"])
+                raise TableError(f"--data {job['data']}: {path} is missing, or leads out of its folder")
 
 
 def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]) -> None:
@@ -240,7 +247,7 @@ def read_answers(work: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["number"])
 
 
-def score(job: dict[str, Any], dataset: Any) -> None:
+def score(job: dict[str, Any], dataset: Any, sources: Sources) -> None:
     """Lets VLMEvalKit judge all answers of all checkpoints."""
     from vlmeval import run
     from vlmeval.smp import get_pred_file_path
@@ -249,7 +256,7 @@ def score(job: dict[str, Any], dataset: Any) -> None:
     for name in job["checkpoints"]:
         answers = {line["index"]: line["answer"] for line in read_answers(work / name)}
         finished = {index: answers[str(index)] for index in dataset.data["index"] if str(index) in answers}
-        # Where VLMEvalKit's inference keeps the answers of rank 0 of 1; when all are there it builds no model.
+        # Where its inference keeps the answers of rank 0 of 1; when all are there it builds no model.
         stem = (
             job["data"]
             if dataset.MODALITY != "VIDEO"
@@ -257,10 +264,10 @@ def score(job: dict[str, Any], dataset: Any) -> None:
         )
         with (work / name / f"01_{stem}.pkl").open("wb") as file:
             pickle.dump(finished, file)
-    run.build_dataset = lambda *_, **__: _fresh(dataset, job)
+    run.build_dataset = lambda *_, **__: _fresh(dataset, job, sources)
     if job["judge"] == vlmevalkit.NO_JUDGE:
         vlmevalkit.without_judge(work / JUDGED)
-    # A data set of several tables puts their names in the place of its own, anywhere in the path of its results.
+    # A set of several tables puts their names in the place of its own, anywhere in its results' path.
     os.chdir(work)
     sys.argv = [
         "vlmeval",
@@ -285,7 +292,7 @@ def score(job: dict[str, Any], dataset: Any) -> None:
         print(f"wanted of the network, and refused: {', '.join(sorted(set(cage.DENIED)))}", flush=True)
 
 
-def _fresh(dataset: Any, job: dict[str, Any]) -> Any:
+def _fresh(dataset: Any, job: dict[str, Any], sources: Sources) -> Any:
     """A data set that VLMEvalKit may change while it scores one checkpoint."""
     random.seed(
         0
@@ -293,7 +300,7 @@ def _fresh(dataset: Any, job: dict[str, Any]) -> Any:
     try:
         return copy.deepcopy(dataset)
     except TypeError:  # it holds what cannot be copied
-        return build(job, sources_of(job))
+        return build(job, sources)
 
 
 def run_job(job: dict[str, Any], rank: int) -> None:
@@ -309,7 +316,7 @@ def run_job(job: dict[str, Any], rank: int) -> None:
     job = job | {"checkpoints": json.loads(said)}
     answer_share(job, rank, dataset, sources.folders)
     if rank == 0 and job["scores"] and sys.stdin.readline():
-        score(job, dataset)
+        score(job, dataset, sources)
 
 
 def main(path: str, rank: str) -> None:
