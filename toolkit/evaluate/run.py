@@ -26,6 +26,7 @@ from toolkit.evaluate.worker import JUDGED, QUESTIONS, TABLES, UNUSABLE, read_an
 from toolkit.hf import check_folder
 
 MARK = ".megatron-vl-evaluate"
+VLMEVALKIT = "0.0.20"
 PACKAGES = ("ms-vlmeval", "transformers", "torch")
 CLOSED = "closed in: it writes in the work folder only,"
 HERE = ("localhost", "127.0.0.1", "::1")
@@ -213,6 +214,11 @@ def _settings(options: Options) -> dict[str, Any]:
             raise UsageError(
                 f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt"
             ) from error
+    if version("ms-vlmeval") != VLMEVALKIT:
+        raise UsageError(
+            f"ms-vlmeval {version('ms-vlmeval')} is installed; what runs it here is written against "
+            f"{VLMEVALKIT}: pip install -e '.[eval]' -c constraints.txt"
+        )
     if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
         raise UsageError(
             f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})"
@@ -387,7 +393,8 @@ def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool) -> None:
 
 
 def _environment(options: Options, work: Path, rank: int) -> dict[str, str]:
-    """Nothing of a torchrun around this command, no network, and an empty folder of data sets."""
+    """Nothing of a torchrun around this command, no network, an empty folder of data sets, and a place for
+    temporary files: a closed-in process has no other."""
     data = work / f"data_{rank}"
     data.mkdir(exist_ok=True)
     hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR "
@@ -395,6 +402,7 @@ def _environment(options: Options, work: Path, rank: int) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in hidden.split()}
     repository = str(Path(__file__).resolve().parents[2])
     environment |= {"LMUData": str(data), "TMPDIR": str(work / "tmp"), "VLMEVALKIT_USE_MODELSCOPE": "0"}
+    environment["TRITON_CACHE_DIR"] = str(work / "tmp" / "triton")
     environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {
         "PYTHONPATH": os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -15,7 +15,7 @@ SHOWN = PICTURES_AND_VIDEOS | {".tsv", ".csv", ".json", ".jsonl", ".txt", ".srt"
 
 
 class Sources:
-    """What the folder ``data``, this process' own ``$LMUData``, shows of the data set ``name``: its ``tables``,
+    """What the folder ``data``, ``$LMUData`` of this process, shows of the data set ``name``: its ``tables``,
     and its media in ``root``, which is ``--lmu-data``."""
 
     def __init__(self, name: str, root: Path, tables: Path, data: Path) -> None:
