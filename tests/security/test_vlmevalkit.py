@@ -197,6 +197,14 @@ def test_sets_as_they_are_published_are_used(answers):
     assert "--limit 2 is less than one question of each of the 3" in said["too few for three"]
 
 
+def test_tables_of_another_md5_are_used_and_told_apart(answers):
+    """MMDU's, Video-MME's and MVBench_MP4's, as VLMEvalKit 0.0.20 has them in three kinds of places."""
+    published = set(answers["published"])
+    assert {"848b635a88a078f49aebcc6e39792061", "85bdd91f9b29a99354c23b97ab7c113c"} < published
+    assert "5c8c6f8b7972c2de65a629590f7c42f5" in published
+    assert all(len(md5) == 32 for md5 in published) and len(published) > 200
+
+
 def test_what_is_missing_is_named(answers, folder):
     said = answers["said"]
     assert f"{folder / 'whole' / 'MVBench' / 'Video-MME'} is missing" in said["no folder"]

@@ -83,6 +83,9 @@ def main(folder: Path) -> dict[str, Any]:
     from toolkit.evaluate.cage import guard
 
     guard(folder)
+    from toolkit.evaluate.vlmevalkit import accept_tables
+
+    answers["published"] = sorted(accept_tables())
     answers["said"] = [said_about(job, number) for number, job in enumerate(asked["cases"])]
     score(asked["unjudged"], asked["unjudged"]["answers"])
     answers["worker"] = ends_with(asked["worker"])  # last: it reads no pickles of other folders from then on

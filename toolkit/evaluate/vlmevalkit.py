@@ -123,18 +123,18 @@ def install(sources: Sources) -> None:
 def accept_tables() -> set[str]:
     """Lets VLMEvalKit use tables in the form of those it knows, whatever their MD5. Returns the MD5 it
     knows."""
-    published: set[str] = set()
+    published: set[Any] = set()
     for module in _modules("vlmeval.dataset"):
         if hasattr(module, "md5"):
-            module.md5 = lambda _: ACCEPTED
+            vars(module)["md5"] = lambda _: ACCEPTED
         for kind in [one for one in vars(module).values() if isinstance(one, type)]:
             for attribute, known in list(vars(kind).items()):
-                if attribute not in ("MD5", "DATASET_MD5", "MP4_MD5") or known == ACCEPTED:
+                if attribute not in ("MD5", "DATASET_MD5", "MP4_MD5"):
                     continue
                 several = isinstance(known, dict)
                 published |= set(known.values() if several else [known])
                 setattr(kind, attribute, dict.fromkeys(known, ACCEPTED) if several else ACCEPTED)
-    return published
+    return published - {ACCEPTED, "", None}
 
 
 def checksums(tables: list[Path]) -> dict[str, dict[str, Any]]:
@@ -185,4 +185,4 @@ def without_judge(mark: Path) -> None:
     """Puts :class:`NoJudge` in the place of every judge."""
     for module in _modules("vlmeval"):
         if hasattr(module, "build_judge"):
-            module.build_judge = lambda **_: NoJudge(mark)
+            vars(module)["build_judge"] = lambda **_: NoJudge(mark)
