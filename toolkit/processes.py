@@ -8,7 +8,8 @@ import psutil
 
 
 def kill_tree(root: int) -> None:
-    """SIGKILL to a process and all below it. The launcher gives ranks sessions of their own, so its group is not enough."""
+    """SIGKILL to a process and all below it. The launcher gives ranks sessions of their own, so its group is
+    not enough."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(root)
         for one in [*process.children(recursive=True), process]:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from toolkit.evaluate import cage
+from toolkit.evaluate.run import why_open
 
 REACH = """
 import socket, subprocess, sys
@@ -41,7 +42,7 @@ pathlib.Path(sys.argv[1]).touch()
 def work(tmp_path: Path) -> Path:
     folder = tmp_path / "work"
     folder.mkdir()
-    if why := cage.why_open(folder, False):
+    if why := why_open(folder, False):
         pytest.skip(f"this system closes no program in: {why}")
     return folder
 
@@ -92,6 +93,10 @@ def test_a_system_that_does_not_allow_it_is_named_at_the_start(tmp_path):
     words = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", sys.executable]
     if subprocess.run([*words, "-c", ""], capture_output=True).returncode:
         pytest.skip("this system allows no name spaces at all")
-    done = subprocess.run([*words, "-c", NOT_ALLOWED, tmp_path], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(
+        [*words, "-c", NOT_ALLOWED, tmp_path], cwd=REPOSITORY, capture_output=True, text=True
+    )
     said = done.stdout.partition("said: ")[2]
-    assert said.startswith("with the guards of Python alone: this system does not close a process in (OSError"), done.stderr
+    assert said.startswith(
+        "with the guards of Python alone: this system does not close a process in (OSError"
+    ), done.stderr

@@ -62,7 +62,14 @@ def test_tables_as_they_are_published_are_used(tmp_path, fields):
         ({"image": [1, 2]}, "strings"),
         ({"image": "x" * 100}, "column image"),
         ({"image": base64.b64encode(bomb(60_000, 60_000)).decode()}, "pixels"),
-        ({"image": base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n" + b" " * 99).decode()}, "column image"),
+        (
+            {
+                "image": base64.b64encode(
+                    b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n" + b" " * 99
+                ).decode()
+            },
+            "column image",
+        ),
     ],
 )
 def test_cells_that_lead_away_or_explode_are_refused(tmp_path, fields, said):
@@ -79,7 +86,8 @@ def test_two_rows_of_one_index_are_refused(tmp_path):
 
 
 def test_a_table_of_ones_own_that_lacks_what_is_needed_is_refused():
-    """VLMEvalKit ends with "KeyError: 'answer'" behind the last answer, and with an empty AssertionError at the picture."""
+    """VLMEvalKit ends with "KeyError: 'answer'" behind the last answer, and with an empty AssertionError at
+    the picture."""
     good = row(question="What?", A="a cat", B="a cup", answer="A")
     check_own([good, good | {"index": 2, "image": "1"}], "mine", scored=True)
     unanswered = {name: cell for name, cell in good.items() if name != "answer"}
@@ -95,13 +103,25 @@ def test_a_table_of_ones_own_that_lacks_what_is_needed_is_refused():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"video": "abc-1.2", "video_path": "./video/abc-1.2.mp4", "prefix": "video/star/", "video_category": "Sports / 1..2"},
-        {"video_paths": "a.mp4;b.mp4", "media": "['a.mp4', {'video': 'b.mp4'}]", "question": "../../?", "frames": 8},
+        {
+            "video": "abc-1.2",
+            "video_path": "./video/abc-1.2.mp4",
+            "prefix": "video/star/",
+            "video_category": "Sports / 1..2",
+        },
+        {
+            "video_paths": "a.mp4;b.mp4",
+            "media": "['a.mp4', {'video': 'b.mp4'}]",
+            "question": "../../?",
+            "frames": 8,
+        },
         {"image_path": "DATA/repositories/set/1.jpg", "image": "/9j/4AAQ"},
     ],
 )
 def test_video_tables_as_they_are_published_are_used(tmp_path, fields):
-    check_video_rows([{"index": 0} | {k: str(v).replace("DATA", str(tmp_path)) for k, v in fields.items()}], tmp_path)
+    check_video_rows(
+        [{"index": 0} | {k: str(v).replace("DATA", str(tmp_path)) for k, v in fields.items()}], tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,12 +145,20 @@ def test_cells_of_video_tables_that_lead_away_are_refused(tmp_path, fields):
 
 
 def test_the_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
-    settings = {"dtype": "float32", "device": "cpu", "min_pixels": None, "max_pixels": None, "max_new_tokens": 1}
+    settings = {
+        "dtype": "float32",
+        "device": "cpu",
+        "min_pixels": None,
+        "max_pixels": None,
+        "max_new_tokens": 1,
+    }
     write(tmp_path / "set/a.png", encoded(40, 40))
     write(tmp_path / "secret.png", encoded(40, 40))
     (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
     model = Checkpoint(hf, settings | {"largest_picture": LARGEST}, [tmp_path / "set"])
-    assert model.inputs([{"type": "image", "value": str(tmp_path / "set/a.png")}])["pixel_values"].shape[0] > 0
+    assert (
+        model.inputs([{"type": "image", "value": str(tmp_path / "set/a.png")}])["pixel_values"].shape[0] > 0
+    )
     for name in ("secret.png", "set/link.png", "set/../secret.png"):
         with pytest.raises(ValueError, match="is not inside"):
             model.inputs([{"type": "image", "value": str(tmp_path / name)}])
@@ -152,7 +180,7 @@ def refused(what, kind):
     except kind:
         return True
 
-assert refused(lambda: pickle.load(open(other + "/a.pkl", "rb")), PermissionError), "a pickle of others was read"
+assert refused(lambda: pickle.load(open(other + "/a.pkl", "rb")), PermissionError)
 assert refused(lambda: socket.create_connection(("192.0.2.1", 80), 1), PermissionError)
 assert refused(lambda: socket.getaddrinfo("example.com", 443), PermissionError)
 assert DENIED == ["192.0.2.1", "example.com"]
@@ -167,10 +195,11 @@ def evaluate(text): return eval(text)
 def execute(text): exec(text)
 ''', "misc.py", "exec"), vars(theirs))
 long = str([(i, "a", -i, 1.5, None, True, {"k": {i}}) for i in range(100)])
-for literal in ("1", "-1", "'a'", "['a', 'b']", "{'a': [1, 2.5], 'b': (None, True)}", " [1]", "{1, 2}", "1+2j", "()", long):
+literals = ("1", "-1", "'a'", "['a', 'b']", "{'a': [1, 2.5], 'b': (None, True)}", " [1]", "{1, 2}")
+for literal in (*literals, "1+2j", "()", long):
     assert theirs.evaluate(literal) == eval(literal), literal
-programs = ("y", "len('a')", "(1).real", "[i for i in (1,)]", "lambda: 1", "f'{1:>9}'", "9**9**9", "__import__('os')")
-for code in programs:
+names = ("y", "len('a')", "(1).real", "[i for i in (1,)]", "__import__('os')")
+for code in (*names, "lambda: 1", "f'{1:>9}'", "9**9**9"):
     assert refused(lambda: theirs.evaluate(code), ValueError), code
 assert refused(lambda: theirs.execute("import os"), ValueError)
 """

@@ -1,4 +1,5 @@
-"""The real VLMEvalKit, closed in, with tables and folders from anybody. It is started once for all of this file."""
+"""The real VLMEvalKit, closed in, with tables and folders from anybody. It is started once for all of this
+file."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.toolkit.evaluation import (
 )
 from toolkit.evaluate import cage
 from toolkit.evaluate.early import names, parts_of
-from toolkit.evaluate.run import Options, Result, _scores
+from toolkit.evaluate.run import Options, Result, _scores, why_open
 
 from .payload import Mark
 
@@ -49,15 +50,30 @@ def whole_sets(folder: Path) -> None:
         ("index", "task_type", "prefix", "video", "question", "answer", "candidates"),
     )
 
-    compass = (0, "a", "video/", ".mp4", "Which?", "A. a cat", "speed", "action", "['A. a cat']", "Which?", "a cat")
-    columns = "index video prefix suffix question answer dim task_type candidates mc_question mc_answer".split()
+    compass = (
+        0,
+        "a",
+        "video/",
+        ".mp4",
+        "Which?",
+        "A. a cat",
+        "speed",
+        "action",
+        "['A. a cat']",
+        "Which?",
+        "a cat",
+    )
+    columns = (
+        "index video prefix suffix question answer dim task_type candidates mc_question mc_answer".split()
+    )
     for part in ("MCQ", "Captioning", "YorN"):
         write_table(folder / "TempCompass" / f"TempCompass_{part}.tsv", [list(compass)] * 2, tuple(columns))
     write_video(folder / "TempCompass" / "video" / "a.mp4", photographs()[0], 12)
 
 
 def hostile_sets(folder: Path) -> None:
-    """Videos in a pickle, pictures that would be written elsewhere, links and paths out of a folder, a missing video."""
+    """Videos in a pickle, pictures that would be written elsewhere, links and paths out of a folder, a
+    missing video."""
     (folder / "MMBench-Video" / "video_pkl").mkdir(parents=True)
     (folder / "MMBench-Video" / "video_pkl" / "1.pkl").write_bytes(b"cos\nsystem\n(S'touch pickled'\ntR.")
     write_table(
@@ -68,7 +84,9 @@ def hostile_sets(folder: Path) -> None:
 
     for language in MMMB:
         row = ["../../x", encoded(photographs()[0]), "Who?", "a", "b", "A"]
-        write_table(folder / f"MMMB_{language}.tsv", [row], ("index", "image", "question", "A", "B", "answer"))
+        write_table(
+            folder / f"MMMB_{language}.tsv", [row], ("index", "image", "question", "A", "B", "answer")
+        )
 
     write_table(folder / "lost" / "Video-MME" / "Video-MME.tsv", [video_row(0, "gone")], tuple(VIDEO_COLUMNS))
 
@@ -121,18 +139,37 @@ def answers(folder: Path) -> dict[str, Any]:
     row = [mark.expression, encoded(photographs()[0]), "Who?", "a", "b", "A"]
     write_table(folder / "cells" / "table.tsv", [row], ("index", "image", "question", "A", "B", "answer"))
     common = {"settings": {"largest_picture": 10**6}, "scores": True, "judge_url": None, "work": str(work)}
-    cases = [common | {"root": str(folder / where), "data": data, "limit": limit} for where, data, limit in CASES.values()]
-    whole = common | {"root": str(folder / "cells"), "data": "table", "limit": None, "work": str(work / "cells")}
-    unjudged = common | {"root": str(folder / "whole"), "data": "MMDU", "limit": None, "work": str(work / "unjudged")}
+    cases = [
+        common | {"root": str(folder / where), "data": data, "limit": limit}
+        for where, data, limit in CASES.values()
+    ]
+    whole = common | {
+        "root": str(folder / "cells"),
+        "data": "table",
+        "limit": None,
+        "work": str(work / "cells"),
+    }
+    unjudged = common | {
+        "root": str(folder / "whole"),
+        "data": "MMDU",
+        "limit": None,
+        "work": str(work / "unjudged"),
+    }
     unjudged |= {"judge": "exact_matching", "answers": UNJUDGED, "checkpoints": dict.fromkeys(UNJUDGED, "")}
     asked = {"expression": mark.expression, "mark": str(mark.path), "cases": cases}
     asked |= {"worker": whole, "unjudged": unjudged}
 
-    python = [sys.executable] if cage.why_open(work, False) else cage.command(work, False)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf")}
+    python = [sys.executable] if why_open(work, False) else cage.command(work, False)
+    environment = os.environ | {
+        "PYTHONPATH": str(REPOSITORY),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(work / "hf"),
+    }
     environment |= {"LMUData": str(work), "TMPDIR": str(work / "tmp"), "VLMEVALKIT_USE_MODELSCOPE": "0"}
     command = [*python, "-m", "tests.security.vlmevalkit_session", str(work)]
-    done = subprocess.run(command, input=json.dumps(asked), env=environment, capture_output=True, text=True, cwd=work)
+    done = subprocess.run(
+        command, input=json.dumps(asked), env=environment, capture_output=True, text=True, cwd=work
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     mark.check()
@@ -140,7 +177,8 @@ def answers(folder: Path) -> dict[str, Any]:
 
 
 def test_no_cell_is_executed(answers):
-    """Its `istype` and `toliststr` evaluate cells as Python; a worker refuses the table before a model is loaded."""
+    """Its `istype` and `toliststr` evaluate cells as Python; a worker refuses the table before a model is
+    loaded."""
     assert answers["executed"], "the control failed: VLMEvalKit does not execute cells any more"
     code, last = answers["worker"]
     assert code == 3 and "table.tsv: row 1: index" in last
@@ -148,8 +186,21 @@ def test_no_cell_is_executed(answers):
 
 def test_sets_as_they_are_published_are_used(answers):
     said = answers["said"]
-    assert [said[name] for name in ("videos", "first two", "another form", "three sets in one")] == ["4", "2", "1", "3"]
+    assert [said[name] for name in ("videos", "first two", "another form", "three sets in one")] == [
+        "4",
+        "2",
+        "1",
+        "3",
+    ]
     assert "--limit 2 is less than one question of each of the 3" in said["too few for three"]
+
+
+def test_tables_of_another_md5_are_used_and_told_apart(answers):
+    """MMDU's, Video-MME's and MVBench_MP4's, as VLMEvalKit 0.0.20 has them in three kinds of places."""
+    published = set(answers["published"])
+    assert {"848b635a88a078f49aebcc6e39792061", "85bdd91f9b29a99354c23b97ab7c113c"} < published
+    assert "5c8c6f8b7972c2de65a629590f7c42f5" in published
+    assert all(len(md5) == 32 for md5 in published) and len(published) > 200
 
 
 def test_what_is_missing_is_named(answers, folder):
@@ -157,7 +208,9 @@ def test_what_is_missing_is_named(answers, folder):
     assert f"{folder / 'whole' / 'MVBench' / 'Video-MME'} is missing" in said["no folder"]
     assert "would download lmms-lab/Video-MME" in said["no folder"]
     assert f"{folder / 'whole' / 'VLMEval-VDC'} is missing" in said["no folder of another name"]
-    assert f"{folder / 'hostile' / 'lost' / 'Video-MME' / 'video' / 'gone.mp4'} is missing" in said["no video"]
+    assert (
+        f"{folder / 'hostile' / 'lost' / 'Video-MME' / 'video' / 'gone.mp4'} is missing" in said["no video"]
+    )
 
 
 def test_what_leads_away_is_refused(answers, folder):
@@ -166,7 +219,10 @@ def test_what_leads_away_is_refused(answers, folder):
     assert f"{hostile / 'MMBench-Video' / 'video' / 'a.mp4'} is missing" in said["a pickle"]
     assert not list(folder.rglob("pickled"))
     assert "secret.mp4 is missing" in said["a path that leads away"]
-    assert f"{hostile / 'linked' / 'Video-MME' / 'video' / 'link.mp4'} is missing" in said["a link that leads away"]
+    assert (
+        f"{hostile / 'linked' / 'Video-MME' / 'video' / 'link.mp4'} is missing"
+        in said["a link that leads away"]
+    )
     assert "MMMB_ar.tsv: row 1: index '../../x'" in said["an index that leads away"]
     assert not list(folder.rglob("x.jpg"))
 

@@ -1,4 +1,5 @@
-"""One start of VLMEvalKit for many questions. It reads cases as JSON from its standard input and prints a JSON object of answers.
+"""One start of VLMEvalKit for many questions. It reads cases as JSON from its standard input and prints a
+JSON object of answers.
 
 Run closed in, as a worker is, with a fresh folder as its only argument.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 def said_about(job: dict[str, Any], number: int) -> str:
     """What a worker says when it opens a data set: the number of questions, or why it does not."""
-    from toolkit.evaluate.sources import copy_tables
+    from toolkit.evaluate.early import copy_tables
     from toolkit.evaluate.worker import TableError, build, sources_of
 
     work = Path(job["work"]) / str(number)
@@ -33,7 +34,7 @@ def said_about(job: dict[str, Any], number: int) -> str:
 def ends_with(job: dict[str, Any]) -> tuple[Any, str]:
     """The exit code of a whole worker, and the last line that it prints."""
     from toolkit.evaluate import worker
-    from toolkit.evaluate.sources import copy_tables
+    from toolkit.evaluate.early import copy_tables
 
     work = Path(job["work"])
     os.environ["LMUData"] = str(work / "data")
@@ -52,7 +53,7 @@ def ends_with(job: dict[str, Any]) -> tuple[Any, str]:
 def score(job: dict[str, Any], answers: dict[str, list[Any]]) -> None:
     """Lets VLMEvalKit score answers that checkpoints may have given."""
     from toolkit.evaluate import worker
-    from toolkit.evaluate.sources import copy_tables
+    from toolkit.evaluate.early import copy_tables
 
     work = Path(job["work"])
     os.environ["LMUData"] = str(work / "data")
@@ -62,7 +63,8 @@ def score(job: dict[str, Any], answers: dict[str, list[Any]]) -> None:
         (work / name).mkdir()
         lines = [{"number": i, "index": str(i + 1), "answer": answer} for i, answer in enumerate(given)]
         (work / name / "answers_000.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    worker.score(job, worker.build(job, worker.sources_of(job)))
+    sources = worker.sources_of(job)
+    worker.score(job, worker.build(job, sources), sources)
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -81,9 +83,12 @@ def main(folder: Path) -> dict[str, Any]:
     from toolkit.evaluate.cage import guard
 
     guard(folder)
+    from toolkit.evaluate.vlmevalkit import accept_tables
+
+    answers["published"] = sorted(accept_tables())
     answers["said"] = [said_about(job, number) for number, job in enumerate(asked["cases"])]
-    answers["worker"] = ends_with(asked["worker"])
     score(asked["unjudged"], asked["unjudged"]["answers"])
+    answers["worker"] = ends_with(asked["worker"])  # last: it reads no pickles of other folders from then on
     return answers
 
 

@@ -18,13 +18,18 @@ from safetensors.torch import load_file, save_file
 from toolkit.hf import load_processor
 
 COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
-VIDEO_COLUMNS = "index video video_path duration domain candidates sub_category task_type subtitle_path question answer".split()
+VIDEO_COLUMNS = (
+    "index video video_path duration domain candidates sub_category task_type subtitle_path".split()
+)
+VIDEO_COLUMNS += ["question", "answer"]
 
 
 def photographs() -> list[Image.Image]:
     from skimage import data
 
-    pictures = [Image.fromarray(getattr(data, name)()) for name in ("astronaut", "chelsea", "coffee", "rocket")]
+    pictures = [
+        Image.fromarray(getattr(data, name)()) for name in ("astronaut", "chelsea", "coffee", "rocket")
+    ]
     for picture in pictures:
         picture.thumbnail((160, 160))
     return pictures
@@ -46,7 +51,10 @@ def encoded(picture: Image.Image) -> str:
 def photograph_table(path: Path) -> Path:
     """Eight questions about four photographs; right answers A, B, C, D in turn."""
     pictures, options = photographs(), ("a person", "a cat", "a cup", "a rocket")
-    rows = [[i + 1, encoded(pictures[i // 2]), f"What is in picture {i}?", *options, "ABCD"[i // 2]] for i in range(8)]
+    rows = [
+        [i + 1, encoded(pictures[i // 2]), f"What is in picture {i}?", *options, "ABCD"[i // 2]]
+        for i in range(8)
+    ]
     return write_table(path, rows)
 
 
@@ -74,7 +82,9 @@ def answers_letters(folder: Path, seed: int) -> Path:
     tensors = load_file(file)
     head = torch.zeros_like(tensors["lm_head.weight"])
     rows = torch.randn(2, head.shape[1], generator=torch.Generator().manual_seed(seed))
-    head[letters] = torch.cat([rows, -rows]).to(head.dtype)  # one of four is always above the zero of all others
+    head[letters] = torch.cat([rows, -rows]).to(
+        head.dtype
+    )  # one of four is always above the zero of all others
     save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
     return folder
 
@@ -86,7 +96,8 @@ def answers_of(out: Path, role: str) -> list[dict]:
 
 
 def damage(converted: Path, folder: Path) -> Path:
-    """A copy with the heads of one k_proj in the other order, as a wrong conversion of grouped queries would leave them."""
+    """A copy with the heads of one k_proj in the other order, as a wrong conversion of grouped queries would
+    leave them."""
     shutil.copytree(converted, folder)
     name = "model.layers.3.self_attn.k_proj.weight"
     file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
@@ -103,10 +114,26 @@ def write_video(path: Path, picture: Image.Image, frames: int) -> None:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
         for i in range(frames):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(whole[:, i : i + 96]))))
+            container.mux(
+                stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(whole[:, i : i + 96])))
+            )
         container.mux(stream.encode())
 
 
 def video_row(i: int, name: str) -> list[object]:
-    kind = ["short", "Knowledge", str(["A. a person", "B. a cat", "C. a cup", "D. a rocket"]), "Technology", "Counting Problem"]
-    return [i, name, f"./video/{name}.mp4", *kind, f"./subtitle/{name}.srt", f"What is in video {i}?", "ABCD"[i]]
+    kind = [
+        "short",
+        "Knowledge",
+        str(["A. a person", "B. a cat", "C. a cup", "D. a rocket"]),
+        "Technology",
+        "Counting Problem",
+    ]
+    return [
+        i,
+        name,
+        f"./video/{name}.mp4",
+        *kind,
+        f"./subtitle/{name}.srt",
+        f"What is in video {i}?",
+        "ABCD"[i],
+    ]

@@ -32,25 +32,50 @@ class Page(HTMLParser):
 
 
 def line(index: str, answer: str | list[str], **fields: object) -> dict[str, object]:
-    return {"index": index, "answer": answer, "question": "Who?", "expected": "A", "images": [], "videos": []} | fields
+    return {
+        "index": index,
+        "answer": answer,
+        "question": "Who?",
+        "expected": "A",
+        "images": [],
+        "videos": [],
+    } | fields
 
 
 def result(answers: dict[str, list[dict]], gates: list[Gate]) -> Result:
-    facts = {role: {"folder": HOSTILE, "sha256": HOSTILE, "metrics": {HOSTILE: 0.25}, "problem": HOSTILE} for role in answers}
-    return Result(HOSTILE, 2, {"dtype": HOSTILE, "min_pixels": None, "versions": {"torch": "2"}}, facts, gates, answers, 12.3)
+    facts = {
+        role: {"folder": HOSTILE, "sha256": HOSTILE, "metrics": {HOSTILE: 0.25}, "problem": HOSTILE}
+        for role in answers
+    }
+    return Result(
+        HOSTILE,
+        2,
+        {"dtype": HOSTILE, "min_pixels": None, "versions": {"torch": "2"}},
+        facts,
+        gates,
+        answers,
+        12.3,
+    )
 
 
 def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:
     photographs()[0].save(tmp_path / "a.png")
     hostile = line(HOSTILE, HOSTILE, question=HOSTILE, expected=HOSTILE, images=[str(tmp_path / "a.png")])
-    gates = [Gate("tensors", True, HOSTILE), Gate("text", False, HOSTILE, [HOSTILE] * (SHOWN + 3)), Gate("scores", None, "-")]
-    write_html(result({"original": [hostile], "converted": [hostile | {"answer": [HOSTILE, "B"]}]}, gates), tmp_path / "a.html")
+    gates = [
+        Gate("tensors", True, HOSTILE),
+        Gate("text", False, HOSTILE, [HOSTILE] * (SHOWN + 3)),
+        Gate("scores", None, "-"),
+    ]
+    write_html(
+        result({"original": [hostile], "converted": [hostile | {"answer": [HOSTILE, "B"]}]}, gates),
+        tmp_path / "a.html",
+    )
     text = (tmp_path / "a.html").read_text()
     page = Page(text)
     assert "script" not in page.tags and page.tags.count("img") == 1
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     shown = "".join(page.words)
-    # title, heading, 2 gates, 50 details, metric, 2 problems, 2 x 2 of checkpoints, a setting, a row of 5 cells
+    # Title, heading, 2 gates, 50 details, metric, 2 problems, 2 x 2 of checkpoints, a setting, 5 cells.
     assert shown.count(HOSTILE) == 2 + 2 + SHOWN + 1 + 2 + 4 + 1 + 5
     assert "... and 3 more in report.json" in shown and "1. " + HOSTILE + "\n2. B" in shown
     assert "the checkpoint's own" in shown and "torch 2" in shown and "0.25" in shown

@@ -1,4 +1,5 @@
-"""The data sets of the installed VLMEvalKit, as ``toolkit/evaluate/names.json`` lists them: the module prints that file.
+"""The data sets of the installed VLMEvalKit, as ``toolkit/evaluate/names.json`` lists them: the module prints
+that file.
 
 python -m tests.toolkit.vlmeval_names > toolkit/evaluate/names.json
 """

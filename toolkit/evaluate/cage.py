@@ -1,8 +1,7 @@
-"""What the process of VLMEvalKit may do.
+"""What the process of VLMEvalKit may do: it evaluates cells and answers as Python, unpickles, and downloads.
 
-VLMEvalKit 0.0.20 evaluates cells of tables and answers of models as Python, unpickles what it finds, and downloads what it
-misses. This file as a program takes the network and the right to write files from another program, where Linux lets it;
-:func:`guard` refuses inside Python, on every system, and in a way that lets a message name what was refused.
+This file as a program takes the network and the right to write files from another one, where the system lets
+it (user namespaces, Linux 5.12). :func:`guard` refuses inside Python, everywhere, and with names in messages.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import pickle
 import re
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from urllib.parse import urlsplit
 DENIED: list[str] = []
 """Hosts that were wanted and refused, for the message about a missing score."""
 LITERAL = re.compile(
-    "RESUME|LOAD_(CONST|SMALL_INT)|BUILD_(LIST|TUPLE|SET|MAP|CONST_KEY_MAP)|(LIST|SET|DICT)_(EXTEND|APPEND|ADD|UPDATE)"
-    "|MAP_ADD|UNARY_NEGATIVE|RETURN_(VALUE|CONST)"
+    "RESUME|LOAD_CONST|LOAD_SMALL_INT|BUILD_(LIST|TUPLE|SET|MAP|CONST_KEY_MAP)|RETURN_(VALUE|CONST)"
+    "|(LIST|SET|DICT)_(EXTEND|APPEND|ADD|UPDATE)|MAP_ADD|UNARY_NEGATIVE"
 )
 """Instructions of an expression that is data: no name, no call, no arithmetic."""
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -31,26 +29,20 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 
 
 def command(work: Path, network: bool) -> list[str]:
-    """The words before those of a Python program that close it in: no network, and no file written outside ``work``."""
+    """Words before those of a Python program: it gets no network, and writes no file outside ``work``."""
     return [sys.executable, "-I", __file__, str(work), "network" if network else "alone", sys.executable]
 
 
-def why_open(work: Path, network: bool) -> str:
-    """Why this system lets no program be closed in (it needs user namespaces and Linux 5.12); empty: it does."""
-    done = subprocess.run([*command(work, network), "-c", ""], capture_output=True, text=True)
-    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
-
-
 def close(work: str, network: bool) -> None:
-    """Closes this process in, and all that it starts. It must have one thread. Raises OSError."""
+    """Closes in this process, which has one thread, and all that it starts. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(name: str, *arguments: Any) -> None:
         if getattr(libc, name)(*arguments) < 0:
             raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
-    def set_read_only(path: bytes, on: bool) -> None:
-        attributes = struct.pack("4Q", READ_ONLY if on else 0, 0 if on else READ_ONLY, 0, 0)
+    def set_read_only(path: bytes, on: int) -> None:
+        attributes = struct.pack("4Q", READ_ONLY * on, READ_ONLY * (1 - on), 0, 0)  # to set, to clear
         call("syscall", MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, attributes, len(attributes))
 
     user, group = os.getuid(), os.getgid()
@@ -64,25 +56,21 @@ def close(work: str, network: bool) -> None:
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     for path in writable:
         call("mount", path, path, None, MS_BIND | MS_REC, None)
-    set_read_only(b"/", True)
+    set_read_only(b"/", 1)
     for path in writable:
-        set_read_only(path, False)
+        set_read_only(path, 0)
 
 
 def guard(work: Path, judge_url: str | None = None) -> None:
-    """Refuses the network, pickles of others, and whatever VLMEvalKit would execute and is no literal. For good.
-
-    Args:
-        work: pickles are read in this folder (VLMEvalKit's own, and ours for it) and in the installed packages only.
-        judge_url: a judge's address, which may be asked.
-    """
+    """Refuses, for good, the network but a judge's address, pickles that are neither in ``work`` nor in the
+    installed packages, and whatever VLMEvalKit would execute and is no literal."""
     judge = urlsplit(judge_url or "").hostname
     python_load, allowed = pickle.load, (work.resolve(), Path(sys.prefix))
 
     def load_own(file: Any, *rest: Any, **more: Any) -> Any:
-        name = getattr(file, "name", None)
-        if isinstance(name, str) and not any(Path(name).resolve().is_relative_to(folder) for folder in allowed):
-            raise PermissionError(f"{name} is a pickle, which can execute anything; it was not read")
+        path = Path(file.name).resolve() if isinstance(getattr(file, "name", None), str) else None
+        if path and not any(path.is_relative_to(folder) for folder in allowed):
+            raise PermissionError(f"{path} is a pickle, which can execute anything; it was not read")
         return python_load(file, *rest, **more)
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

@@ -58,7 +58,13 @@ def metric_names(result: Result) -> list[str]:
 
 
 def _number(value: Any) -> str:
-    return "missing" if value is None else f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return (
+        "missing"
+        if value is None
+        else f"{value:.4f}".rstrip("0").rstrip(".")
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def write_html(result: Result, path: Path) -> None:
@@ -119,7 +125,9 @@ def _question(result: Result, line: dict[str, Any]) -> dict[str, Any]:
 
 def _spoken(answer: str | list[str]) -> str:
     """An answer; of a dialogue, one turn a line."""
-    return answer if isinstance(answer, str) else "\n".join(f"{i}. {turn}" for i, turn in enumerate(answer, 1))
+    return (
+        answer if isinstance(answer, str) else "\n".join(f"{i}. {turn}" for i, turn in enumerate(answer, 1))
+    )
 
 
 def _picture(path: Path) -> Image.Image:

@@ -19,14 +19,14 @@ from urllib.parse import urlsplit
 
 from megatron_vl.errors import UserError as CommandError
 from toolkit.evaluate import cage, gates
-from toolkit.evaluate.early import UsageError
+from toolkit.evaluate.early import UsageError, copy_tables
 from toolkit.evaluate.gates import Gate
-from toolkit.evaluate.sources import copy_tables
 from toolkit.evaluate.vlmevalkit import NO_JUDGE, RELIED_ON
 from toolkit.evaluate.worker import JUDGED, QUESTIONS, TABLES, UNUSABLE, read_answers
 from toolkit.hf import check_folder
 
 MARK = ".megatron-vl-evaluate"
+VLMEVALKIT = "0.0.20"
 PACKAGES = ("ms-vlmeval", "transformers", "torch")
 CLOSED = "closed in: it writes in the work folder only,"
 HERE = ("localhost", "127.0.0.1", "::1")
@@ -94,7 +94,8 @@ class Result:
 
 
 def evaluate(options: Options, show: Callable[[str], None]) -> Result:
-    """Evaluates all checkpoints of ``options`` and judges the conversion. The data set has passed :func:`early.check_data`.
+    """Evaluates all checkpoints of ``options`` and judges the conversion. The data set has passed
+    :func:`early.check_data`.
 
     Raises:
         UsageError: a folder, table or number cannot be used.
@@ -109,12 +110,20 @@ def evaluate(options: Options, show: Callable[[str], None]) -> Result:
     settings["isolation"] = _isolation(work, bool(options.judge_url))
     show(f"VLMEvalKit runs {settings['isolation']}")
     with _Workers(options, settings, work) as workers:
-        show(f"importing VLMEvalKit, which reads {options.data}: up to half a minute; the checkpoints are read meanwhile")
+        show(
+            f"importing VLMEvalKit, which reads {options.data}: up to half a minute; the checkpoints are "
+            "read meanwhile"
+        )
         workers.start(settings["processes"])
         checkpoints: dict[str, dict[str, Any]] = {}
         for role, folder in options.checkpoints.items():
             show(f"{role}: reading {folder}")
-            checkpoints[role] = {"folder": str(folder), "sha256": folder_hash(folder), "metrics": {}, "problem": ""}
+            checkpoints[role] = {
+                "folder": str(folder),
+                "sha256": folder_hash(folder),
+                "metrics": {},
+                "problem": "",
+            }
             workers.check()
         result = Result(options.data, 0, settings, checkpoints)
         result.gates.append(gates.tensors(options.checkpoints["original"], options.checkpoints["converted"]))
@@ -144,7 +153,9 @@ def _answer_and_score(
     result.gates += [
         gates.logits(original, converted),
         gates.text(result.answers["original"], result.answers["converted"], result.questions),
-        _scores(options, work, names, result) if options.scores else Gate("scores", None, "not asked for: --no-scores"),
+        _scores(options, work, names, result)
+        if options.scores
+        else Gate("scores", None, "not asked for: --no-scores"),
     ]
 
 
@@ -164,19 +175,29 @@ def _scores(options: Options, work: Path, names: dict[str, str], result: Result)
 
 
 def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
-    """The metrics that VLMEvalKit wrote for a checkpoint (empty when it has none), and what it says instead."""
+    """The metrics that VLMEvalKit wrote for a checkpoint (empty when it has none), and what it says
+    instead."""
     path = work / "status.json"
     if not path.is_file():
         return {}, "VLMEvalKit wrote no status.json"
     status = json.loads(path.read_text()).get("datasets", {}).get(data, {})
-    numbers = {name: value for name, value in status.get("metrics", {}).items() if isinstance(value, (int, float))}
-    found = {name: value for name, value in numbers.items() if value == value}  # NaN: of this kind nothing was asked
+    numbers = {
+        name: value for name, value in status.get("metrics", {}).items() if isinstance(value, (int, float))
+    }
+    found = {
+        name: value for name, value in numbers.items() if value == value
+    }  # NaN: of this kind nothing was asked
     reason = status.get("error_message") or status.get("skip_reason") or ""
-    return ({}, reason) if reason else (found, "" if found else f"VLMEvalKit stopped at {status.get('status')!r}")
+    return (
+        ({}, reason)
+        if reason
+        else (found, "" if found else f"VLMEvalKit stopped at {status.get('status')!r}")
+    )
 
 
 def folder_hash(folder: Path) -> str:
-    """SHA-256 of all that decides what a checkpoint answers: its weights and every file beside them, by name."""
+    """SHA-256 of all that decides what a checkpoint answers: its weights and every file beside them, by
+    name."""
     tensors = check_folder(folder)
     state = hashlib.sha256()
     for name in sorted([*tensors.files, *map(str, tensors.companions()[0])]):
@@ -193,12 +214,25 @@ def _settings(options: Options) -> dict[str, Any]:
         try:
             version(package)
         except PackageNotFoundError as error:
-            raise UsageError(f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt") from error
+            raise UsageError(
+                f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt"
+            ) from error
+    if version("ms-vlmeval") != VLMEVALKIT:
+        raise UsageError(
+            f"ms-vlmeval {version('ms-vlmeval')} is installed; what runs it here is written against "
+            f"{VLMEVALKIT}: pip install -e '.[eval]' -c constraints.txt"
+        )
     if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
-        raise UsageError(f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})")
+        raise UsageError(
+            f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})"
+        )
     if bool(options.judge_url) != (options.judge != NO_JUDGE):
-        raise UsageError("--judge and --judge-base-url go together: without a server of your own only exact_matching judges")
-    counts = "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions video_max_frames"
+        raise UsageError(
+            "--judge and --judge-base-url go together: without a server of your own only exact_matching "
+            "judges"
+        )
+    counts = "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
+    counts += "video_max_frames"
     for name in counts.split():
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
@@ -210,7 +244,9 @@ def _settings(options: Options) -> dict[str, Any]:
         raise UsageError(f"--gpus-per-process {options.gpus_per_process}, but this machine has {gpus} GPUs")
     processes = options.processes or (gpus // options.gpus_per_process if device == "cuda" else 1)
     if device == "cuda" and processes * options.gpus_per_process > gpus:
-        raise UsageError(f"--processes {processes} of {options.gpus_per_process} GPUs each: this machine has {gpus} GPUs")
+        raise UsageError(
+            f"--processes {processes} of {options.gpus_per_process} GPUs each: this machine has {gpus} GPUs"
+        )
     return {
         "dtype": options.dtype or _own_dtype(options.checkpoints["original"]),
         "device": "auto" if device == "cuda" and options.gpus_per_process > 1 else device,
@@ -225,7 +261,8 @@ def _settings(options: Options) -> dict[str, Any]:
         "video_prompt": options.video_prompt,
         "max_new_tokens": options.max_new_tokens,
         "judge": options.judge,
-        "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},
+        "versions": {package: version(package) for package in PACKAGES}
+        | {"python": platform.python_version()},
     }
 
 
@@ -253,9 +290,17 @@ def _prepare(options: Options) -> Path:
     return work
 
 
+def why_open(work: Path, network: bool) -> str:
+    """Why :func:`cage.command` does not work here; empty: it does."""
+    done = subprocess.run([*cage.command(work, network), "-c", ""], capture_output=True, text=True)
+    said = done.stderr.strip().rpartition("\n")[2]
+    return (said or f"exit code {done.returncode}") if done.returncode else ""
+
+
 def _isolation(work: Path, judged: bool) -> str:
-    """How the processes of VLMEvalKit are kept from the rest of the machine; CLOSED where the system closes them in."""
-    if why := cage.why_open(work, judged):
+    """How the processes of VLMEvalKit are kept from the rest of the machine; CLOSED where the system closes
+    them in."""
+    if why := why_open(work, judged):
         return f"with the guards of Python alone: this system does not close a process in ({why})"
     return f"{CLOSED} and {'with the network, for the judge' if judged else 'without a network'}"
 
@@ -316,10 +361,14 @@ class _Workers:
         """Raises CommandError when one of them has failed, UsageError when it was about the data set."""
         for rank, process in enumerate(self.running):
             if process.poll():
-                lines = (self.work / f"worker_{rank}.log").read_text(errors="replace").strip().splitlines()[-12:]
+                lines = (
+                    (self.work / f"worker_{rank}.log").read_text(errors="replace").strip().splitlines()[-12:]
+                )
                 if process.returncode == UNUSABLE:
                     raise UsageError(lines[-1])
-                raise CommandError(f"worker {rank} failed with exit code {process.returncode}:\n" + "\n".join(lines))
+                raise CommandError(
+                    f"worker {rank} failed with exit code {process.returncode}:\n" + "\n".join(lines)
+                )
 
     def wait(self, progress: _Progress) -> None:
         """Until all have ended; the first one scores when the others are done. Raises as :meth:`check`."""
@@ -336,7 +385,8 @@ class _Workers:
 
 
 def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool) -> None:
-    """Gives a process a line on its standard input; after the last one it is closed, so that nothing waits for more."""
+    """Gives a process a line on its standard input; after the last one it is closed, so that nothing waits
+    for more."""
     try:
         assert process.stdin is not None
         process.stdin.write(line.encode() + b"\n")
@@ -348,16 +398,20 @@ def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool) -> None:
 
 
 def _environment(options: Options, work: Path, rank: int) -> dict[str, str]:
-    """Nothing of a torchrun around this command, no network, and an empty folder of data sets."""
+    """Nothing of a torchrun around this command, no network, an empty folder of data sets, and a place for
+    temporary files: a closed-in process has no other."""
     data = work / f"data_{rank}"
     data.mkdir(exist_ok=True)
-    hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR LOCAL_LLM FWD_API "
-    hidden += "EVAL_PROXY FORCE_LOCAL"
+    hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR "
+    hidden += "LOCAL_LLM FWD_API EVAL_PROXY FORCE_LOCAL"
     environment = {name: value for name, value in os.environ.items() if name not in hidden.split()}
     repository = str(Path(__file__).resolve().parents[2])
     environment |= {"LMUData": str(data), "TMPDIR": str(work / "tmp"), "VLMEVALKIT_USE_MODELSCOPE": "0"}
+    environment["TRITON_CACHE_DIR"] = str(work / "tmp" / "triton")
     environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"PYTHONPATH": os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
     if options.judge_url:
         environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(HERE))
     if options.device != "cpu" and (visible := _gpus(options.gpus_per_process, rank)):

@@ -1,5 +1,4 @@
-"""Rows of a data set, checked before a prompt is made of them: a table may come from anybody, VLMEvalKit makes paths of
-its cells, and it opens what they name."""
+"""Rows of a data set, from anybody: VLMEvalKit makes paths of their cells and opens what they name."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ INDEX = re.compile(r"\w[\w .,:+=-]{0,200}")
 MEDIA = re.compile(r"(?!image$).*(video|path|prefix|media|image|clip|frame|folder|subtitle)", re.IGNORECASE)
 """Columns of video sets that may be made parts of a path; ``image`` holds pictures."""
 REFERENCE = 64
-"""An ``image`` of at most this many characters is the index of the row whose picture is meant, as in VLMEvalKit."""
+"""An ``image`` of at most this many characters is the index of the row whose picture is meant."""
 
 
 class TableError(ValueError):
@@ -34,14 +33,8 @@ def _at(place: str) -> Iterator[None]:
 
 
 def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int, name: str) -> None:
-    """Raises TableError at the first row with a path that leaves its folder or a picture that cannot be used.
-
-    Args:
-        rows: column -> value, as VLMEvalKit has read them; ``image`` and ``image_path`` may be lists.
-        root: folder of the data sets; pictures that lie in files must be inside it.
-        max_pixels: largest picture, by its header.
-        name: of the table, for the message.
-    """
+    """Raises TableError at the first row of the table ``name`` with a path that leaves its folder, or a
+    picture, in it or in a file inside ``root``, that cannot be used or has over ``max_pixels``."""
     indices: set[str] = set()
     for number, row in enumerate(rows, 1):
         with _at(f"{name}.tsv: row {number}"):
@@ -63,8 +56,8 @@ def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int, n
 
 
 def check_video_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> None:
-    """Raises TableError at the first row of a video set with a cell that leads out of ``folder``, VLMEvalKit's own: clips
-    and frames are written to paths made of cells, and some sets complete their paths themselves."""
+    """Raises TableError at the first row of a video set with a cell that leads out of ``folder``: VLMEvalKit
+    writes clips and frames to paths made of cells."""
     for number, row in enumerate(rows, 1):
         for column, cell in row.items():
             with _at(f"row {number}: column {column}"):
@@ -75,10 +68,8 @@ def check_video_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> None:
 
 
 def strings(cell: Any, *, strict: bool = False) -> Iterator[str]:
-    """The strings of a cell: one, several between semicolons, or those of a list or dictionary, which may be written down.
-
-    With ``strict`` a string is one, and a ValueError says where a list is none or holds something else.
-    """
+    """The strings of a cell: one, several between semicolons, or of a list or dictionary, also a written one.
+    ``strict``: a string is one, and a ValueError says where a list is none or holds something else."""
     if isinstance(cell, str) and cell[:1] in ("[", "{"):
         try:
             cell = ast.literal_eval(cell)
@@ -96,7 +87,7 @@ def strings(cell: Any, *, strict: bool = False) -> Iterator[str]:
 
 def _checked_index(index: Any) -> str:
     if not INDEX.fullmatch(str(index)):
-        raise TableError(f"index {str(index)[:80]!r} cannot be part of a file name; letters, digits and _ can")
+        raise TableError(f"index {str(index)[:80]!r} cannot be part of a file name; letters, digits, _ can")
     return str(index)
 
 

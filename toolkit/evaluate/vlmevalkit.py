@@ -1,24 +1,29 @@
-"""What VLMEvalKit 0.0.20 needs to run here: functions of its own replaced, faults worked around, no judge where there is none."""
+"""What VLMEvalKit 0.0.20 needs to run here: its files found and never fetched, faults worked around, no judge
+of its own."""
 
 from __future__ import annotations
 
 import abc
+import csv
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
-from toolkit.evaluate.sources import Sources
+from toolkit.evaluate.sources import PICTURES_AND_VIDEOS, Sources
+from toolkit.evaluate.table import MEDIA, TableError, strings
 
 ACCEPTED = "any table"
 """What it takes for the MD5 of every file, and for the one it wants: the report says which table it was."""
 RELIED_ON = "relied on"
-"""A line of :class:`NoJudge`'s file: the data set went on without the judgement, and its numbers are no scores."""
+"""A line of :class:`NoJudge`'s file: the data set went on without the judgement, and its numbers are no
+scores."""
 NO_JUDGE = "exact_matching"
 
 
@@ -27,15 +32,58 @@ class NotInstalled(Exception):
 
 
 def check_import() -> None:
-    """Raises NotInstalled: one of VLMEvalKit's packages, or a library of the system that one of them wants, is missing."""
+    """Raises NotInstalled: one of VLMEvalKit's packages, or a library of the system that one of them wants,
+    is missing."""
     try:
         import cv2  # noqa: F401  # it misses the library most often, and says so in a second
         import vlmeval.dataset  # noqa: F401
     except ImportError as error:
         hint = ""
         if "libGL" in str(error):
-            hint = "; install it (Debian: apt install libgl1), or opencv-python-headless in place of opencv-python"
+            hint = "; install it (Debian: apt install libgl1), or opencv-python-headless for opencv-python"
         raise NotInstalled(f"VLMEvalKit does not import: {error}{hint}") from error
+
+
+def real(sources: Sources, text: str) -> str:
+    """A message with the paths that the user knows."""
+    for target, source in sources.links.items():
+        text = text.replace(str(target), str(source))
+    return text.replace(str(sources.data), str(sources.root))
+
+
+def missing(sources: Sources) -> str:
+    """The first picture or video that a table names and a repository lacks, or its table, as a part of a
+    message."""
+    csv.field_size_limit(sys.maxsize)
+    for target, source in sources.links.items():
+        below = [path.relative_to(target).parts for path in target.rglob("*")]
+        held = {PurePosixPath(*parts[i:]) for parts in below for i in range(len(parts))}
+        tables = sorted(target.glob("*.tsv"))
+        if not tables and target.parent != sources.data:
+            return f"{source / sources.parts[0]}.tsv is missing"
+        for path in chain.from_iterable(map(_media, tables)):
+            if path.suffix.lower() in PICTURES_AND_VIDEOS and path not in held:
+                return f"{source / path} is missing"
+    return ""
+
+
+def _media(table: Path) -> Iterator[PurePosixPath]:
+    """All that cells of a table name, also parts of paths."""
+    with table.open(encoding="utf-8-sig", newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            cells = [cell for column, cell in row.items() if MEDIA.match(str(column))]
+            yield from map(PurePosixPath, strings(cells))
+
+
+def _refused(sources: Sources, wanted: str) -> TableError:
+    """What is said where VLMEvalKit would download."""
+    place = sources.root if "://" in wanted else sources.root / wanted.rpartition("/")[2]
+    otherwise = "VLMEvalKit finds it incomplete" if place.exists() else f"{place} is missing"
+    unpacked = "" if place == sources.root else ", with its archives unpacked"
+    return TableError(
+        f"--data {sources.name}: {missing(sources) or otherwise}; VLMEvalKit would download {wanted[:200]}; "
+        f"nothing is downloaded or unpacked here: put it in {place}{unpacked}"
+    )
 
 
 def install(sources: Sources) -> None:
@@ -45,14 +93,21 @@ def install(sources: Sources) -> None:
     from vlmeval.smp import file as files
     from vlmeval.smp import misc
 
-    sources.cached = _own_cache_path()
+    own_cache_path = _own_cache_path()
+
+    def get_cache_path(repo_id: str, branch: str | None = "main", repo_type: str = "datasets") -> str | None:
+        return sources.repository(own_cache_path, repo_id, branch)
+
+    def refuse(*arguments: Any, repo_id: str = "", dataset_id: str = "", **_: Any) -> NoReturn:
+        raise _refused(sources, str(repo_id or dataset_id or (arguments[0] if arguments else "")))
+
     accept_tables()
-    new: dict[str, Callable[..., Any]] = {"get_cache_path": sources.repository}
-    new |= dict.fromkeys(("snapshot_download", "hf_hub_download", "download_file"), sources.refuse)
+    new: dict[str, Callable[..., Any]] = {"get_cache_path": get_cache_path}
+    new |= dict.fromkeys(("snapshot_download", "hf_hub_download", "download_file"), refuse)
     for module in _modules("vlmeval"):
         for attribute in new.keys() & vars(module).keys():
             setattr(module, attribute, new[attribute])
-    huggingface_hub.snapshot_download = sources.refuse  # VDC takes it from there while it runs
+    huggingface_hub.snapshot_download = refuse  # VDC takes it from there while it runs
     huggingface_hub.login = lambda *_, **__: None  # MVBench logs in before it downloads
 
     vlmeval.dataset.vdc.modelscope_flag_set = misc.modelscope_flag_set  # which it does not import
@@ -66,18 +121,20 @@ def install(sources: Sources) -> None:
 
 @cache
 def accept_tables() -> set[str]:
-    """Lets VLMEvalKit use tables in the form of those it knows, whatever their MD5. Returns the MD5 it knows."""
-    published: set[str] = set()
+    """Lets VLMEvalKit use tables in the form of those it knows, whatever their MD5. Returns the MD5 it
+    knows."""
+    published: set[Any] = set()
     for module in _modules("vlmeval.dataset"):
         if hasattr(module, "md5"):
-            module.md5 = lambda _: ACCEPTED
+            vars(module)["md5"] = lambda _: ACCEPTED
         for kind in [one for one in vars(module).values() if isinstance(one, type)]:
             for attribute, known in list(vars(kind).items()):
-                if attribute not in ("MD5", "DATASET_MD5", "MP4_MD5") or known == ACCEPTED:
+                if attribute not in ("MD5", "DATASET_MD5", "MP4_MD5"):
                     continue
-                published |= set(known.values() if isinstance(known, dict) else [known])
-                setattr(kind, attribute, dict.fromkeys(known, ACCEPTED) if isinstance(known, dict) else ACCEPTED)
-    return published
+                several = isinstance(known, dict)
+                published |= set(known.values() if several else [known])
+                setattr(kind, attribute, dict.fromkeys(known, ACCEPTED) if several else ACCEPTED)
+    return published - {ACCEPTED, "", None}
 
 
 def checksums(tables: list[Path]) -> dict[str, dict[str, Any]]:
@@ -128,4 +185,4 @@ def without_judge(mark: Path) -> None:
     """Puts :class:`NoJudge` in the place of every judge."""
     for module in _modules("vlmeval"):
         if hasattr(module, "build_judge"):
-            module.build_judge = lambda **_: NoJudge(mark)
+            vars(module)["build_judge"] = lambda **_: NoJudge(mark)

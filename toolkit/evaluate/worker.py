@@ -1,13 +1,15 @@
 """A process with VLMEvalKit and a model in it: ``python -m toolkit.evaluate.worker JOB.json RANK``.
 
-Of each checkpoint a worker writes the answers to its share of the questions (JSON lines) and, the first worker, the logits
-of some prompts (safetensors and JSON). The first one then scores: it puts all answers where VLMEvalKit keeps its own
-unfinished work and lets its ``run.py`` go on from there, so that its own code reads the table, judges and writes
-``status.json``. A worker checks the data set first and then waits for a line on its standard input, the checkpoints as JSON:
-they are read meanwhile. Before it scores, the first one waits for a second line, which says that the others are done.
+Of each checkpoint a worker writes the answers to its share of the questions (JSON lines) and, the first
+worker, the logits of some prompts (safetensors and JSON). The first one then scores: it puts all answers
+where VLMEvalKit keeps its own unfinished work and lets its ``run.py`` go on from there, so that its own code
+reads the table, judges and writes ``status.json``. A worker checks the data set first and then waits for a
+line on its standard input, the checkpoints as JSON: they are read meanwhile. Before it scores, the first one
+waits for a second line, which says that the others are done.
 
-VLMEvalKit catches every exception, so a missing metric is a failure. Its ``run.py`` gives arguments to sets of videos that
-they do not take, and ``--limit`` to none of them: it is given the data set that was built here.
+VLMEvalKit catches every exception, so a missing metric is a failure. Its ``run.py`` gives arguments to sets
+of videos that they do not take, and ``--limit`` to none of them: it is given the data set that was built
+here.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.evaluate import cage, vlmevalkit
-from toolkit.evaluate.early import names, wrong_columns
+from toolkit.evaluate.early import is_own, wrong_columns
 from toolkit.evaluate.sources import Sources
 from toolkit.evaluate.table import REFERENCE, TableError, check_rows, check_video_rows
 
@@ -33,7 +35,8 @@ QUESTIONS = "questions.txt"
 TABLES = "tables.json"
 """File of the work folder with the checksums of the tables."""
 JUDGED = "judge_wanted.txt"
-"""File of the work folder that is there when a language model was to judge and there is none; a line each time."""
+"""File of the work folder that is there when a language model was to judge and there is none; a line each
+time."""
 UNUSABLE = 3
 """Exit code about a table that cannot be used; the last line of the log says why."""
 
@@ -48,24 +51,37 @@ def build(job: dict[str, Any], sources: Sources) -> Any:
     from vlmeval.dataset import build_dataset
 
     name, largest = job["data"], job["settings"]["largest_picture"]
-    own = sources.kind == "table" and name not in names()["table"]
+    own = is_own(name)
     for part in sources.parts if own or sources.kind == "tables" else []:
         rows = _read_table(sources.data / f"{part}.tsv")
         if own:
             check_own(rows, name, job["scores"])
-        check_rows(rows, sources.root, largest, part)  # VLMEvalKit writes their pictures while it builds the data set
+        check_rows(
+            rows, sources.root, largest, part
+        )  # VLMEvalKit writes their pictures while it builds the data set
     vlmevalkit.install(sources)
     try:
         dataset = build_dataset(name)
     except TableError:
         raise
     except Exception as error:  # whatever pandas and VLMEvalKit raise on a table that is none
-        what = "; ".join(filter(None, [f"{type(error).__name__}: {sources.real(str(error))}", sources.missing()]))
+        what = "; ".join(
+            filter(
+                None,
+                [
+                    f"{type(error).__name__}: {vlmevalkit.real(sources, str(error))}",
+                    vlmevalkit.missing(sources),
+                ],
+            )
+        )
         raise TableError(f"VLMEvalKit cannot use {name}: {what}") from error
     if dataset is None:
         raise TableError(f"VLMEvalKit cannot use {name}.tsv: it has no column 'question'")
     if getattr(dataset, "pack", False):
-        raise TableError(f"{name} asks all questions about a video at once, which VLMEvalKit has for APIs only; take ..._nopack")
+        raise TableError(
+            f"{name} asks all questions about a video at once, which VLMEvalKit has for APIs only; "
+            "take ..._nopack"
+        )
     if job["limit"]:
         dataset.data = first_rows(dataset.data, job["limit"])
     rows = dataset.data.to_dict("records")
@@ -87,7 +103,8 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
 
 
 def check_own(rows: list[dict[str, Any]], name: str, scored: bool) -> None:
-    """Raises TableError where VLMEvalKit would end with a bare KeyError or AssertionError on a user's own table.
+    """Raises TableError where VLMEvalKit would end with a bare KeyError or AssertionError on a user's own
+    table.
 
     Args:
         rows: column -> cell, as in the file.
@@ -101,8 +118,8 @@ def check_own(rows: list[dict[str, Any]], name: str, scored: bool) -> None:
         short = isinstance(image, str) and 0 < len(image) <= REFERENCE and not image.startswith("[")
         if short and image not in indices:
             raise TableError(
-                f"{name}.tsv: row {number}: column image: {image!r} is neither a picture in base64 nor the index of a row that "
-                "has one; paths of pictures go into a column image_path"
+                f"{name}.tsv: row {number}: column image: {image!r} is neither a picture in base64 nor the "
+                "index of a row that has one; paths of pictures go into a column image_path"
             )
 
 
@@ -116,7 +133,9 @@ def first_rows(data: Any, limit: int) -> Any:
         return data.iloc[:limit]
     parts = data["SUB_DATASET"].nunique()
     if limit < parts:
-        raise TableError(f"--limit {limit} is less than one question of each of the {parts} tables of this data set")
+        raise TableError(
+            f"--limit {limit} is less than one question of each of the {parts} tables of this data set"
+        )
     place = data.groupby("SUB_DATASET").cumcount()
     return data.iloc[sorted(place.to_numpy().argsort(kind="stable")[:limit])]
 
@@ -125,13 +144,20 @@ def _check_media(dataset: Any, job: dict[str, Any], sources: Any) -> None:
     """Names the first video that is not there, before a model is loaded. Raises TableError."""
     if dataset.MODALITY != "VIDEO":
         return
-    slow = any(getattr(dataset, name, False) for name in ("use_subtitle", "with_subtitle", "load_into_video_and_process"))
+    slow = any(
+        getattr(dataset, name, False)
+        for name in ("use_subtitle", "with_subtitle", "load_into_video_and_process")
+    )
     for prompt in _prompts(dataset, range(1 if slow else len(dataset.data))):
         for part in prompt:
             if part["type"] not in ("text", "image", "video") or not isinstance(part["value"], str):
-                raise TableError(f"{job['data']} gives {part['type']}; these models take text, pictures and videos in files")
+                raise TableError(
+                    f"{job['data']} gives {part['type']}; these models take text, pictures and videos in "
+                    "files"
+                )
             if part["type"] != "text" and not Path(part["value"]).is_file():
-                raise TableError(f"--data {job['data']}: {sources.real(part['value'])} is missing, or leads out of its folder")
+                path = vlmevalkit.real(sources, part["value"])
+                raise TableError(f"--data {job['data']}: {path} is missing, or leads out of its folder")
 
 
 def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]) -> None:
@@ -145,7 +171,9 @@ def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]
         work = Path(job["work"]) / name
         model = Checkpoint(Path(folder), job["settings"], roots)
         if rank == 0:
-            _write_logits(work, [model.logits(prompt) for prompt in _prompts(dataset, range(job["logit_questions"]))])
+            _write_logits(
+                work, [model.logits(prompt) for prompt in _prompts(dataset, range(job["logit_questions"]))]
+            )
         with (work / f"answers_{rank:03d}.jsonl").open("w", encoding="utf-8", buffering=1) as file:
             for number, prompt in zip(share, _prompts(dataset, share), strict=True):
                 line = {"number": number} | _line(dataset.data.iloc[number], prompt, model)
@@ -172,7 +200,8 @@ def _line(row: Any, prompt: Any, model: Any) -> dict[str, Any]:
 
 
 def _prompts(dataset: Any, numbers: range) -> Iterator[Any]:
-    """VLMEvalKit's own prompts: native videos where a data set has them, as its Qwen-VL models take them. Raises TableError."""
+    """VLMEvalKit's own prompts: native videos where a data set has them, as its Qwen-VL models take them.
+    Raises TableError."""
     for number in numbers:
         if number >= len(dataset.data):
             return
@@ -190,7 +219,8 @@ def _prompts(dataset: Any, numbers: range) -> Iterator[Any]:
 
 
 def _sampled(part: dict[str, Any], dataset: Any) -> dict[str, Any]:
-    """A video with what its data set's name says about frames (``_8frame``, ``_1fps``), unless the part says it itself."""
+    """A video with what its data set's name says about frames (``_8frame``, ``_1fps``), unless the part says
+    it itself."""
     if part["type"] != "video" or "nframes" in part or "fps" in part:
         return part
     if dataset.nframe > 0:
@@ -201,17 +231,23 @@ def _sampled(part: dict[str, Any], dataset: Any) -> dict[str, Any]:
 def _write_logits(work: Path, measured: list[dict[str, Any]]) -> None:
     from safetensors.torch import save_file
 
-    save_file({str(i): one.pop("last").contiguous() for i, one in enumerate(measured)}, work / "logits.safetensors")
+    save_file(
+        {str(i): one.pop("last").contiguous() for i, one in enumerate(measured)}, work / "logits.safetensors"
+    )
     (work / "logits.json").write_text(json.dumps(measured))
 
 
 def read_answers(work: Path) -> list[dict[str, Any]]:
     """All workers' lines of one checkpoint, in the order of the table."""
-    lines = [json.loads(line) for file in sorted(work.glob("answers_*.jsonl")) for line in file.open(encoding="utf-8")]
+    lines = [
+        json.loads(line)
+        for file in sorted(work.glob("answers_*.jsonl"))
+        for line in file.open(encoding="utf-8")
+    ]
     return sorted(lines, key=lambda line: line["number"])
 
 
-def score(job: dict[str, Any], dataset: Any) -> None:
+def score(job: dict[str, Any], dataset: Any, sources: Sources) -> None:
     """Lets VLMEvalKit judge all answers of all checkpoints."""
     from vlmeval import run
     from vlmeval.smp import get_pred_file_path
@@ -220,30 +256,51 @@ def score(job: dict[str, Any], dataset: Any) -> None:
     for name in job["checkpoints"]:
         answers = {line["index"]: line["answer"] for line in read_answers(work / name)}
         finished = {index: answers[str(index)] for index in dataset.data["index"] if str(index) in answers}
-        # Where VLMEvalKit's inference keeps the answers of rank 0 of 1; when all are there it builds no model.
-        stem = job["data"] if dataset.MODALITY != "VIDEO" else Path(get_pred_file_path(".", name, job["data"])).stem
+        # Where its inference keeps the answers of rank 0 of 1; when all are there it builds no model.
+        stem = (
+            job["data"]
+            if dataset.MODALITY != "VIDEO"
+            else Path(get_pred_file_path(".", name, job["data"])).stem
+        )
         with (work / name / f"01_{stem}.pkl").open("wb") as file:
             pickle.dump(finished, file)
-    run.build_dataset = lambda *_, **__: _fresh(dataset, job)
+    run.build_dataset = lambda *_, **__: _fresh(dataset, job, sources)
     if job["judge"] == vlmevalkit.NO_JUDGE:
         vlmevalkit.without_judge(work / JUDGED)
-    # A data set of several tables puts their names in the place of its own, anywhere in the path of its results.
+    # A set of several tables puts their names in the place of its own, anywhere in its results' path.
     os.chdir(work)
-    sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", ".", "--judge", job["judge"]]
+    sys.argv = [
+        "vlmeval",
+        "--data",
+        job["data"],
+        "--model",
+        *job["checkpoints"],
+        "--work-dir",
+        ".",
+        "--judge",
+        job["judge"],
+    ]
     if job["judge_url"]:
-        sys.argv += ["--judge-base-url", job["judge_url"], "--judge-key", os.environ.get("OPENAI_API_KEY") or "none"]
+        sys.argv += [
+            "--judge-base-url",
+            job["judge_url"],
+            "--judge-key",
+            os.environ.get("OPENAI_API_KEY") or "none",
+        ]
     run.main()
     if cage.DENIED:
         print(f"wanted of the network, and refused: {', '.join(sorted(set(cage.DENIED)))}", flush=True)
 
 
-def _fresh(dataset: Any, job: dict[str, Any]) -> Any:
+def _fresh(dataset: Any, job: dict[str, Any], sources: Sources) -> Any:
     """A data set that VLMEvalKit may change while it scores one checkpoint."""
-    random.seed(0)  # where an answer holds no option some data sets draw one: the same ones for all checkpoints
+    random.seed(
+        0
+    )  # where an answer holds no option some data sets draw one: the same ones for all checkpoints
     try:
         return copy.deepcopy(dataset)
     except TypeError:  # it holds what cannot be copied
-        return build(job, sources_of(job))
+        return build(job, sources)
 
 
 def run_job(job: dict[str, Any], rank: int) -> None:
@@ -259,7 +316,7 @@ def run_job(job: dict[str, Any], rank: int) -> None:
     job = job | {"checkpoints": json.loads(said)}
     answer_share(job, rank, dataset, sources.folders)
     if rank == 0 and job["scores"] and sys.stdin.readline():
-        score(job, dataset)
+        score(job, dataset, sources)
 
 
 def main(path: str, rank: str) -> None:
