@@ -1,4 +1,5 @@
-"""``megatron-vl train``: what the environment makes of it, what ``--dry-run`` says, and one real start of two ranks."""
+"""``megatron-vl train``: what the environment makes of it, what ``--dry-run`` says, and one real start of two
+ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from toolkit.train.environment import Surroundings, first_host, read
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "tests" / "hf_configs"
-STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456", "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_PROCID": "9"}
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_PROCID": "9",
+}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +43,9 @@ def test_first_host_of_a_slurm_list(nodelist, host):
 
 def test_a_shell_and_a_batch_script_start_the_ranks_themselves():
     assert read({}) == Surroundings()
-    assert read({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) == Surroundings()  # sbatch without srun
+    assert (
+        read({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) == Surroundings()
+    )  # sbatch without srun
 
 
 def test_a_rank_of_torchrun_and_one_of_slurm():
@@ -53,7 +61,10 @@ def test_a_rank_of_torchrun_and_one_of_slurm():
         "MASTER_ADDR": "gpu007",
         "MASTER_PORT": "23456",
     }
-    assert read(STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}).variables["MASTER_ADDR"] == "10.0.0.1"
+    assert (
+        read(STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}).variables["MASTER_ADDR"]
+        == "10.0.0.1"
+    )
 
 
 def test_a_slurm_step_with_a_task_a_node_starts_the_ranks_of_its_node():
@@ -106,7 +117,8 @@ LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,2
 
 
 def test_dry_run_says_layout_schedule_and_memory(capsys):
-    """Counted by hand: 64 ranks are two replicas of 32 micro-batches; stage 0 runs three forward passes ahead."""
+    """Counted by hand: 64 ranks are two replicas of 32 micro-batches; stage 0 runs three forward passes
+    ahead."""
     facts = dry_run(capsys, *LARGE, "--nnodes", "8", "--nproc-per-node", "8")
     assert facts["ranks"] == 64 and facts["layout"]["dp"] == 2
     assert facts["stages"][0] == ["vision tower", "embedding", "decoder layers 0 to 16"]
@@ -149,8 +161,20 @@ def test_one_command_trains_on_two_ranks_and_on_one(tiny_checkpoint, tmp_path):
     for ranks in (2, 1):
         line = launched(prepared, tmp_path / f"run{ranks}", ranks=1, steps=2)
         fields = line[line.index("megatron_vl.train") + 1 :]
-        start = [sys.executable, "-m", "toolkit", "train", "--nproc-per-node", str(ranks), *fields, "--parallel.tp", str(ranks)]
-        done = subprocess.run(start, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        start = [
+            sys.executable,
+            "-m",
+            "toolkit",
+            "train",
+            "--nproc-per-node",
+            str(ranks),
+            *fields,
+            "--parallel.tp",
+            str(ranks),
+        ]
+        done = subprocess.run(
+            start, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         losses[ranks] = [step["loss"] for step in metrics(tmp_path / f"run{ranks}")]
     assert len(losses[1]) == 2 and losses[2] == pytest.approx(losses[1], rel=1e-5)

@@ -11,10 +11,11 @@ from toolkit.options import CommandOptions, option
 
 @dataclass(kw_only=True)
 class EvaluateOptions(CommandOptions):
-    """Compare a converted checkpoint with its original down to a benchmark's scores (VLMEvalKit), and score a trained one.
+    """Compare a converted checkpoint with its original down to a benchmark's scores (VLMEvalKit), and score a
+    trained one.
 
-    Four gates, in this order: tensors bit for bit, logits of some prompts, generated answers, scores. Nothing is downloaded.
-    Exit code 1 when a gate fails or a score is missing, 2 when the arguments cannot be used.
+    Four gates, in this order: tensors bit for bit, logits of some prompts, generated answers, scores. Nothing
+    is downloaded. Exit code 1 when a gate fails or a score is missing, 2 when the arguments cannot be used.
     """
 
     original: Path = option(metavar="HF_DIR")
@@ -24,8 +25,8 @@ class EvaluateOptions(CommandOptions):
     trained: Path | None = option(None, metavar="HF_DIR")
     """Hugging Face folder exported after training: scored, not judged."""
     data: str = option(metavar="NAME")
-    """A data set of VLMEvalKit (of videos too: Video-MME_8frame), or NAME.tsv of your own: tabs between columns, multiple choice
-    with index, image (base64), question, A to D, answer."""
+    """A data set of VLMEvalKit (of videos too: Video-MME_8frame), or NAME.tsv of your own: tabs between
+    columns, multiple choice with index, image (base64), question, A to D, answer."""
     lmu_data: Path | None = option(None, metavar="DIR", shown_default="$LMUData, or ~/LMUData")
     """Folder that holds NAME.tsv, or of a set of videos its repository, DIR/Video-MME."""
     limit: int | None = option(None, metavar="N", shown_default="all")
@@ -38,7 +39,9 @@ class EvaluateOptions(CommandOptions):
     """Where --judge is served on this machine, as by OpenAI: http://localhost:8000/v1."""
     no_scores: bool = False
     """End with the answers: for data sets that a model would judge."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = option(None, shown_default="the original's weights'")
+    dtype: Literal["bfloat16", "float16", "float32"] | None = option(
+        None, shown_default="the original's weights'"
+    )
     """Type of all models."""
     device: Literal["cpu", "cuda"] | None = option(None, shown_default="cuda where there is a GPU")
     """Where the models run."""

@@ -26,14 +26,15 @@ class GenerateOptions(CommandOptions):
     epilog: ClassVar[str] = NOTES
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step folders."""
+    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
+    folders."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face folder of origin: tokenizer, chat template, processor."""
     prompt: list[str] = option([], metavar="TEXT", repeat=True)
     """What the user says after the pictures and videos (one prompt; several go into a --prompt-file)."""
     prompt_file: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
-    """JSON or JSON lines of conversations, OpenAI messages or ShareGPT. Each gets its next turn answered (a last turn of the
-    assistant's is left out). May be repeated."""
+    """JSON or JSON lines of conversations, OpenAI messages or ShareGPT. Each gets its next turn answered (a
+    last turn of the assistant's is left out). May be repeated."""
     image: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
     """Picture for --prompt. May be repeated."""
     video: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
@@ -54,7 +55,9 @@ class GenerateOptions(CommandOptions):
     """Decoder layers of each stage."""
     batch: int = option(8, metavar="N", least=1)
     """Prompts answered together."""
-    dtype: Literal["float32", "bfloat16"] | None = option(None, shown_default="bfloat16 on GPUs, float32 on CPU")
+    dtype: Literal["float32", "bfloat16"] | None = option(
+        None, shown_default="bfloat16 on GPUs, float32 on CPU"
+    )
     """Type of the computation."""
     platform: Literal["auto", "cpu", "cuda"] = option("auto", shown_default="cuda where there is a GPU")
     """Where the ranks run."""
