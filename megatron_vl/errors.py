@@ -51,7 +51,8 @@ def describe(error: BaseException) -> str:
     if is_fixable(error):
         return f"{message}\n{trace}"
     summary = " ".join(f"{type(error).__name__}: {message}".split())
-    return f"{summary}\n{trace}\nThis is a bug in megatron-vl, or in a library that it uses: please report it with these lines."
+    advice = "This is a bug in megatron-vl, or in a library that it uses: please report it with these lines."
+    return f"{summary}\n{trace}\n{advice}"
 
 
 def exit_code(error: BaseException) -> int:

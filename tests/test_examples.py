@@ -66,7 +66,7 @@ def test_split_takes_the_layout_of_the_yaml(example):
     assert isinstance(other, SplitOptions) and other.layout == expected | {"tp": 16}
 
 
-# --- The numbers in the first lines, from transformers' own modules and by hand ---------------------------------------
+# --- The numbers in the first lines, from transformers' own modules and by hand -----------------------------
 
 
 @cache
@@ -248,7 +248,7 @@ def test_stated_memory_is_what_is_counted_by_hand(example):
     assert example.gib <= H200_GIB - 8
 
 
-# --- The scripts -----------------------------------------------------------------------------------------------------
+# --- The scripts --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -193,7 +193,8 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     program("data", "convert", *source, "--out", "data", "--val-fraction", "0")
     program("data", "verify", "data")
 
-    run = "--model.hf hf --model.checkpoint shards --data.path data --data.seq_len 512 --global_batch_size 2 --steps 1"
+    run = "--model.hf hf --model.checkpoint shards --data.path data --data.seq_len 512 --steps 1"
+    run += " --global_batch_size 2"
     run += " --dtype float32 --platform cpu --checkpoint.dir run --data.num_workers 0"
     assert (
         "schedule: no pipeline" in program("train", "--dry-run", "--nproc-per-node", "2", *run.split()).stdout
@@ -209,7 +210,8 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     )
     assert report["ok"]
     program("doctor", "--json", code=1 if shutil.disk_usage("/").free < 2**30 else 0)
-    shape = "--data.seq_len 512 --global_batch_size 1 --dtype float32 --timed 1 --warm-up 1 --part-steps 0 --rows images"
+    shape = "--data.seq_len 512 --global_batch_size 1 --dtype float32"
+    shape += " --timed 1 --warm-up 1 --part-steps 0 --rows images"
     program("bench", "--hf", "hf", "--processes", "1", *shape.split())
     compared = [
         "--original",

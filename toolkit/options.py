@@ -82,7 +82,7 @@ def option(
     return dataclasses.field(default=default, metadata=facts)
 
 
-# --- Reading a command line ----------------------------------------------------------------------------------------
+# --- Reading a command line ---------------------------------------------------------------------------------
 
 
 def parse[Options: CommandOptions](options: type[Options], argv: list[str], program: str) -> Options:
@@ -171,7 +171,7 @@ def words(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]
     return line
 
 
-# --- The parser ----------------------------------------------------------------------------------------------------
+# --- The parser ---------------------------------------------------------------------------------------------
 
 
 def kebab(name: str) -> str:
@@ -311,7 +311,7 @@ def _shown(options: type[CommandOptions]) -> list[dataclasses.Field]:
     return sorted(found, key=lambda field: field.name not in own)
 
 
-# --- Spellings -----------------------------------------------------------------------------------------------------
+# --- Spellings ----------------------------------------------------------------------------------------------
 
 
 def _without_old_spellings(parser: Any, argv: list[str]) -> list[str]:
@@ -352,7 +352,7 @@ def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
     return own, fields + argv[len(before) + 1 :]
 
 
-# --- Help ----------------------------------------------------------------------------------------------------------
+# --- Help ---------------------------------------------------------------------------------------------------
 
 
 def _description(options: type[CommandOptions]) -> str:

@@ -120,7 +120,7 @@ def test_every_option_of_every_command_is_explained(name, capsys):
     [
         "data convert --input a.json b.json --media_root m --out o --max_quarantined 0.5 --val_fraction 0.1",
         "generate --checkpoint c --hf h --prompt_file a.jsonl --prompt_file b.jsonl --max_new_tokens 3",
-        "bench --hf h --gpus 8 --data.seq_len 8192 --global_batch_size 32 --warm_up 1 --part_steps 0 --even_routing true",
+        "bench --hf h --gpus 8 --data.seq_len 8192 --global_batch_size 32 --warm_up 1 --even_routing true",
         "doctor --config run.yaml --world_size 8 -- --data.seq_len 16384",
         "parity --family qwen2_5_vl --layouts 1,tp2sp --reference_device cpu",
         "evaluate --original a --converted b --data x --out o --lmu_data l --no_scores --gpus_per_process 2",

@@ -131,7 +131,7 @@ def test_dry_run_says_layout_schedule_and_memory(capsys):
         "idle_share": round(3 / 35, 4),
     }
     assert facts["tokens_per_step"] == 64 * 8192
-    # Decoder layers of the second stage: attention 2 x 8192^2 + 2 x 8192 x 1024, MLP 3 x 8192 x 29568, each over 8 ranks.
+    # The second stage has decoder layers only: q, k, v and output of attention, MLP, over 8 ranks.
     layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568) / 8
     assert facts["memory_gib"][1]["weights"] == pytest.approx(2 * 21 * layer / 2**30, rel=1e-3)
 
@@ -147,7 +147,8 @@ def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs(capsys, mon
 
 def test_dry_run_is_readable_and_imports_no_torch():
     line = ["train", "--dry-run", *LARGE]
-    code = f"import sys; from toolkit.cli import main; assert main({line!r}) == 0; assert 'torch' not in sys.modules"
+    code = f"import sys; from toolkit.cli import main; assert main({line!r}) == 0; "
+    code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "stage 0: 3 forward, " in done.stdout and "fullest GPU: " in done.stdout

@@ -42,7 +42,8 @@ def verify(options: VerifyOptions) -> int:
     elif problems:
         print("\n".join(problems))
         print(
-            f"{source} is damaged; resume from another step with --checkpoint.step, or from weights that verify"
+            f"{source} is damaged; resume from another step with --checkpoint.step, "
+            "or from weights that verify"
         )
     else:
         print(f"{source} is whole")

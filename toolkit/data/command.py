@@ -58,12 +58,14 @@ def convert(given: ConvertOptions) -> int:
         )
     if given.val_fraction and not report.val:
         raise ConvertError(
-            f"{report.samples} sample is too few for a validation split; give more, or leave out --val-fraction"
+            f"{report.samples} sample is too few for a validation split; give more, "
+            "or leave out --val-fraction"
         )
     if report.quarantined > given.max_quarantined * report.records:
         share = report.quarantined / report.records
         print(
-            f"megatron-vl data: {report.quarantined} of {report.records} records ({share:.2%}) were quarantined, more "
+            f"megatron-vl data: {report.quarantined} of {report.records} records ({share:.2%}) "
+            "were quarantined, more "
             f"than --max-quarantined {given.max_quarantined:g} allows; {given.out} is complete without them. "
             f"Correct what {quarantine} names and convert again with --force, or allow more",
             file=sys.stderr,
@@ -118,7 +120,8 @@ def _print(report: Report, out: Path, quarantine: Path) -> None:
         print(f"  ignored: {_ignored(place, found)}")
     if report.answer_media:
         print(
-            f"  {report.answer_media} images or videos in the assistant's turns: seen by the model, not learnt"
+            f"  {report.answer_media} images or videos in the assistant's turns: "
+            "seen by the model, not learnt"
         )
     if len(report.refused) > 1:
         for file, counts in report.refused.items():

@@ -10,12 +10,14 @@ from megatron_vl.errors import UserError
 from toolkit.options import CommandOptions, exactly_one, option
 
 NOTES = """
-The answer is greedy: the likeliest token each time, until a token that ends a turn (generation_config.json) or
---max-new-tokens. In float32 it is that of transformers' generate(do_sample=False, repetition_penalty=1.0), token for token.
-Keys and values of earlier tokens are kept on each rank (memory: 4 x layers x key/value heads x head dimension bytes a token in
-bfloat16, divided by tp x pp); pictures are encoded once. Prompts are answered --batch at a time; a model of another layout on
-disk needs no splitting. One process a rank is started on this machine: with GPUs, tp x pp of them, and where the experts are
-spread further (--ep, --etp), as many times more as they need; each of these replicas answers its share of the prompts.
+The answer is greedy: the likeliest token each time, until a token that ends a turn
+(generation_config.json) or --max-new-tokens. In float32 it is that of transformers'
+generate(do_sample=False, repetition_penalty=1.0), token for token. Keys and values of earlier
+tokens are kept on each rank (memory: 4 x layers x key/value heads x head dimension bytes a token in
+bfloat16, divided by tp x pp); pictures are encoded once. Prompts are answered --batch at a time; a
+model of another layout on disk needs no splitting. One process a rank is started on this machine:
+with GPUs, tp x pp of them, and where the experts are spread further (--ep, --etp), as many times
+more as they need; each of these replicas answers its share of the prompts.
 """
 
 

@@ -11,11 +11,13 @@ from toolkit.layouts import GRAMMAR, LayoutTextError, parse_layouts
 from toolkit.options import CommandOptions, exactly_one, option
 
 MEMORY = """
-Memory. transformers runs first, alone, on one device: 8 bytes a parameter for weights and gradients in float32 (bfloat16 needs
-that too: it is judged by how far it takes transformers from float32), and activations without recomputation. Then each rank of
-a layout holds 8 bytes (float32) or 6 bytes (bfloat16) of each of its own parameters; --steps adds AdamW's state, 8 or 12 bytes.
-A 7B model: 66 GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients and activations go over files in the
-temporary folder (TMPDIR): 12 bytes a parameter at most. Where transformers does not fit, --reference-device cpu.
+Memory. transformers runs first, alone, on one device: 8 bytes a parameter for weights and gradients
+in float32 (bfloat16 needs that too: it is judged by how far it takes transformers from float32),
+and activations without recomputation. Then each rank of a layout holds 8 bytes (float32) or 6 bytes
+(bfloat16) of each of its own parameters; --steps adds AdamW's state, 8 or 12 bytes. A 7B model: 66
+GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients and activations go over files
+in the temporary folder (TMPDIR): 12 bytes a parameter at most. Where transformers does not fit,
+--reference-device cpu.
 """
 
 

@@ -48,9 +48,7 @@ def train(options: TrainOptions) -> int:
 
 def _config(fields: list[str]) -> TrainConfig:
     if not fields:
-        raise UsageError(
-            "give the run: megatron-vl train --config RUN.yaml (megatron-vl train --help explains every field)"
-        )
+        raise UsageError("give the run: megatron-vl train --config RUN.yaml (--help explains every field)")
     try:
         return parse_config(fields)
     except RunConfigError as error:

@@ -108,7 +108,8 @@ def _print(facts: dict[str, Any]) -> None:
     sequence = ", sequence parallel" if sizes["sequence_parallel"] else ""
     print(f"{facts['family']} on {facts['ranks']} ranks")
     print(
-        f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}{experts}{sequence}"
+        f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}"
+        f"{experts}{sequence}"
     )
     for stage, contents in enumerate(facts["stages"]):
         print(f"  stage {stage}: {', '.join(contents)}")
@@ -130,11 +131,13 @@ def _print(facts: dict[str, Any]) -> None:
     Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
     fits = ", ".join(facts["fits"]) or f"none of {', '.join(GPU_GIB)}"
     print(
-        f"fullest GPU: {facts['peak_gib']} GiB, with a row that is all pictures; {RESERVE_GIB:.0f} more should stay free"
+        f"fullest GPU: {facts['peak_gib']} GiB, with a row that is all pictures; "
+        f"{RESERVE_GIB:.0f} more should stay free"
     )
     print(f"fits: {fits}")
     speed = facts["speed"]
     rate = f"{speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
     print(
-        f"speed on H200, image rows, estimated: {rate}, {speed['hours_per_billion_tokens']} hours per billion tokens"
+        f"speed on H200, image rows, estimated: {rate}, "
+        f"{speed['hours_per_billion_tokens']} hours per billion tokens"
     )

@@ -78,7 +78,8 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
         return 0
     size, rate = report.bytes / 1e9, report.bytes / max(report.seconds, 1e-9) / 1e9
     print(
-        f"{report.out}: {report.tensors} tensors in {report.files} files, {size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
+        f"{report.out}: {report.tensors} tensors in {report.files} files, "
+        f"{size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
     )
     if report.kept_tensors:
         print(f"went on: {report.kept_files} of {report.files} files kept from before the interruption")
@@ -90,13 +91,15 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
             else ""
         )
         print(
-            f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, layers {layers}{experts}"
+            f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, "
+            f"layers {layers}{experts}"
         )
     for (old, new), count in report.cast.items():
         print(f"note: {count} tensors were cast from {old} to the origin's {new}")
     for name in report.skipped:
         print(
-            f"note: {name} was not copied: weights that are not part of {origin.name if origin else ''}'s safetensors index"
+            f"note: {name} was not copied: weights that are not part of "
+            f"{origin.name if origin else ''}'s safetensors index"
         )
     return 0
 
@@ -125,6 +128,7 @@ def verify(options: VerifyOptions) -> int:
             print("note: not one name in common; these are different models")
     if result.renamed and not options.json:
         print(
-            f"note: {result.renamed} names differ by naming style only, which transformers reads alike: {result.example}"
+            f"note: {result.renamed} names differ by naming style only, which transformers reads alike: "
+            f"{result.example}"
         )
     return 1 if result.differences else 0
