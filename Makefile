@@ -19,7 +19,7 @@ demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face
 	$(BIN)/megatron-vl demo --dir .demo
 
 test: $(READY)   ## the tests, real multi-process groups on CPU included
-	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(DOC_TESTS)) --durations=10 $(ARGS)
+	$(PYTEST) $(SPREAD) -m 'not full' $(addprefix --ignore=,$(DOC_TESTS)) --durations=10 $(ARGS)
 
 check: lint types docs ## what the pre-commit hooks run
 

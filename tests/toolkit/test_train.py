@@ -98,6 +98,13 @@ def test_ranks_of_several_nodes(started, capsys):
     assert started[0][4:10] == meeting
 
 
+def test_ranks_of_slurm_start_no_ranks_of_their_own(started, capsys, monkeypatch):
+    for name, value in (STEP | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--nproc-per-node", "8", "--steps", "3"]) == 2
+    assert "leave --nproc-per-node out" in capsys.readouterr().err and started == []
+
+
 def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(started, capsys):
     assert main(["train", "--nproc-per-node", "4", "--parallel.tp", "3"]) == 1
     assert "do not divide the world size 4" in capsys.readouterr().err

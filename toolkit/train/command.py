@@ -26,6 +26,11 @@ FOR_GPUS = {
 def train(options: TrainOptions) -> int:
     """Exit code of the training: 0 done or stopped by a signal, 1 stopped with a message."""
     surroundings = read(os.environ)
+    if surroundings.variables and options.nproc_per_node and not options.dry_run:
+        raise UsageError(
+            "this Slurm step has several tasks a node, one for each rank: leave --nproc-per-node out, "
+            "or start one task a node (srun --ntasks-per-node 1)"
+        )
     if surroundings.is_rank and not options.dry_run:
         return _be_a_rank(options.fields, surroundings.variables)
 
