@@ -1,4 +1,5 @@
-"""Where the packages go in a wheel; everything else about the project is in pyproject.toml. See docs/architecture.md."""
+"""Where the packages go in a wheel; everything else about the project is in pyproject.toml. See
+docs/architecture.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""``python -m megatron_vl``, which is also the ``megatron-vl`` program: finds the tools and hands over to ``toolkit.cli``.
+"""``python -m megatron_vl``, which is also the ``megatron-vl`` program: finds the tools and hands over to
+``toolkit.cli``.
 
-The tools (``toolkit``, ``converters``, ``data_tools``) lie beside this package in a checkout, and in its folder ``_tools`` in a
-wheel, so that names as common as these are not put into everybody's site-packages. The library imports none of them; this
-program starts them.
+The tools (``toolkit``, ``converters``, ``data_tools``) lie beside this package in a checkout, and in its
+folder ``_tools`` in a wheel, so that names as common as these are not put into everybody's site-packages. The
+library imports none of them; this program starts them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a user can fix, and how every entry point shows it: one line and an exit code. All else is a bug, with its traceback."""
+"""What a user can fix, and how every entry point shows it: one line and an exit code. All else is a bug, with
+its traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ TRACEBACK = "MEGATRON_VL_TRACEBACK"
 
 
 class UserError(Exception):
-    """Something that a user can fix. The message names the file, sample, option or field, and says what to do."""
+    """Something that a user can fix. The message names the file, sample, option or field, and says what to
+    do."""
 
     exit_code = 1
 
@@ -29,7 +31,8 @@ _LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|NCCL"
 
 
 def is_fixable(error: BaseException) -> bool:
-    """Whether a user can fix it: our refusals, files and disks, memory, and a rank or a network that is gone."""
+    """Whether a user can fix it: our refusals, files and disks, memory, and a rank or a network that is
+    gone."""
     if isinstance(error, UserError | OSError | MemoryError):
         return True
     if type(error).__name__ in _OF_TORCH:
@@ -38,7 +41,8 @@ def is_fixable(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """What is shown of an error: its message, or the traceback of a bug with a line on what to do about it."""
+    """What is shown of an error: its message, or the traceback of a bug with a line on what to do about
+    it."""
     message = str(error) or type(error).__name__
     if is_fixable(error) and not os.environ.get(TRACEBACK):
         return message
@@ -47,7 +51,8 @@ def describe(error: BaseException) -> str:
     if is_fixable(error):
         return f"{message}\n{trace}"
     summary = " ".join(f"{type(error).__name__}: {message}".split())
-    return f"{summary}\n{trace}\nThis is a bug in megatron-vl, or in a library that it uses: please report it with these lines."
+    advice = "This is a bug in megatron-vl, or in a library that it uses: please report it with these lines."
+    return f"{summary}\n{trace}\n{advice}"
 
 
 def exit_code(error: BaseException) -> int:

@@ -34,7 +34,8 @@ def from_root(words: list[str]) -> list[str]:
 
 
 def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
-    """Name and options of a ``megatron-vl`` command, None for a ``--help``; fails the test with the parser's message."""
+    """Name and options of a ``megatron-vl`` command, None for a ``--help``; fails the test with the parser's
+    message."""
     words = words_of(line)
     assert words[0] == "megatron-vl"
     if words[-1] in ("--help", "--version"):
@@ -53,7 +54,8 @@ def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
 
 
 def trainer_config(line: str) -> tuple[TrainConfig, int] | None:
-    """Configuration and number of ranks of a training's command line, or None when it only asks for ``--help``."""
+    """Configuration and number of ranks of a training's command line, or None when it only asks for
+    ``--help``."""
     words = words_of(line)
     if "--help" in words:
         return None

@@ -1,4 +1,5 @@
-"""Every shipped example: its YAML parses, its layout fits the released model, its numbers hold, and the scripts run."""
+"""Every shipped example: its YAML parses, its layout fits the released model, its numbers hold, and the
+scripts run."""
 
 from __future__ import annotations
 
@@ -59,11 +60,13 @@ def test_split_takes_the_layout_of_the_yaml(example):
     assert isinstance(options, SplitOptions)
     expected = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "layers": p.layers, "ep": p.ep, "etp": p.etp}
     assert options.layout == expected
-    _, other = megatron_vl_command(f"megatron-vl split --checkpoint full --config {path} --tp 16 --out shards")
+    _, other = megatron_vl_command(
+        f"megatron-vl split --checkpoint full --config {path} --tp 16 --out shards"
+    )
     assert isinstance(other, SplitOptions) and other.layout == expected | {"tp": 16}
 
 
-# --- The numbers in the first lines, from transformers' own modules and by hand ---------------------------------------
+# --- The numbers in the first lines, from transformers' own modules and by hand -----------------------------
 
 
 @cache
@@ -86,7 +89,9 @@ def counted(hf_config: Path) -> tuple[Counter[str], dict[str, Any]]:
         elif layer:
             parts[f"{'experts' if '.experts.' in name else 'layer'} {layer[1]}"] += parameter.numel()
         else:
-            parts["embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "norm"] += parameter.numel()
+            parts["embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "norm"] += (
+                parameter.numel()
+            )
     return parts, {"text": config.get_text_config().to_dict(), "vision": config.vision_config.to_dict()}
 
 
@@ -100,7 +105,8 @@ def vision_sizes(vision: dict[str, Any]) -> tuple[int, int, int, int, int]:
 
 
 def flops_per_token(example: Example) -> float:
-    """Forward and backward: 6 a weight that multiplies a token, and attention; pictures of 640 x 480 with 152 tokens of text."""
+    """Forward and backward: 6 a weight that multiplies a token, and attention; pictures of 640 x 480 with 152
+    tokens of text."""
     parts, config = counted(example.hf_config)
     text, vision = config["text"], config["vision"]
     unit = vision["patch_size"] * vision["spatial_merge_size"]
@@ -111,8 +117,12 @@ def flops_per_token(example: Example) -> float:
     active = text.get("num_experts_per_tok", 1) / text.get("num_local_experts", 1)
     layers = sum(n for part, n in parts.items() if part.startswith("layer"))
     experts = sum(n for part, n in parts.items() if part.startswith("experts"))
-    heads = text["num_attention_heads"] * (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
-    language = 6 * (layers + experts * active) * document + 6 * text["num_hidden_layers"] * heads * document**2
+    heads = text["num_attention_heads"] * (
+        text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    )
+    language = (
+        6 * (layers + experts * active) * document + 6 * text["num_hidden_layers"] * heads * document**2
+    )
     head = 6 * text["hidden_size"] * text["vocab_size"] * 75  # tokens that bear loss
 
     width, _, _, _, full = vision_sizes(vision)
@@ -121,7 +131,8 @@ def flops_per_token(example: Example) -> float:
 
 
 def base_mfu(example: Example) -> float:
-    """Measured, docs/log.md 2026-11-21: 7B and 3B under data parallelism, 7B under TP2, 30B-A3B in short and long rows."""
+    """Measured, docs/log.md 2026-11-21: 7B and 3B under data parallelism, 7B under TP2, 30B-A3B in short and
+    long rows."""
     tensor = 39.0 / 50.1 if example.config.parallel.tp > 1 else 1.0
     if example.spec.language.moe:
         return tensor * (0.342 if example.config.data.seq_len >= 32768 else 0.188)
@@ -150,12 +161,15 @@ def test_stated_mfu_is_a_measured_one_less_idle_stages_and_recomputation(example
 
 
 def states_gib(example: Example, stage: int) -> float:
-    """Weights in bfloat16, gradients in float32, and 12 bytes of optimizer state over the ranks that hold the same."""
+    """Weights in bfloat16, gradients in float32, and 12 bytes of optimizer state over the ranks that hold the
+    same."""
     p = example.config.parallel
     dp = example.world // (p.tp * p.pp)
     total = 0.0
     for part, n in stage_parts(example, stage).items():
-        sharded, copies = (p.ep * p.etp, p.tp * dp // (p.ep * p.etp)) if part.startswith("experts") else (p.tp, dp)
+        sharded, copies = (
+            (p.ep * p.etp, p.tp * dp // (p.ep * p.etp)) if part.startswith("experts") else (p.tp, dp)
+        )
         total += n / sharded * (2 + 4 + 12 / copies)
     return total / GIB
 
@@ -185,7 +199,8 @@ def stage_parts(example: Example, stage: int) -> dict[str, int]:
 def activations_gib(example: Example, stage: int) -> float:
     """What a decoder layer or vision layer keeps for its backward pass, in bfloat16.
 
-    That is: inputs and outputs of both norms, q, k, v and the output of attention, and of the MLP its products.
+    That is: inputs and outputs of both norms, q, k, v and the output of attention, and of the MLP its
+    products.
     """
     _, sizes = counted(example.hf_config)
     config, p, text = example.config, example.config.parallel, sizes["text"]
@@ -219,7 +234,8 @@ def activations_gib(example: Example, stage: int) -> float:
 
 
 def test_stated_memory_is_what_is_counted_by_hand(example):
-    """States to the byte, activations as above, logits twice; what is left out (rows, mergers, embeddings) is a few GiB."""
+    """States to the byte, activations as above, logits twice; what is left out (rows, mergers, embeddings) is
+    a few GiB."""
     text = counted(example.hf_config)[1]["text"]
     p = example.config.parallel
     stages = []
@@ -232,7 +248,7 @@ def test_stated_memory_is_what_is_counted_by_hand(example):
     assert example.gib <= H200_GIB - 8
 
 
-# --- The scripts -----------------------------------------------------------------------------------------------------
+# --- The scripts --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -249,7 +265,11 @@ def test_their_commands_are_valid(script):
         start = re.search(r"megatron-vl (train|convert|split|export|evaluate)\b", line)
         if start is None or line.startswith("echo"):
             continue
-        command = re.sub(r'"\$\{?\w*\[?@\]?\}?"|"\$gpus"', lambda match: "4" if "gpus" in match[0] else "", line[start.start() :])
+        command = re.sub(
+            r'"\$\{?\w*\[?@\]?\}?"|"\$gpus"',
+            lambda match: "4" if "gpus" in match[0] else "",
+            line[start.start() :],
+        )
         if start[1] == "train":
             assert words_of(command)[2:4] == ["--config", "config"]
             continue
@@ -264,12 +284,21 @@ def environment(**variables: str | Path) -> dict[str, str]:
 
 def run(script: str, *words: str, folder: Path, **variables: str | Path) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "examples" / script), *words]
-    return subprocess.run(command, env=environment(**variables), cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env=environment(**variables), cwd=folder, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
     hf = tiny_checkpoint("qwen2_vl", layers=28)
-    done = run("convert_then_split.sh", "qwen2_vl_7b", folder=tmp_path, HF=hf, FULL=tmp_path / "full", SHARDS=tmp_path / "shards")
+    done = run(
+        "convert_then_split.sh",
+        "qwen2_vl_7b",
+        folder=tmp_path,
+        HF=hf,
+        FULL=tmp_path / "full",
+        SHARDS=tmp_path / "shards",
+    )
     assert done.returncode == 0, done.stderr
     assert WeightReader(tmp_path / "shards").layout.layers == (10, 18)
 
@@ -305,7 +334,8 @@ def test_without_the_environment_one_line_says_what_to_do(script, tmp_path):
 
 
 def test_slurm_starts_one_task_a_node_with_the_yaml(tmp_path):
-    """``srun`` writes down what it is given; the rest is megatron-vl's, tested where it reads Slurm's environment."""
+    """``srun`` writes down what it is given; the rest is megatron-vl's, tested where it reads Slurm's
+    environment."""
     (tmp_path / "srun").write_text(f'#!{shutil.which("bash")}\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
     (tmp_path / "srun").chmod(0o755)
     shutil.copy(ROOT / "examples" / "slurm.sh", tmp_path / "spooled.sh")  # Slurm runs a copy

@@ -1,4 +1,5 @@
-"""The built wheel in a virtual environment that has what it declares and nothing else, away from the checkout."""
+"""The built wheel in a virtual environment that has what it declares and nothing else, away from the
+checkout."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from megatron_vl.__main__ import tools_folder
 from toolkit.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("megatron_vl", "converters", "data_tools", "toolkit", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = (
+    "megatron_vl",
+    "converters",
+    "data_tools",
+    "toolkit",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)
 ONLY_DECLARED = """
 import sys
 
@@ -58,7 +68,8 @@ def declared(wheel_requirements: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A virtual environment with the wheel; packages of this one are found there when the wheel declares them."""
+    """A virtual environment with the wheel; packages of this one are found there when the wheel declares
+    them."""
     work = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         source = ROOT / name
@@ -67,14 +78,31 @@ def installed(tmp_path_factory) -> Path:
         else:
             shutil.copy(source, work / "source" / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(work), str(work / "source")]
+    build = [
+        *pip,
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "-w",
+        str(work),
+        str(work / "source"),
+    ]
     subprocess.run(build, check=True, capture_output=True, timeout=300)
     (wheel,) = work.glob("*.whl")
     shutil.rmtree(work / "source")
 
     venv = work / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=300)
-    install = [*pip, "--python", str(venv / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel)]
+    install = [
+        *pip,
+        "--python",
+        str(venv / "bin" / "python"),
+        "install",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
     subprocess.run(install, check=True, capture_output=True, timeout=300)
     _add_declared_packages(venv)
     return venv
@@ -102,11 +130,15 @@ def program(installed, tmp_path_factory) -> Program:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*words: str | Path, code: int = 0, python: str = "") -> subprocess.CompletedProcess[str]:
-        start = [installed / "bin" / "python", "-c", python] if python else [installed / "bin" / "megatron-vl"]
+        start = (
+            [installed / "bin" / "python", "-c", python] if python else [installed / "bin" / "megatron-vl"]
+        )
         line = [str(word) for word in (*start, *words)]
         variables = kept | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(line, env=variables, cwd=folder, capture_output=True, text=True, timeout=600)
-        assert done.returncode == code, f"{line}: {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == code, (
+            f"{line}: {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        )
         return done
 
     return run
@@ -161,20 +193,37 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     program("data", "convert", *source, "--out", "data", "--val-fraction", "0")
     program("data", "verify", "data")
 
-    run = "--model.hf hf --model.checkpoint shards --data.path data --data.seq_len 512 --global_batch_size 2 --steps 1"
+    run = "--model.hf hf --model.checkpoint shards --data.path data --data.seq_len 512 --steps 1"
+    run += " --global_batch_size 2"
     run += " --dtype float32 --platform cpu --checkpoint.dir run --data.num_workers 0"
-    assert "schedule: no pipeline" in program("train", "--dry-run", "--nproc-per-node", "2", *run.split()).stdout
+    assert (
+        "schedule: no pipeline" in program("train", "--dry-run", "--nproc-per-node", "2", *run.split()).stdout
+    )
     program("train", "--nproc-per-node", "2", *run.split())
     program("checkpoint", "show", "run")
     program("checkpoint", "verify", "run")
     asked = ["--hf", "hf", "--prompt", "Hello", "--max-new-tokens", "2", "--platform", "cpu"]
     program("generate", "--checkpoint", "run", *asked)
 
-    report = json.loads(program("parity", "--family", "qwen2_5_vl", "--layouts", "1", "--platform", "cpu", "--json").stdout)
+    report = json.loads(
+        program("parity", "--family", "qwen2_5_vl", "--layouts", "1", "--platform", "cpu", "--json").stdout
+    )
     assert report["ok"]
     program("doctor", "--json", code=1 if shutil.disk_usage("/").free < 2**30 else 0)
-    shape = "--data.seq_len 512 --global_batch_size 1 --dtype float32 --timed 1 --warm-up 1 --part-steps 0 --rows images"
+    shape = "--data.seq_len 512 --global_batch_size 1 --dtype float32"
+    shape += " --timed 1 --warm-up 1 --part-steps 0 --rows images"
     program("bench", "--hf", "hf", "--processes", "1", *shape.split())
-    compared = ["--original", "hf", "--converted", "back", "--out", "out", "--lmu-data", ".", "--data", "MMBench_DEV_EN_V11"]
+    compared = [
+        "--original",
+        "hf",
+        "--converted",
+        "back",
+        "--out",
+        "out",
+        "--lmu-data",
+        ".",
+        "--data",
+        "MMBench_DEV_EN_V11",
+    ]
     refused = program("evaluate", *compared, code=2)
     assert re.search(r"pip install .*eval", refused.stderr), refused.stderr

@@ -1,4 +1,5 @@
-"""The ``megatron-vl`` command: finds the command in :mod:`toolkit.commands`, reads its options, runs it, shows its errors."""
+"""The ``megatron-vl`` command: finds the command in :mod:`toolkit.commands`, reads its options, runs it,
+shows its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ CommandError = UserError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command. Returns its exit code: 1 for what a user can fix, 2 for a command line that cannot be used."""
+    """Runs a command. Returns its exit code: 1 for what a user can fix, 2 for a command line that cannot be
+    used."""
     argv = list(sys.argv[1:] if argv is None else argv)
     program = PROGRAM
     try:

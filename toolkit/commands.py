@@ -1,4 +1,5 @@
-"""The register of the commands. A command's folder holds ``options.py`` (its dataclass) and ``command.py`` (its function)."""
+"""The register of the commands. A command's folder holds ``options.py`` (its dataclass) and ``command.py``
+(its function)."""
 
 from __future__ import annotations
 

@@ -15,5 +15,7 @@ def chosen_platform(wanted: str, option: str = "--platform") -> str:
 
     found = torch.cuda.is_available()
     if wanted == "cuda" and not found:
-        raise UserError(f"{option} cuda: torch sees no GPU here; leave it out, or give cpu (megatron-vl doctor says more)")
+        raise UserError(
+            f"{option} cuda: torch sees no GPU here; leave it out, or give cpu (megatron-vl doctor says more)"
+        )
     return ("cuda" if found else "cpu") if wanted == "auto" else wanted

@@ -1,8 +1,9 @@
-"""Command lines from dataclasses: a field is an option, its type is what is read, its docstring is what ``--help`` says.
+"""Command lines from dataclasses: a field is an option, its type is what is read, its docstring is what
+``--help`` says.
 
-A field ``media_root`` is the option ``--media-root``; the spelling ``--media_root`` is read too. The parser is jsonargparse's,
-as the trainer's is. A command whose ``run_fields`` is set also takes ``--config RUN.yaml`` and every field of a run by its dotted
-name, spelled as in the YAML.
+A field ``media_root`` is the option ``--media-root``; the spelling ``--media_root`` is read too. The parser
+is jsonargparse's, as the trainer's is. A command whose ``run_fields`` is set also takes ``--config RUN.yaml``
+and every field of a run by its dotted name, spelled as in the YAML.
 
 Nothing here imports torch: ``--help`` and wrong command lines answer at once.
 """
@@ -27,7 +28,8 @@ SWITCHED = {"true": True, "false": False}
 
 @dataclasses.dataclass(kw_only=True)
 class CommandOptions:
-    """Base of each command's options. The first paragraph of a subclass's docstring is what the command does."""
+    """Base of each command's options. The first paragraph of a subclass's docstring is what the command
+    does."""
 
     run_fields: ClassVar[bool] = False
     """Whether the command takes ``--config RUN.yaml`` and the dotted fields of a run."""
@@ -65,7 +67,13 @@ def option(
         several: a list of all words behind the option.
         must_exist: a path that is read: the command ends at once where there is nothing.
     """
-    facts = {"metavar": metavar, "shown_default": shown_default, "least": least, "share": share, "positional": positional}
+    facts = {
+        "metavar": metavar,
+        "shown_default": shown_default,
+        "least": least,
+        "share": share,
+        "positional": positional,
+    }
     facts |= {"repeat": repeat, "several": several, "must_exist": must_exist}
     if default is MISSING:
         return dataclasses.field(metadata=facts)
@@ -74,7 +82,7 @@ def option(
     return dataclasses.field(default=default, metadata=facts)
 
 
-# --- Reading a command line ----------------------------------------------------------------------------------------
+# --- Reading a command line ---------------------------------------------------------------------------------
 
 
 def parse[Options: CommandOptions](options: type[Options], argv: list[str], program: str) -> Options:
@@ -90,7 +98,9 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
     from jsonargparse import ArgumentError
 
     parser = build_parser(options, program)
-    own, run_words = _split(parser, argv) if options.run_fields else (_without_old_spellings(parser, argv), [])
+    own, run_words = (
+        _split(parser, argv) if options.run_fields else (_without_old_spellings(parser, argv), [])
+    )
     if "-h" in own or "--help" in own:
         print(help_text(options, program), end="")
         raise SystemExit(0)
@@ -128,7 +138,11 @@ def check_paths(options: CommandOptions) -> None:
 
 def _check_path(path: Path, is_hf: bool) -> None:
     # The name of a repository on the hub is not a folder.
-    advice = "; give the folder of a downloaded checkpoint (hf download REPOSITORY --local-dir FOLDER)" if is_hf else ""
+    advice = (
+        "; give the folder of a downloaded checkpoint (hf download REPOSITORY --local-dir FOLDER)"
+        if is_hf
+        else ""
+    )
     try:
         path.stat()
     except FileNotFoundError:
@@ -146,7 +160,8 @@ def exactly_one(options: CommandOptions, *names: str) -> None:
 
 
 def words(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]:
-    """The command line that gives these options again, for another process: those that are not at their defaults."""
+    """The command line that gives these options again, for another process: those that are not at their
+    defaults."""
     line: list[str] = []
     for field in _shown(type(options)):
         value = getattr(options, field.name)
@@ -156,7 +171,7 @@ def words(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]
     return line
 
 
-# --- The parser ----------------------------------------------------------------------------------------------------
+# --- The parser ---------------------------------------------------------------------------------------------
 
 
 def kebab(name: str) -> str:
@@ -296,7 +311,7 @@ def _shown(options: type[CommandOptions]) -> list[dataclasses.Field]:
     return sorted(found, key=lambda field: field.name not in own)
 
 
-# --- Spellings -----------------------------------------------------------------------------------------------------
+# --- Spellings ----------------------------------------------------------------------------------------------
 
 
 def _without_old_spellings(parser: Any, argv: list[str]) -> list[str]:
@@ -313,7 +328,8 @@ def _without_old_spellings(parser: Any, argv: list[str]) -> list[str]:
 def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
     """The command's own options, and the words about fields of a run, which may stand behind ``--``.
 
-    ``--data DIR`` may be an option of the command while ``data`` is a section of a run: the command's own goes first.
+    ``--data DIR`` may be an option of the command while ``data`` is a section of a run: the command's own
+    goes first.
     """
     known = parser._option_string_actions
     before = argv[: argv.index("--")] if "--" in argv else argv
@@ -336,7 +352,7 @@ def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
     return own, fields + argv[len(before) + 1 :]
 
 
-# --- Help ----------------------------------------------------------------------------------------------------------
+# --- Help ---------------------------------------------------------------------------------------------------
 
 
 def _description(options: type[CommandOptions]) -> str:
@@ -346,7 +362,9 @@ def _description(options: type[CommandOptions]) -> str:
 def _usage(options: type[CommandOptions], program: str) -> str | None:
     if not options.run_fields:
         return None
-    required = [field for field in _shown(options) if field.default is MISSING and field.default_factory is MISSING]
+    required = [
+        field for field in _shown(options) if field.default is MISSING and field.default_factory is MISSING
+    ]
     words = [f"{kebab(field.name)} {field.metadata['metavar'] or 'VALUE'}" for field in required]
     return " ".join([program, *words, "[options] [--config RUN.yaml] [--section.field value ...]"])
 

@@ -1,4 +1,5 @@
-"""Every command's options: spelled one way, explained, read from one declaration; old spellings work; help is fast."""
+"""Every command's options: spelled one way, explained, read from one declaration; old spellings work; help is
+fast."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def test_one_of_two_is_asked_for():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_every_command_is_explained(name, capsys):
-    """In words, with a capital and no empty text; multi-word options have hyphens; the fields of a run are listed too."""
+    """In words, with a capital and no empty text; multi-word options have hyphens; the fields of a run are
+    listed too."""
     from toolkit.options import _field_texts, _shown
 
     options = COMMANDS[name].load_options()
@@ -118,7 +120,7 @@ def test_every_option_of_every_command_is_explained(name, capsys):
     [
         "data convert --input a.json b.json --media_root m --out o --max_quarantined 0.5 --val_fraction 0.1",
         "generate --checkpoint c --hf h --prompt_file a.jsonl --prompt_file b.jsonl --max_new_tokens 3",
-        "bench --hf h --gpus 8 --data.seq_len 8192 --global_batch_size 32 --warm_up 1 --part_steps 0 --even_routing true",
+        "bench --hf h --gpus 8 --data.seq_len 8192 --global_batch_size 32 --warm_up 1 --even_routing true",
         "doctor --config run.yaml --world_size 8 -- --data.seq_len 16384",
         "parity --family qwen2_5_vl --layouts 1,tp2sp --reference_device cpu",
         "evaluate --original a --converted b --data x --out o --lmu_data l --no_scores --gpus_per_process 2",
@@ -150,7 +152,9 @@ print(time.process_time(), file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert float(done.stderr) < 10  # seconds of this process for five helps, on any machine; importing torch alone takes two
+    assert (
+        float(done.stderr) < 10
+    )  # seconds of this process for five helps, on any machine; importing torch alone takes two
     assert "--data.seq_len" in done.stdout and "--even-routing" in done.stdout
 
 
@@ -166,7 +170,11 @@ def test_a_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("toolkit.checkpoint.command.find_step", broken)
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("megatron-vl checkpoint show: KeyError: 'a bug'") and "Traceback" in said and "please report" in said
+    assert (
+        said.startswith("megatron-vl checkpoint show: KeyError: 'a bug'")
+        and "Traceback" in said
+        and "please report" in said
+    )
 
     monkeypatch.setattr("toolkit.checkpoint.command.find_step", refused)
     assert main(["checkpoint", "show", str(tmp_path)]) == 1

@@ -1,4 +1,5 @@
-"""``megatron-vl train``: what the environment makes of it, what ``--dry-run`` says, and one real start of two ranks."""
+"""``megatron-vl train``: what the environment makes of it, what ``--dry-run`` says, and one real start of two
+ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from toolkit.train.environment import Surroundings, first_host, read
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "tests" / "hf_configs"
-STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456", "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_PROCID": "9"}
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_PROCID": "9",
+}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +43,9 @@ def test_first_host_of_a_slurm_list(nodelist, host):
 
 def test_a_shell_and_a_batch_script_start_the_ranks_themselves():
     assert read({}) == Surroundings()
-    assert read({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) == Surroundings()  # sbatch without srun
+    assert (
+        read({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) == Surroundings()
+    )  # sbatch without srun
 
 
 def test_a_rank_of_torchrun_and_one_of_slurm():
@@ -53,7 +61,10 @@ def test_a_rank_of_torchrun_and_one_of_slurm():
         "MASTER_ADDR": "gpu007",
         "MASTER_PORT": "23456",
     }
-    assert read(STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}).variables["MASTER_ADDR"] == "10.0.0.1"
+    assert (
+        read(STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}).variables["MASTER_ADDR"]
+        == "10.0.0.1"
+    )
 
 
 def test_a_slurm_step_with_a_task_a_node_starts_the_ranks_of_its_node():
@@ -87,6 +98,13 @@ def test_ranks_of_several_nodes(started, capsys):
     assert started[0][4:10] == meeting
 
 
+def test_ranks_of_slurm_start_no_ranks_of_their_own(started, capsys, monkeypatch):
+    for name, value in (STEP | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--nproc-per-node", "8", "--steps", "3"]) == 2
+    assert "leave --nproc-per-node out" in capsys.readouterr().err and started == []
+
+
 def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(started, capsys):
     assert main(["train", "--nproc-per-node", "4", "--parallel.tp", "3"]) == 1
     assert "do not divide the world size 4" in capsys.readouterr().err
@@ -106,7 +124,8 @@ LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,2
 
 
 def test_dry_run_says_layout_schedule_and_memory(capsys):
-    """Counted by hand: 64 ranks are two replicas of 32 micro-batches; stage 0 runs three forward passes ahead."""
+    """Counted by hand: 64 ranks are two replicas of 32 micro-batches; stage 0 runs three forward passes
+    ahead."""
     facts = dry_run(capsys, *LARGE, "--nnodes", "8", "--nproc-per-node", "8")
     assert facts["ranks"] == 64 and facts["layout"]["dp"] == 2
     assert facts["stages"][0] == ["vision tower", "embedding", "decoder layers 0 to 16"]
@@ -119,7 +138,7 @@ def test_dry_run_says_layout_schedule_and_memory(capsys):
         "idle_share": round(3 / 35, 4),
     }
     assert facts["tokens_per_step"] == 64 * 8192
-    # Decoder layers of the second stage: attention 2 x 8192^2 + 2 x 8192 x 1024, MLP 3 x 8192 x 29568, each over 8 ranks.
+    # The second stage has decoder layers only: q, k, v and output of attention, MLP, over 8 ranks.
     layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568) / 8
     assert facts["memory_gib"][1]["weights"] == pytest.approx(2 * 21 * layer / 2**30, rel=1e-3)
 
@@ -135,7 +154,8 @@ def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs(capsys, mon
 
 def test_dry_run_is_readable_and_imports_no_torch():
     line = ["train", "--dry-run", *LARGE]
-    code = f"import sys; from toolkit.cli import main; assert main({line!r}) == 0; assert 'torch' not in sys.modules"
+    code = f"import sys; from toolkit.cli import main; assert main({line!r}) == 0; "
+    code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "stage 0: 3 forward, " in done.stdout and "fullest GPU: " in done.stdout
@@ -147,10 +167,22 @@ def test_one_command_trains_on_two_ranks_and_on_one(tiny_checkpoint, tmp_path):
     prepared = prepare(tmp_path, tiny_checkpoint("qwen2_5_vl"), samples=8)
     losses = {}
     for ranks in (2, 1):
-        line = launched(prepared, tmp_path / f"run{ranks}", ranks=1, steps=2)
+        line = launched(prepared, tmp_path / f"run{ranks}", ranks=1, steps=3)
         fields = line[line.index("megatron_vl.train") + 1 :]
-        start = [sys.executable, "-m", "toolkit", "train", "--nproc-per-node", str(ranks), *fields, "--parallel.tp", str(ranks)]
-        done = subprocess.run(start, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        start = [
+            sys.executable,
+            "-m",
+            "toolkit",
+            "train",
+            "--nproc-per-node",
+            str(ranks),
+            *fields,
+            "--parallel.tp",
+            str(ranks),
+        ]
+        done = subprocess.run(
+            start, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         losses[ranks] = [step["loss"] for step in metrics(tmp_path / f"run{ranks}")]
-    assert len(losses[1]) == 2 and losses[2] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[1]) == 3 and losses[2] == pytest.approx(losses[1], rel=1e-5)

@@ -1,4 +1,5 @@
-"""``megatron-vl bench``: how fast a model trains on this machine, where its time and memory go, and how a peer compares."""
+"""``megatron-vl bench``: how fast a model trains on this machine, where its time and memory go, and how a
+peer compares."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def _check_gpus(wanted: int) -> None:
     import torch
 
     if (found := torch.cuda.device_count()) < wanted:
-        raise UserError(f"--gpus {wanted}: torch sees {found} GPUs here; for small models on CPU use --processes {wanted}")
+        raise UserError(
+            f"--gpus {wanted}: torch sees {found} GPUs here; for small models on CPU use --processes {wanted}"
+        )
 
 
 def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[str, Any] | int:

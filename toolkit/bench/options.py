@@ -20,7 +20,8 @@ WORKLOADS = ("images", "text", "data")
 
 @dataclass(kw_only=True)
 class BenchOptions(CommandOptions):
-    """Time a model of real size with random weights: tokens/s, MFU, memory, and where the time of a step goes.
+    """Time a model of real size with random weights: tokens/s, MFU, memory, and where the time of a step
+    goes.
 
     The rows are seeded ones of pictures and of text, or those of a data set.
     """
@@ -48,11 +49,13 @@ class BenchOptions(CommandOptions):
     vision_layers: int = option(0, metavar="N", least=0, shown_default="as in the config")
     """Vision layers instead of the config's."""
     even_routing: bool = False
-    """Choose experts at random, evenly: a trained router balances them, one with random weights prefers a few by far."""
+    """Choose experts at random, evenly: a trained router balances them, one with random weights prefers a few
+    by far."""
     distinct_rows: int = option(0, metavar="N", least=0, shown_default="as many as it uses")
     """Seeded rows that each data-parallel rank draws before it repeats them."""
     peer: bool = False
-    """Also time the Hugging Face model under FSDP2 with full activation checkpointing on the same seeded rows."""
+    """Also time the Hugging Face model under FSDP2 with full activation checkpointing on the same seeded
+    rows."""
     gradient_sync: Literal["every", "last"] = option("every")
     """Peer only: reduce gradients after every row (less memory) or after the last one of a step."""
     out: str = option("", metavar="FILE")
@@ -85,12 +88,15 @@ class Options(BenchOptions):
         return run_layout(self.spec(), self.config.parallel)
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuses what cannot run on so many ranks; raises RunConfigError or LayoutError, naming the field."""
+        """Refuses what cannot run on so many ranks; raises RunConfigError or LayoutError, naming the
+        field."""
         self.layout()
         if "data" in self.workloads:
             check_data_path(self.config.data.path)
         if self.peer and self.config.global_batch_size % ranks:
-            raise RunConfigError(f"global_batch_size {self.config.global_batch_size} must be a multiple of the {ranks} ranks")
+            raise RunConfigError(
+                f"global_batch_size {self.config.global_batch_size} must be a multiple of the {ranks} ranks"
+            )
         if not self.peer:
             validate(self.config, ranks)
 
@@ -133,6 +139,8 @@ def _check(o: Options) -> None:
     if "data" in o.workloads and o.peer:
         raise UsageError("--peer measures seeded rows only; give --rows images,text")
     if o.even_routing and o.peer:
-        raise UsageError("--even-routing with --peer: the peer's router cannot be made even; leave one of them out")
+        raise UsageError(
+            "--even-routing with --peer: the peer's router cannot be made even; leave one of them out"
+        )
     if o.even_routing and not o.spec().language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")

@@ -41,7 +41,10 @@ def verify(options: VerifyOptions) -> int:
         print(json.dumps({"checkpoint": str(source), "whole": not problems, "problems": problems}, indent=2))
     elif problems:
         print("\n".join(problems))
-        print(f"{source} is damaged; resume from another step with --checkpoint.step, or from weights that verify")
+        print(
+            f"{source} is damaged; resume from another step with --checkpoint.step, "
+            "or from weights that verify"
+        )
     else:
         print(f"{source} is whole")
     return 1 if problems else 0

@@ -19,7 +19,11 @@ def find_step(path: Path) -> Path:
         return path
     step = latest_step(path) if path.is_dir() else None
     if step is None:
-        weights = f"; it holds weights alone, which `megatron-vl verify {path}` checks" if (path / MANIFEST).is_file() else ""
+        weights = (
+            f"; it holds weights alone, which `megatron-vl verify {path}` checks"
+            if (path / MANIFEST).is_file()
+            else ""
+        )
         looked = "looked for run.json, latest.json and step_ folders"
         raise FileNotFoundError(f"{path} holds no checkpoint of a run: {looked}{weights}")
     return step_folder(path, step)
@@ -32,7 +36,9 @@ def describe(source: Path) -> dict[str, Any]:
 
     saved = read_run(source)
     if not (source / "weights" / MANIFEST).is_file():
-        raise FileNotFoundError(f"{source} lacks weights/{MANIFEST}; resume from another step with --checkpoint.step")
+        raise FileNotFoundError(
+            f"{source} lacks weights/{MANIFEST}; resume from another step with --checkpoint.step"
+        )
     manifest = read_manifest(source / "weights" / MANIFEST)
     names = sorted([*saved["files"], *(f"weights/{name}" for name in manifest["files"])])
     sizes: dict[str, int] = {}
@@ -63,7 +69,9 @@ def verify_checkpoint(source: Path) -> list[str]:
     problems = verify_files(source)
     try:
         differences = check_hashes(source / "weights").differences
-        problems += [f"{source / 'weights'}: {difference.name} {difference.how}" for difference in differences]
+        problems += [
+            f"{source / 'weights'}: {difference.name} {difference.how}" for difference in differences
+        ]
     except (WeightsError, OSError, ValueError) as error:
         problems.append(str(error))
     return problems

@@ -20,4 +20,5 @@ class ShowOptions(CommandOptions):
 
 @dataclass(kw_only=True)
 class VerifyOptions(ShowOptions):
-    """Read every file of a checkpoint and compare it with the hashes written beside it. Exit code 1 when one differs."""
+    """Read every file of a checkpoint and compare it with the hashes written beside it. Exit code 1 when one
+    differs."""

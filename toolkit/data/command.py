@@ -47,17 +47,25 @@ def convert(given: ConvertOptions) -> int:
     report = convert(given.input, options, _show)
     quarantine = given.out / "quarantine.jsonl"
     if given.json:
-        print(json.dumps(report.as_json() | {"quarantined": report.quarantined, "quarantine": str(quarantine)}))
+        print(
+            json.dumps(report.as_json() | {"quarantined": report.quarantined, "quarantine": str(quarantine)})
+        )
     else:
         _print(report, given.out, quarantine)
     if not report.samples:
-        raise ConvertError(f"none of {report.records} records could be used{_first_refusal(quarantine)}; see {quarantine}")
+        raise ConvertError(
+            f"none of {report.records} records could be used{_first_refusal(quarantine)}; see {quarantine}"
+        )
     if given.val_fraction and not report.val:
-        raise ConvertError(f"{report.samples} sample is too few for a validation split; give more, or leave out --val-fraction")
+        raise ConvertError(
+            f"{report.samples} sample is too few for a validation split; give more, "
+            "or leave out --val-fraction"
+        )
     if report.quarantined > given.max_quarantined * report.records:
         share = report.quarantined / report.records
         print(
-            f"megatron-vl data: {report.quarantined} of {report.records} records ({share:.2%}) were quarantined, more "
+            f"megatron-vl data: {report.quarantined} of {report.records} records ({share:.2%}) "
+            "were quarantined, more "
             f"than --max-quarantined {given.max_quarantined:g} allows; {given.out} is complete without them. "
             f"Correct what {quarantine} names and convert again with --force, or allow more",
             file=sys.stderr,
@@ -89,7 +97,10 @@ def verify(options: VerifyOptions) -> int:
 
 def _show(line: str) -> None:
     print(
-        f"\r{line}\033[K" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True
+        f"\r{line}\033[K" if sys.stderr.isatty() else line,
+        end="" if sys.stderr.isatty() else "\n",
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -108,7 +119,10 @@ def _print(report: Report, out: Path, quarantine: Path) -> None:
     for place, found in report.ignored.items():
         print(f"  ignored: {_ignored(place, found)}")
     if report.answer_media:
-        print(f"  {report.answer_media} images or videos in the assistant's turns: seen by the model, not learnt")
+        print(
+            f"  {report.answer_media} images or videos in the assistant's turns: "
+            "seen by the model, not learnt"
+        )
     if len(report.refused) > 1:
         for file, counts in report.refused.items():
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
@@ -120,6 +134,9 @@ def _ignored(place: str, counts: dict[str, int]) -> str:
     shown = sorted(counts.items(), key=lambda item: -item[1])[:MOST_SHOWN]
     unit = {1: place.removesuffix("s")}
     told = {key: f" ({text})" for key, text in INSTEAD.items()}
-    texts = [f"{key if key.isprintable() else ascii(key)} in {n} {unit.get(n, place)}{told.get(key, '')}" for key, n in shown]
+    texts = [
+        f"{key if key.isprintable() else ascii(key)} in {n} {unit.get(n, place)}{told.get(key, '')}"
+        for key, n in shown
+    ]
     more = len(counts) - len(shown)
     return ", ".join(texts) + (f", and {more} keys more (see report.json)" if more else "")

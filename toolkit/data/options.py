@@ -9,17 +9,18 @@ from typing import Literal
 from toolkit.options import CommandOptions, option
 
 MAX_QUARANTINED = 0.01
-"""As ``data.max_bad_share`` of a training: a few broken media among millions stop nobody, a wrong folder is noticed."""
+"""As ``data.max_bad_share`` of a training: a few broken media among millions stop nobody, a wrong folder is
+noticed."""
 
 
 @dataclass(kw_only=True)
 class ConvertOptions(CommandOptions):
     """Convert ShareGPT or OpenAI conversations into tar shards prepared for Energon.
 
-    Every medium is decoded once. What cannot be used is counted by reason and listed with file, record and field in
-    OUT/quarantine.jsonl. A conversion that was interrupted goes on when it is started again with the same arguments. Exit code
-    1 when nothing could be written, 3 when a data set was written but more records than --max-quarantined allows are missing
-    from it.
+    Every medium is decoded once. What cannot be used is counted by reason and listed with file, record and
+    field in OUT/quarantine.jsonl. A conversion that was interrupted goes on when it is started again with the
+    same arguments. Exit code 1 when nothing could be written, 3 when a data set was written but more records
+    than --max-quarantined allows are missing from it.
     """
 
     input: list[Path] = option(metavar="FILE", several=True, must_exist=True)

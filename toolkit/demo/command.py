@@ -1,4 +1,5 @@
-"""``megatron-vl demo``: the whole path on CPU, from a Hugging Face folder through 3D-parallel training and back."""
+"""``megatron-vl demo``: the whole path on CPU, from a Hugging Face folder through 3D-parallel training and
+back."""
 
 from __future__ import annotations
 

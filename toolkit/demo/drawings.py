@@ -16,7 +16,8 @@ Canvas = ImageDraw.ImageDraw
 
 
 def drawings() -> dict[str, Callable[[], NDArray[np.uint8]]]:
-    """Name of a photograph -> a function that draws it as height x width x 3 bytes. The same bytes each time."""
+    """Name of a photograph -> a function that draws it as height x width x 3 bytes. The same bytes each
+    time."""
     return {
         "astronaut": lambda: _draw((512, 512), "midnightblue", _astronaut),
         "chelsea": lambda: _draw((451, 300), "tan", _cat),
@@ -82,4 +83,7 @@ def _galaxies(d: Canvas) -> None:
     chance = random.Random(0)
     for _ in range(250):
         x, y, r = chance.randrange(1000), chance.randrange(872), chance.randrange(1, 14)
-        d.ellipse((x - 2 * r, y - r, x + 2 * r, y + r), chance.choice(("white", "lightyellow", "lightblue", "coral")))
+        d.ellipse(
+            (x - 2 * r, y - r, x + 2 * r, y + r),
+            chance.choice(("white", "lightyellow", "lightblue", "coral")),
+        )

@@ -123,23 +123,13 @@ class Demo:
         """Shows a command and starts it, with the programs of this very environment, activated or not."""
         words = [str(word) for word in command]
         self.console.print(f"[bold green]$[/] {shlex.join(words)}", soft_wrap=True)
-        modules = {"megatron-vl": "toolkit", "torchrun": "torch.distributed.run"}
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return subprocess.Popen([sys.executable, "-m", modules[words[0]], *words[1:]], env=environment, stderr=stderr)
+        return subprocess.Popen([sys.executable, "-m", "toolkit", *words[1:]], env=environment, stderr=stderr)
 
-    def torchrun(self, *options: str | Path) -> tuple[str | Path, ...]:
+    def train(self, *options: str | Path) -> tuple[str | Path, ...]:
         """The trainer's command line for this demo's group of processes."""
-        return (
-            "torchrun",
-            "--standalone",
-            "--nproc-per-node",
-            str(self.machine.ranks),
-            "-m",
-            "megatron_vl.train",
-            "--config",
-            self.run_yaml,
-            *options,
-        )
+        ranks = str(self.machine.ranks)
+        return ("megatron-vl", "train", "--nproc-per-node", ranks, "--config", self.run_yaml, *options)
 
 
 def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data: Path | None = None) -> int:
@@ -160,7 +150,7 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
     with demo.part(f"Training in {machine.ranks} processes, killed on the way"):
         train_until_killed(demo)
     with demo.part("The same command again resumes"):
-        demo.shell(*demo.torchrun())
+        demo.shell(*demo.train())
         check_training(demo)
     with demo.part("Export, and the trainer's loss of the final weights"):
         after = export(demo)
@@ -255,7 +245,7 @@ def train_until_killed(demo: Demo) -> None:
     """Starts the training and ends all its processes with SIGKILL a few steps behind its first checkpoint."""
     log = demo.folder / "killed.log"
     with log.open("wb") as stderr:
-        process = demo.start(*demo.torchrun(), stderr=stderr)
+        process = demo.start(*demo.train(), stderr=stderr)
         goal = min(demo.save_at + 3, demo.steps - 1)
         saved = demo.run_dir / f"step_{demo.save_at:08d}"  # written in the background
         while process.poll() is None and not (saved.is_dir() and any(m["step"] >= goal for m in read_metrics(demo.run_dir))):
@@ -311,7 +301,7 @@ def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
     start = ("--model.checkpoint", weights, "--checkpoint.dir", folder, "--steps", "1")
     still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
     rows = ("--data.pack", "false", "--data.shuffle_buffer", "0", "--global_batch_size", str(len(_samples(demo))))
-    demo.shell(*demo.torchrun(*start, *still, *rows))
+    demo.shell(*demo.train(*start, *still, *rows))
     return read_metrics(folder)[-1]
 
 

@@ -26,7 +26,9 @@ def doctor(options: DoctorOptions) -> int:
         findings.append(check_checkpoint(options.checkpoint))
     report = RunReport()
     if options.config:
-        report = check_run(["--config", str(options.config), *options.fields], options.world_size, list_gpus())
+        report = check_run(
+            ["--config", str(options.config), *options.fields], options.world_size, list_gpus()
+        )
         findings += report.findings
     failed = any(finding.state == "broken" for finding in findings)
     if options.json:
@@ -53,7 +55,9 @@ def show(findings: list, report: RunReport) -> None:
             console.print(f"         -> {escape(finding.advice)}")
     if report.memory:
         head, *lines = memory_table(report.memory)
-        table = Table(*head, title="Memory of a GPU of each pipeline stage, GiB, estimated; a row full of pictures")
+        table = Table(
+            *head, title="Memory of a GPU of each pipeline stage, GiB, estimated; a row full of pictures"
+        )
         for line in lines:
             table.add_row(*line)
         # In 80 columns rich would cut the headings to "wei…"; a terminal wraps long lines by itself.

@@ -14,9 +14,9 @@ from toolkit.options import CommandOptions, option
 class DoctorOptions(CommandOptions):
     """Check this machine, a data set, a checkpoint, or a run before it is started.
 
-    Looks at Python packages, GPUs, NCCL, shared memory, open files and disk. With --config also at everything about a run that
-    can be known before a GPU is touched: fields, layout, memory of each stage, model, data, weights, disk. Exit code 1 when
-    something is broken.
+    Looks at Python packages, GPUs, NCCL, shared memory, open files and disk. With --config also at everything
+    about a run that can be known before a GPU is touched: fields, layout, memory of each stage, model, data,
+    weights, disk. Exit code 1 when something is broken.
     """
 
     run_fields: ClassVar[bool] = True
@@ -36,4 +36,6 @@ class DoctorOptions(CommandOptions):
 
     def check(self) -> None:
         if self.fields and not self.config:
-            raise UsageError(f"{self.fields[0]}: fields of a run go with --config RUN.yaml; see megatron-vl doctor --help")
+            raise UsageError(
+                f"{self.fields[0]}: fields of a run go with --config RUN.yaml; see megatron-vl doctor --help"
+            )

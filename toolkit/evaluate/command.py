@@ -23,7 +23,11 @@ def evaluate(options: EvaluateOptions) -> int:
         options.data, lmu_data = find_data(options.data, options.lmu_data, usual)
         check_data(options.data, lmu_data, not options.no_scores)
         result = _evaluate(options, lmu_data)
-    except (UsageError, ValueError, FileNotFoundError) as error:  # a folder that is no checkpoint is a wrong argument too
+    except (
+        UsageError,
+        ValueError,
+        FileNotFoundError,
+    ) as error:  # a folder that is no checkpoint is a wrong argument too
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
         return 2
     from toolkit.evaluate.report import print_report, write_html

@@ -14,8 +14,8 @@ from toolkit.video_rules import VideoRuleOptions
 class EvaluateOptions(VideoRuleOptions):
     """Compare a converted checkpoint with its original down to a benchmark's scores (VLMEvalKit), and score a trained one.
 
-    Four gates, in this order: tensors bit for bit, logits of some prompts, generated answers, scores. Nothing is downloaded.
-    Exit code 1 when a gate fails or a score is missing, 2 when the arguments cannot be used.
+    Four gates, in this order: tensors bit for bit, logits of some prompts, generated answers, scores. Nothing
+    is downloaded. Exit code 1 when a gate fails or a score is missing, 2 when the arguments cannot be used.
     """
 
     original: Path = option(metavar="HF_DIR")
@@ -39,7 +39,9 @@ class EvaluateOptions(VideoRuleOptions):
     """Where --judge is served on this machine, as by OpenAI: http://localhost:8000/v1."""
     no_scores: bool = False
     """End with the answers: for data sets that a model would judge."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = option(None, shown_default="the original's weights'")
+    dtype: Literal["bfloat16", "float16", "float32"] | None = option(
+        None, shown_default="the original's weights'"
+    )
     """Type of all models."""
     device: Literal["cpu", "cuda"] | None = option(None, shown_default="cuda where there is a GPU")
     """Where the models run."""

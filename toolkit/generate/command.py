@@ -14,7 +14,7 @@ from .options import GenerateOptions
 def generate(options: GenerateOptions) -> int:
     """Answers the prompts and prints what was said."""
     from megatron_vl.config import DataConfig
-    
+
     from .answers import Request, one_conversation, read_prompt_files, run_generate
 
     for path in (*options.image, *options.video, *options.prompt_file):
@@ -30,7 +30,13 @@ def generate(options: GenerateOptions) -> int:
         hf=options.hf,
         checkpoint=options.checkpoint,
         conversations=conversations,
-        layout={"tp": options.tp, "pp": options.pp, "layers": options.layers, "ep": options.ep, "etp": options.etp},
+        layout={
+            "tp": options.tp,
+            "pp": options.pp,
+            "layers": options.layers,
+            "ep": options.ep,
+            "etp": options.etp,
+        },
         max_new_tokens=options.max_new_tokens,
         dtype=options.dtype or ("bfloat16" if platform == "cuda" else "float32"),
         platform=platform,

@@ -11,12 +11,14 @@ from toolkit.options import exactly_one, option
 from toolkit.video_rules import VideoRuleOptions
 
 NOTES = """
-The answer is greedy: the likeliest token each time, until a token that ends a turn (generation_config.json) or
---max-new-tokens. In float32 it is that of transformers' generate(do_sample=False, repetition_penalty=1.0), token for token.
-Keys and values of earlier tokens are kept on each rank (memory: 4 x layers x key/value heads x head dimension bytes a token in
-bfloat16, divided by tp x pp); pictures are encoded once. Prompts are answered --batch at a time; a model of another layout on
-disk needs no splitting. One process a rank is started on this machine: with GPUs, tp x pp of them, and where the experts are
-spread further (--ep, --etp), as many times more as they need; each of these replicas answers its share of the prompts.
+The answer is greedy: the likeliest token each time, until a token that ends a turn
+(generation_config.json) or --max-new-tokens. In float32 it is that of transformers'
+generate(do_sample=False, repetition_penalty=1.0), token for token. Keys and values of earlier
+tokens are kept on each rank (memory: 4 x layers x key/value heads x head dimension bytes a token in
+bfloat16, divided by tp x pp); pictures are encoded once. Prompts are answered --batch at a time; a
+model of another layout on disk needs no splitting. One process a rank is started on this machine:
+with GPUs, tp x pp of them, and where the experts are spread further (--ep, --etp), as many times
+more as they need; each of these replicas answers its share of the prompts.
 """
 
 
@@ -27,14 +29,15 @@ class GenerateOptions(VideoRuleOptions):
     epilog: ClassVar[str] = NOTES
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step folders."""
+    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
+    folders."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face folder of origin: tokenizer, chat template, processor."""
     prompt: list[str] = option([], metavar="TEXT", repeat=True)
     """What the user says after the pictures and videos (one prompt; several go into a --prompt-file)."""
     prompt_file: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
-    """JSON or JSON lines of conversations, OpenAI messages or ShareGPT. Each gets its next turn answered (a last turn of the
-    assistant's is left out). May be repeated."""
+    """JSON or JSON lines of conversations, OpenAI messages or ShareGPT. Each gets its next turn answered (a
+    last turn of the assistant's is left out). May be repeated."""
     image: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
     """Picture for --prompt. May be repeated."""
     video: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
@@ -55,7 +58,9 @@ class GenerateOptions(VideoRuleOptions):
     """Decoder layers of each stage."""
     batch: int = option(8, metavar="N", least=1)
     """Prompts answered together."""
-    dtype: Literal["float32", "bfloat16"] | None = option(None, shown_default="bfloat16 on GPUs, float32 on CPU")
+    dtype: Literal["float32", "bfloat16"] | None = option(
+        None, shown_default="bfloat16 on GPUs, float32 on CPU"
+    )
     """Type of the computation."""
     platform: Literal["auto", "cpu", "cuda"] = option("auto", shown_default="cuda where there is a GPU")
     """Where the ranks run."""

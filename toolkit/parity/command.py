@@ -1,4 +1,5 @@
-"""``megatron-vl parity``: loss, logits, activations and gradients of parallel layouts against ``transformers``."""
+"""``megatron-vl parity``: loss, logits, activations and gradients of parallel layouts against
+``transformers``."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def parity(options: ParityOptions) -> int:
     layouts = parse_layouts(options.layouts)
     platform = chosen_platform(options.platform)
     if options.reference_device.partition(":")[0] not in ("", "cpu", "cuda"):
-        raise UserError(f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1")
+        raise UserError(
+            f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1"
+        )
     if options.reference_device.startswith("cuda"):
         chosen_platform("cuda", "--reference-device")
     request = Request(
@@ -54,11 +57,17 @@ def show(report: dict[str, Any], console: Any) -> None:
 
     differ, pixels = report["inputs"]["tokens_differ"], report["inputs"]["pixel_error"]
     if differ or pixels > 1e-5:
-        what = f"tokens of conversations {differ} differ" if differ else f"pixels differ by up to {pixels:.1e}"
+        what = (
+            f"tokens of conversations {differ} differ" if differ else f"pixels differ by up to {pixels:.1e}"
+        )
         console.print(f"[bold red]inputs:[/] {what} from those of the checkpoint's own processor")
     training = any("state" in result for result in report["layouts"].values())
     kinds = ("weights", "exp_avg", "exp_avg_sq") if training else (*COMPONENTS, "logits")
-    what = "relative error after a training" if training else "relative L2 error of what it gives, and below of its gradients"
+    what = (
+        "relative error after a training"
+        if training
+        else "relative L2 error of what it gives, and below of its gradients"
+    )
     table = Table(title=f"{report['hf']}, {report['dtype']}: {what}")
     for heading in ("layout", "loss", "transformers", *kinds, ""):
         table.add_column(heading, overflow="fold")
@@ -70,7 +79,10 @@ def show(report: dict[str, Any], console: Any) -> None:
             state = result.get("state", {})
             cells += [f"{state[kind][1]:.0e}" if kind in state else "" for kind in kinds]
         else:
-            gives, gradients = by_component(last.get("activations", {})), by_component(last.get("gradients", {}))
+            gives, gradients = (
+                by_component(last.get("activations", {})),
+                by_component(last.get("gradients", {})),
+            )
             cells += [f"{_error(gives.get(kind))}\n{_error(gradients.get(kind))}" for kind in COMPONENTS]
             cells += [_error(last.get("activations", {}).get("logits"))]
         table.add_row(name, *cells, mark)
@@ -81,7 +93,9 @@ def show(report: dict[str, Any], console: Any) -> None:
         elif place := first_departure(result):
             console.print(f"[bold red]{name}: the first layer that departs is {place}[/]")
             for tensor in result.get("tensors", []):
-                console.print(f"  {tensor} is not what conversion of the Hugging Face folder gives", soft_wrap=True)
+                console.print(
+                    f"  {tensor} is not what conversion of the Hugging Face folder gives", soft_wrap=True
+                )
         elif not result["ok"]:
             console.print(f"[bold red]{name}: {json.dumps(result.get('state', {}), default=str)[:300]}[/]")
 

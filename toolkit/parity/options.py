@@ -11,11 +11,13 @@ from toolkit.layouts import GRAMMAR, LayoutTextError, parse_layouts
 from toolkit.options import CommandOptions, exactly_one, option
 
 MEMORY = """
-Memory. transformers runs first, alone, on one device: 8 bytes a parameter for weights and gradients in float32 (bfloat16 needs
-that too: it is judged by how far it takes transformers from float32), and activations without recomputation. Then each rank of
-a layout holds 8 bytes (float32) or 6 bytes (bfloat16) of each of its own parameters; --steps adds AdamW's state, 8 or 12 bytes.
-A 7B model: 66 GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients and activations go over files in the
-temporary folder (TMPDIR): 12 bytes a parameter at most. Where transformers does not fit, --reference-device cpu.
+Memory. transformers runs first, alone, on one device: 8 bytes a parameter for weights and gradients
+in float32 (bfloat16 needs that too: it is judged by how far it takes transformers from float32),
+and activations without recomputation. Then each rank of a layout holds 8 bytes (float32) or 6 bytes
+(bfloat16) of each of its own parameters; --steps adds AdamW's state, 8 or 12 bytes. A 7B model: 66
+GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients and activations go over files
+in the temporary folder (TMPDIR): 12 bytes a parameter at most. Where transformers does not fit,
+--reference-device cpu.
 """
 
 
@@ -34,19 +36,22 @@ class ParityOptions(CommandOptions):
     """A small model of this family with random weights instead of --hf: qwen2_5_vl, ..."""
     layouts: str = option(metavar="LIST")
     """Layouts with commas between, such as 1,tp2sp,tp2pp2vpp2; see below."""
-    checkpoint: Path | None = option(None, metavar="DIR", must_exist=True, shown_default="a fresh conversion of --hf")
+    checkpoint: Path | None = option(
+        None, metavar="DIR", must_exist=True, shown_default="a fresh conversion of --hf"
+    )
     """Compare these Megatron weights (any layout, or a run) with the folder of --hf."""
     image: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
     """A picture of your own. May be repeated."""
     dtype: Literal["float32", "bfloat16"] = option("float32")
-    """float32: within rounding. bfloat16, for GPUs: not further from float32 than transformers in bfloat16, times 1.5. (On CPU
-    Megatron-core rounds RoPE's factors to bfloat16, which transformers does not.)"""
+    """float32: within rounding. bfloat16, for GPUs: not further from float32 than transformers in bfloat16,
+    times 1.5. (On CPU Megatron-core rounds RoPE's factors to bfloat16, which transformers does not.)"""
     platform: Literal["auto", "cpu", "cuda"] = option("auto", shown_default="cuda where there is a GPU")
     """Where the ranks run."""
     reference_device: str = option("", metavar="DEVICE", shown_default="as --platform")
     """Where transformers runs."""
     steps: int = option(0, metavar="N", least=1)
-    """Compare N optimizer steps instead: losses, gradient norms, weights and Adam's moments at the end (float32)."""
+    """Compare N optimizer steps instead: losses, gradient norms, weights and Adam's moments at the end
+    (float32)."""
     json: bool = False
     """Print the results as JSON."""
 
@@ -57,6 +62,8 @@ class ParityOptions(CommandOptions):
         except LayoutTextError as error:
             raise UsageError(f"--layouts: {error}") from error
         if self.steps and self.dtype != "float32":
-            raise UserError(f"--steps {self.steps}: the number of steps of a float32 comparison; leave --dtype at float32")
+            raise UserError(
+                f"--steps {self.steps}: the number of steps of a float32 comparison; leave --dtype at float32"
+            )
         if self.family and self.checkpoint:
             raise UserError("--checkpoint needs --hf: weights of --family are made for this comparison alone")

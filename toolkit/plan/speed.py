@@ -1,8 +1,10 @@
-"""Tokens per second of a run, estimated from FLOPs of its model and from what was measured on H200 (``docs/log.md``, 2026-11-21).
+"""Tokens per second of a run, estimated from FLOPs of its model and from what was measured on H200
+(``docs/log.md``, 2026-11-21).
 
-The rows are those of ``megatron-vl bench``: pictures of 640 x 480 pixels, each with 150 tokens of text, as many as a row holds.
-The share of the peak (MFU) that the model's FLOPs reach is the measured one of the nearest layout, times what recomputation and
-an idle pipeline leave of it. What a network between nodes costs is not in it.
+The rows are those of ``megatron-vl bench``: pictures of 640 x 480 pixels, each with 150 tokens of text, as
+many as a row holds. The share of the peak (MFU) that the model's FLOPs reach is the measured one of the
+nearest layout, times what recomputation and an idle pipeline leave of it. What a network between nodes costs
+is not in it.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def _measured(config: TrainConfig, spec: ModelSpec) -> float:
 
 
 def _row(config: TrainConfig, spec: ModelSpec) -> tuple[list[int], list[int], list[int], int]:
-    """Document lengths, patches of each picture, patches of each window, and tokens that bear loss, of one row."""
+    """Document lengths, patches of each picture, patches of each window, and tokens that bear loss, of one
+    row."""
     v = spec.vision
     unit = v.patch_size * v.spatial_merge_size
     width, height = (round(side / unit) for side in PICTURE)
@@ -82,6 +85,8 @@ def _row(config: TrainConfig, spec: ModelSpec) -> tuple[list[int], list[int], li
     side = max(1, v.window_size // unit) if v.window_size else 0
     windows = [patches]
     if side:
-        sides = [[min(side, length - start) for start in range(0, length, side)] for length in (width, height)]
+        sides = [
+            [min(side, length - start) for start in range(0, length, side)] for length in (width, height)
+        ]
         windows = [w * h * v.merge_unit for w in sides[0] for h in sides[1]]
     return [document] * count, [patches] * count, windows * count, count * TEXT // 2

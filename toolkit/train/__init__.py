@@ -1,1 +1,2 @@
-"""``megatron-vl train``: starts the ranks of a training, or is one of them; or says what the training would be."""
+"""``megatron-vl train``: starts the ranks of a training, or is one of them; or says what the training would
+be."""

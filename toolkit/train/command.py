@@ -1,4 +1,5 @@
-"""``megatron-vl train``: starts the ranks of a training, or is one of them; or says what the training would be."""
+"""``megatron-vl train``: starts the ranks of a training, or is one of them; or says what the training would
+be."""
 
 from __future__ import annotations
 
@@ -25,6 +26,11 @@ FOR_GPUS = {
 def train(options: TrainOptions) -> int:
     """Exit code of the training: 0 done or stopped by a signal, 1 stopped with a message."""
     surroundings = read(os.environ)
+    if surroundings.variables and options.nproc_per_node and not options.dry_run:
+        raise UsageError(
+            "this Slurm step has several tasks a node, one for each rank: leave --nproc-per-node out, "
+            "or start one task a node (srun --ntasks-per-node 1)"
+        )
     if surroundings.is_rank and not options.dry_run:
         return _be_a_rank(options.fields, surroundings.variables)
 
@@ -47,7 +53,7 @@ def train(options: TrainOptions) -> int:
 
 def _config(fields: list[str]) -> TrainConfig:
     if not fields:
-        raise UsageError("give the run: megatron-vl train --config RUN.yaml (megatron-vl train --help explains every field)")
+        raise UsageError("give the run: megatron-vl train --config RUN.yaml (--help explains every field)")
     try:
         return parse_config(fields)
     except RunConfigError as error:
@@ -73,7 +79,9 @@ def _gpus_here() -> int:
 
     found = torch.cuda.device_count()
     if not found:
-        raise UsageError("torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU")
+        raise UsageError(
+            "torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU"
+        )
     return found
 
 
@@ -85,7 +93,9 @@ def _start_ranks(options: TrainOptions, surroundings: Surroundings, nnodes: int,
     if nnodes > 1:
         host = options.master_addr or surroundings.master_addr
         if not host:
-            raise UsageError(f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all")
+            raise UsageError(
+                f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"
+            )
         port = options.master_port or surroundings.master_port
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
         meeting += ["--rdzv-id", options.job_id or surroundings.job_id]

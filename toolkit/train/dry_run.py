@@ -1,4 +1,5 @@
-"""What a training would be: its layout, its schedule, and the memory of each pipeline stage. Needs neither GPU nor torch."""
+"""What a training would be: its layout, its schedule, and the memory of each pipeline stage. Needs neither
+GPU nor torch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
     """
     dp = validate(config, world)
     if not config.model.hf:
-        raise RunConfigError("model.hf is empty; give a Hugging Face folder, or a config.json, for the model's sizes")
+        raise RunConfigError(
+            "model.hf is empty; give a Hugging Face folder, or a config.json, for the model's sizes"
+        )
     spec = read_spec(config.model.hf)
     layout = run_layout(spec, config.parallel)
     micro_batches = config.global_batch_size // dp
@@ -104,7 +107,10 @@ def _print(facts: dict[str, Any]) -> None:
     experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
     sequence = ", sequence parallel" if sizes["sequence_parallel"] else ""
     print(f"{facts['family']} on {facts['ranks']} ranks")
-    print(f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}{experts}{sequence}")
+    print(
+        f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}"
+        f"{experts}{sequence}"
+    )
     for stage, contents in enumerate(facts["stages"]):
         print(f"  stage {stage}: {', '.join(contents)}")
 
@@ -116,14 +122,22 @@ def _print(facts: dict[str, Any]) -> None:
             print(f"  stage {stage}: {first} forward, {steady} x (forward, backward), {first} backward")
         print(f"  idle: {schedule['idle_share']:.1%} of a step, if every stage takes equally long")
 
-    table = Table("stage", "in flight", *PARTS, "total", title="Memory of a GPU of each pipeline stage, GiB, estimated")
+    table = Table(
+        "stage", "in flight", *PARTS, "total", title="Memory of a GPU of each pipeline stage, GiB, estimated"
+    )
     for stage in facts["memory_gib"]:
         table.add_row(*map(str, stage.values()))
     console = Console(highlight=False, file=sys.stdout)
     Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
     fits = ", ".join(facts["fits"]) or f"none of {', '.join(GPU_GIB)}"
-    print(f"fullest GPU: {facts['peak_gib']} GiB, with a row that is all pictures; {RESERVE_GIB:.0f} more should stay free")
+    print(
+        f"fullest GPU: {facts['peak_gib']} GiB, with a row that is all pictures; "
+        f"{RESERVE_GIB:.0f} more should stay free"
+    )
     print(f"fits: {fits}")
     speed = facts["speed"]
     rate = f"{speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
-    print(f"speed on H200, image rows, estimated: {rate}, {speed['hours_per_billion_tokens']} hours per billion tokens")
+    print(
+        f"speed on H200, image rows, estimated: {rate}, "
+        f"{speed['hours_per_billion_tokens']} hours per billion tokens"
+    )

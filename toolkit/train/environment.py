@@ -1,4 +1,5 @@
-"""What the environment says about this process: a rank of torchrun or of Slurm, one of several nodes, or none of it."""
+"""What the environment says about this process: a rank of torchrun or of Slurm, one of several nodes, or none
+of it."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Surroundings:
 def read(environ: Mapping[str, str]) -> Surroundings:
     """Looks at torchrun's variables, then at those of a Slurm step (``srun``).
 
-    A step with more tasks than nodes has one task a rank. A step with one task a node starts the ranks of its node. A batch
-    script without ``srun`` is not in a step: it is like a shell on that node.
+    A step with more tasks than nodes has one task a rank. A step with one task a node starts the ranks of its
+    node. A batch script without ``srun`` is not in a step: it is like a shell on that node.
     """
     if all(name in environ for name in TORCHRUN):
         return Surroundings(is_rank=True)

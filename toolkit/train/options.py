@@ -13,8 +13,8 @@ from toolkit.options import CommandOptions, option
 class TrainOptions(CommandOptions):
     """Train a model: start one rank a GPU, or, under torchrun or srun with a task a GPU, be a rank.
 
-    SIGTERM or SIGUSR1 makes all ranks save after the step under way and end with exit code 0. The same command again goes on
-    from the latest checkpoint.
+    SIGTERM or SIGUSR1 makes all ranks save after the step under way and end with exit code 0. The same
+    command again goes on from the latest checkpoint.
     """
 
     run_fields: ClassVar[bool] = True
@@ -25,7 +25,9 @@ class TrainOptions(CommandOptions):
     """Nodes of the run; start the same command on each of them."""
     master_addr: str = option("", metavar="HOST", shown_default="the first node of the Slurm step")
     """Host name of one of the nodes, the same on all."""
-    master_port: int | None = option(None, metavar="PORT", least=1, shown_default="29500, or by the Slurm job's number")
+    master_port: int | None = option(
+        None, metavar="PORT", least=1, shown_default="29500, or by the Slurm job's number"
+    )
     """A free port there."""
     job_id: str = option("", metavar="WORD", shown_default="megatron-vl, or the Slurm job's number")
     """Any word that tells this run from others on the same nodes."""

@@ -1,1 +1,2 @@
-"""``megatron-vl convert | split | merge | export | verify``: weights between Hugging Face and Megatron, in any layout."""
+"""``megatron-vl convert | split | merge | export | verify``: weights between Hugging Face and Megatron, in
+any layout."""

@@ -1,4 +1,5 @@
-"""``megatron-vl convert | split | merge | export | verify``: weights between Hugging Face and Megatron, in any layout."""
+"""``megatron-vl convert | split | merge | export | verify``: weights between Hugging Face and Megatron, in
+any layout."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from typing import Any
 
 from megatron_vl.errors import UserError
 
-from .options import ONE_RANK, ConvertOptions, ExportOptions, MergeOptions, OutOptions, SplitOptions, VerifyOptions
+from .options import (
+    ONE_RANK,
+    ConvertOptions,
+    ExportOptions,
+    MergeOptions,
+    OutOptions,
+    SplitOptions,
+    VerifyOptions,
+)
 
 
 def convert(options: ConvertOptions) -> int:
@@ -43,7 +52,9 @@ def export(options: ExportOptions) -> int:
     from converters.convert import export
 
     how: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    return _finish(options, lambda: export(options.checkpoint, options.hf, options.out, **how), origin=options.hf)
+    return _finish(
+        options, lambda: export(options.checkpoint, options.hf, options.out, **how), origin=options.hf
+    )
 
 
 def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = None) -> int:
@@ -55,25 +66,41 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
     except OSError as error:
         if isinstance(error, FileExistsError) or not (options.out / UNFINISHED).is_file():
             raise
-        raise UserError(f"{error}\n{options.out} keeps what was written: the same command goes on from there") from error
+        raise UserError(
+            f"{error}\n{options.out} keeps what was written: the same command goes on from there"
+        ) from error
     if options.json:
-        result = dataclasses.asdict(report) | {"out": str(report.out), "cast": [[*types, n] for types, n in report.cast.items()]}
+        result = dataclasses.asdict(report) | {
+            "out": str(report.out),
+            "cast": [[*types, n] for types, n in report.cast.items()],
+        }
         print(json.dumps(result))
         return 0
     size, rate = report.bytes / 1e9, report.bytes / max(report.seconds, 1e-9) / 1e9
     print(
-        f"{report.out}: {report.tensors} tensors in {report.files} files, {size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
+        f"{report.out}: {report.tensors} tensors in {report.files} files, "
+        f"{size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
     )
     if report.kept_tensors:
         print(f"went on: {report.kept_files} of {report.files} files kept from before the interruption")
     if report.layout:
         layers = ",".join(map(str, report.layout.layers))
-        experts = f", ep {report.layout.ep}, etp {report.layout.etp}" if max(report.layout.ep, report.layout.etp) > 1 else ""
-        print(f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, layers {layers}{experts}")
+        experts = (
+            f", ep {report.layout.ep}, etp {report.layout.etp}"
+            if max(report.layout.ep, report.layout.etp) > 1
+            else ""
+        )
+        print(
+            f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, "
+            f"layers {layers}{experts}"
+        )
     for (old, new), count in report.cast.items():
         print(f"note: {count} tensors were cast from {old} to the origin's {new}")
     for name in report.skipped:
-        print(f"note: {name} was not copied: weights that are not part of {origin.name if origin else ''}'s safetensors index")
+        print(
+            f"note: {name} was not copied: weights that are not part of "
+            f"{origin.name if origin else ''}'s safetensors index"
+        )
     return 0
 
 
@@ -95,8 +122,13 @@ def verify(options: VerifyOptions) -> int:
             print(f"  {difference.name}: {difference.how}")
         if len(result.differences) > options.show:
             print(f"  ... and {len(result.differences) - options.show} more")
-        if len(result.differences) == result.tensors and all(found.how.startswith("missing") for found in result.differences):
+        if len(result.differences) == result.tensors and all(
+            found.how.startswith("missing") for found in result.differences
+        ):
             print("note: not one name in common; these are different models")
     if result.renamed and not options.json:
-        print(f"note: {result.renamed} names differ by naming style only, which transformers reads alike: {result.example}")
+        print(
+            f"note: {result.renamed} names differ by naming style only, which transformers reads alike: "
+            f"{result.example}"
+        )
     return 1 if result.differences else 0

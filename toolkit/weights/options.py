@@ -63,8 +63,8 @@ class OutOptions(WorkOptions):
     """What all commands that write weights take."""
 
     out: Path = option(metavar="DIR")
-    """Folder to write. It must not exist, or be empty, or hold what the same command left when it was interrupted: the command
-    then goes on."""
+    """Folder to write. It must not exist, or be empty, or hold what the same command left when it was
+    interrupted: the command then goes on."""
     force: bool = False
     """Replace the checkpoint, or another unfinished conversion, that is in --out."""
 
@@ -82,7 +82,8 @@ class SplitOptions(OutOptions, LayoutOptions):
     """Split Megatron weights of any layout into one file for each tensor or expert x pipeline rank."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step folders."""
+    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
+    folders."""
 
 
 @dataclass(kw_only=True)
@@ -90,7 +91,8 @@ class MergeOptions(OutOptions):
     """Merge Megatron weights of any layout into unsplit Megatron weights."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step folders."""
+    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
+    folders."""
 
 
 @dataclass(kw_only=True)
@@ -98,10 +100,11 @@ class ExportOptions(OutOptions):
     """Export Megatron weights of any layout to a Hugging Face folder like the one of origin."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step folders."""
+    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
+    folders."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
-    """Hugging Face folder that the weights came from. It gives tensor names, types and files; config, tokenizer, processor and
-    chat template are copied from it."""
+    """Hugging Face folder that the weights came from. It gives tensor names, types and files; config,
+    tokenizer, processor and chat template are copied from it."""
 
 
 @dataclass(kw_only=True)
@@ -111,7 +114,8 @@ class VerifyOptions(WorkOptions):
     a: Path = option(metavar="A", positional=True, must_exist=True)
     """Hugging Face folder, or Megatron weights of any layout."""
     b: Path | None = option(None, metavar="B", positional=True, must_exist=True)
-    """A folder of the same kind to compare with, of Hugging Face under either of its naming styles (model.layers,
-    model.language_model.layers). Without it, Megatron weights A are checked against their hashes."""
+    """A folder of the same kind to compare with, of Hugging Face under either of its naming styles
+    (model.layers, model.language_model.layers). Without it, Megatron weights A are checked against their
+    hashes."""
     show: int = option(10, metavar="N")
     """Differing tensors to name."""

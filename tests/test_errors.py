@@ -1,0 +1,88 @@
+"""What a user can fix is told in one line; a bug keeps its traceback. The same for each rank of a training."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import RunConfigError
+from megatron_vl.errors import UsageError, UserError, describe, exit_code, is_fixable
+from megatron_vl.train import main
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILT_IN = {"Exception", "ValueError", "RuntimeError", "OSError", "KeyError", "TypeError"}
+NOT_SHOWN = {
+    "PositionError": "of one sample: the loader counts it as unusable",
+    "UnusableError": "of one sample: the loader goes on with the next",
+    "_Stopped": "tells a thread to end",
+}
+"""Exceptions that never reach a user, and why."""
+
+
+def classes() -> dict[str, set[str]]:
+    """Exception classes of the packages -> their bases; ``toolkit/evaluate`` shows its own."""
+    found = {}
+    for package in ("megatron_vl", "converters", "data_tools", "toolkit"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.parts[-2] == "evaluate":
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    return found
+
+
+def test_every_refusal_has_the_one_base():
+    known = classes()
+
+    def is_users(name: str) -> bool:
+        return name == "UserError" or any(is_users(base) for base in known.get(name, ()))
+
+    errors = {name for name, bases in known.items() if bases & BUILT_IN and name != "UserError"}
+    assert {name for name in errors if not is_users(name)} == set(NOT_SHOWN)
+    assert {"RunConfigError", "WeightsError", "CheckpointError", "LoaderError", "RecordError"} <= errors
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "fixable", "code"),
+    [
+        (UserError("a"), True, 1),
+        (UsageError("a"), True, 2),
+        (RunConfigError("a"), True, 1),
+        (FileNotFoundError(2, "a"), True, 1),
+        (MemoryError("a"), True, 1),
+        (OutOfMemoryError("a"), True, 1),
+        (RuntimeError("[..third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True, 1),
+        (RuntimeError("shapes do not match"), False, 1),
+        (ValueError("a"), False, 1),
+        (AssertionError(), False, 1),
+    ],
+)
+def test_what_a_user_can_fix(error, fixable, code):
+    assert is_fixable(error) == fixable and exit_code(error) == code
+    assert ("please report" in describe(error)) != fixable
+    assert ("\n" not in describe(error)) == fixable
+
+
+@pytest.mark.parametrize("fixable", [True, False])
+def test_a_rank_tells_a_message_or_a_traceback(monkeypatch, capfd, tmp_path, fixable):
+    def fail(config):
+        raise RunConfigError("data.path is empty") if fixable else KeyError("rows")
+
+    monkeypatch.setattr("megatron_vl.training.check.check", fail)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    assert main(["--steps", "3"]) == 1
+    said = capfd.readouterr().err
+    if fixable:
+        hint = "(MEGATRON_VL_TRACEBACK=1 shows where)"
+        assert said == f"megatron_vl.train: rank 0: data.path is empty\n{hint}\n"
+    else:
+        assert said.startswith("megatron_vl.train: rank 0: KeyError: 'rows'\nTraceback")
+    assert main(["--steps", "3"]) == 1  # another rank of this node, with the same
+    assert capfd.readouterr().err == ""
