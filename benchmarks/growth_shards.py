@@ -1,14 +1,14 @@
 """What opening a data set costs as its shards grow: ``python benchmarks/growth_shards.py --shards 100000``.
 
-A folder with so many (empty) shards is described as the converter describes them. Measured are what one rank of a job does
-(reading and checking the description), the message that the other ranks get, and what Energon does by itself on every rank
-that owns a loader. Calls are those that Python makes; seconds are of the processor and, in brackets, of the clock.
+A folder with so many (empty) shards is described as the converter describes them. It measures what one rank of
+a job does (reading and checking the description), the message that the other ranks get, and what Energon does by
+itself on every rank that owns a loader. Calls are those that Python makes; seconds are of the processor and, in
+brackets, of the clock.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import pickle
 import sys
@@ -54,11 +54,7 @@ def main() -> None:
         size = len(pickle.dumps(facts))
         print(f"  the message to the other {args.ranks - 1} ranks has {size} bytes")
 
-        gc.collect()
-        before = resident()
-        held = measured("Energon's own opening", owners, lambda: opened(data, owners))
-        print(f"  {(resident() - before) / args.shards:.0f} bytes of memory a shard")
-        del held
+        measured("Energon's own opening", owners, lambda: opened(data, owners))
 
 
 def write(data: Path, count: int) -> Path:
@@ -93,14 +89,9 @@ def measured(name: str, ranks: int, run: Callable[[], Any]) -> Any:
     clock, processor = time.perf_counter(), time.process_time()
     result = run()
     clock, processor = time.perf_counter() - clock, time.process_time() - processor
-    calls = dict(CALLS)
-    print(
-        f"{name}: {processor:.2f} s ({clock:.2f} s), {calls.get('stat', 0)} stats, {calls.get('open', 0)} opens, "
-        f"{calls.get('scandir', 0)} listings"
-    )
-    print(
-        f"  on {ranks} ranks of the job: {ranks * calls.get('stat', 0)} stats, {ranks * calls.get('open', 0)} opens"
-    )
+    stats, opens, listings = CALLS["stat"], CALLS["open"], CALLS["scandir"]
+    print(f"{name}: {processor:.2f} s ({clock:.2f} s), {stats} stats, {opens} opens, {listings} listings")
+    print(f"  on {ranks} ranks of the job: {ranks * stats} stats, {ranks * opens} opens")
     return result
 
 
@@ -120,11 +111,6 @@ def count_calls() -> None:
             CALLS.update([event.removeprefix("os.")]) if event in ("open", "os.scandir") else None
         )
     )
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -209,8 +209,9 @@ class IndexWriter:
         """Raises :class:`ShardError` at a shard that no loader would read."""
         if len(self.shards) == MOST_SHARDS:
             raise ShardError(
-                f"{shard.name} is one more than the {MOST_SHARDS} shards that the loader reads of a data set; start again with "
-                "--force and larger shards (--samples-per-shard, --shard-mb), or convert the input as several data sets"
+                f"{shard.name} is one more than the {MOST_SHARDS} shards that the loader reads of a data set; start "
+                "again with --force and larger shards (--samples-per-shard, --shard-mb), or convert the input as "
+                "several data sets"
             )
         from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata, IndexSample, IndexSamplePart
 

@@ -159,8 +159,8 @@ class DataConfig:
     shuffle_buffer: int = 1000
     """Most samples in the shuffle buffer of each loader process; 0: the order of the data set."""
     shuffle_buffer_gib: float = 2.0
-    """Most GiB of samples, with their media as stored, in the shuffle buffer of each loader process: long videos reach this
-    before shuffle_buffer. 0: no bound in bytes."""
+    """Most GiB of samples, with their media as stored, in the shuffle buffer of each loader process: long videos
+    reach this before shuffle_buffer. 0: no bound in bytes."""
     balance: bool = False
     """Swap rows between data-parallel ranks so that all have about as many patches in a step: for data in which rows differ
     much in their pictures. Each of these ranks holds a connection to every other one, so it takes as many open files."""

@@ -4,9 +4,9 @@ Energon 7.4.1 imports whatever module ``dataset.yaml`` or a metadataset names, c
 beside it (``sample_loader``, ``part_filter``); names of shards may lead anywhere. A data set may come from anybody, and all
 that this project's loader needs of a description is that there is nothing special about it.
 
-Reading it is linear in the number of shards and needs neither a stat nor an open of any of them: one listing of the folder
-shows which names are links. One rank of a training reads it (:func:`read_description`) and sends the others what a loader
-needs (:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
+Reading it is linear in the number of shards, and opens none of them: one listing of the folder shows which names
+are links. One rank of a training reads it (:func:`read_description`) and sends the others what a loader needs
+(:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron_vl.errors import UserError
 
 META = ".nv-meta"
 MOST_SHARDS = 4_000_000
-"""Of a data set; the converter refuses to write more. Energon 7.4.1 keeps about 700 bytes of memory for each shard on every
-rank that owns a loader: 2.6 GiB of it at this bound, which is a data set of a petabyte in shards of 256 MB."""
+"""Of a data set; the converter refuses to write more. Energon 7.4.1 keeps about 740 bytes of memory for each shard on
+every rank that owns a loader: 2.8 GiB of it at this bound, which is a data set of a petabyte in shards of 256 MB."""
 LARGEST = 48 * MOST_SHARDS
 """Bytes of a description file; the converter writes at most 39 about a shard."""
 DEEPEST_YAML = 100
@@ -86,7 +86,7 @@ class SplitFacts:
     identity: dict[str, Any]
     """What the order of samples follows from, as JSON values; compare with :func:`difference`."""
     former: str
-    """What versions before 2026-11-22 took for the identity: a data set's ``index.uuid``, else the name of folder or file."""
+    """What versions before 2026-11-22 took for the identity: ``index.uuid``, else the name of the folder or file."""
     samples: int | None
     """Over all ranks; None for a metadataset, whose parts begin anew at different times."""
     largest_shard: int
@@ -107,7 +107,7 @@ class DataSet:
     counts: dict[str, int]
     """Samples of each shard."""
     uuid: str
-    """Made by the converter from the SHA-256 of all shards; empty where a data set was prepared by hand without one."""
+    """Made by the converter from the SHA-256 of all shards; empty where a data set was prepared without one."""
 
     def identity(self, split: str) -> dict[str, Any]:
         """By content; without the path, so that the folder can be moved."""
@@ -170,7 +170,7 @@ class Metadataset:
     """By the path as written."""
 
     def identity(self, split: str) -> dict[str, Any]:
-        """The mixture's structure and weights with each part's own identity; ``name`` is for messages only."""
+        """The mixture's structure and weights with the identity of each part; ``name`` is for messages only."""
         return {"mixture": self._identity(self._split(split), split)}
 
     def facts(self, split: str) -> SplitFacts:
@@ -312,7 +312,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _check_yaml(path: Path, text: str) -> None:
     """Refuses what is no YAML, more than one document of it, and what makes values that are not written there.
 
-    Energon's own parser is lenient and knows neither tags nor aliases. libyaml, where PyYAML has it, is 20 times as fast.
+    Energon's own parser is lenient and knows neither tags nor aliases. PyYAML is fast enough through libyaml.
     """
     depth = documents = 0
     for number, event in enumerate(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
@@ -323,8 +323,8 @@ def _check_yaml(path: Path, text: str) -> None:
         documents += isinstance(event, yaml.DocumentStartEvent)
         if depth > DEEPEST_YAML or documents > 1 or number > 2 * MOST_SHARDS + 1000:
             raise DescriptionError(
-                f"{path} cannot be read: it is nested deeper than {DEEPEST_YAML}, holds more than one document, or more than "
-                f"{MOST_SHARDS} shards"
+                f"{path} cannot be read: it is nested deeper than {DEEPEST_YAML}, holds more than one document, or "
+                f"more than {MOST_SHARDS} shards"
             )
 
 
@@ -357,7 +357,7 @@ def _expanded(path: Path, patterns: Any) -> list[str]:
 
 
 def _check_shards(folder: Path, names: set[str]) -> None:
-    """Every name is that of a file inside the folder, links followed; one that is missing is the reader's business.
+    """Every name is that of a file inside the folder, links followed; the reader deals with a missing one.
 
     A folder that holds shards is listed once, which tells its links; only these are followed one by one.
     """
@@ -436,7 +436,7 @@ def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
     return [*inner, value["path"]]
 
 
-# --------------------------------------------------------------------------------------------------- comparing identities
+# ------------------------------------------------------------------------------------------ comparing identities
 
 
 def difference(saved: Any, now: Any, name: str = "the data set") -> str:

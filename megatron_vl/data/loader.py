@@ -160,7 +160,8 @@ class RowEncoder(DefaultTaskEncoder):
         """Puts our shuffle buffer where Energon's would be, which has no bound in bytes."""
         if self.shuffles and self.data.shuffle_buffer > 1:
             most_bytes = int(self.data.shuffle_buffer_gib * GIB)
-            dataset = ShuffleBufferDataset(dataset, self.data.shuffle_buffer, most_bytes, stored_bytes, worker_config)
+            size = self.data.shuffle_buffer
+            dataset = ShuffleBufferDataset(dataset, size, most_bytes, stored_bytes, worker_config)
         return super().build_encode_sample(dataset, worker_config=worker_config)
 
     def build_batch(self, dataset: Any, *, packing_buffer_size: int, worker_config: WorkerConfig, **unused: Any) -> RowPacking:
@@ -340,8 +341,8 @@ def planes_of(item: dict[str, Any], data: bytes, grid: Grid, settings: PixelSett
 
 
 WAYS_OUT = {
-    "dataset": "give the data set that the run began with, or keep weights and optimizer and read the data from its start with "
-    "--checkpoint.restart_data true",
+    "dataset": "give the data set that the run began with, or keep weights and optimizer and read the data from its "
+    "start with --checkpoint.restart_data true",
     "split": "load the state of this split",
     "dp_rank": "give each rank its own state",
     "dp_size": "start with as many data-parallel ranks as before (processes / (tp x pp)), or a new run from the weights",
@@ -394,7 +395,8 @@ class RowLoader:
             raise StateError("a loader state must be loaded before the first row is read")
         saved = self._with_present_fields(state.get("identity", {}))
         if found := difference(saved.get("dataset"), self._identity["dataset"]):
-            raise StateError(f"the loader state was saved with another data set: {found}; {WAYS_OUT['dataset']}")
+            way_out = WAYS_OUT["dataset"]
+            raise StateError(f"the loader state was saved with another data set: {found}; {way_out}")
         for name, value in self._identity.items():
             before = saved.get(name, RULES_BEFORE.get(name))
             if name != "dataset" and before != value:
@@ -410,24 +412,30 @@ class RowLoader:
             self._loader._worker_sample_counters = counters
 
     def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The identity of a state of an earlier version, with what that did not save taken to be as it is now, and said so."""
+        """An identity that an earlier version saved; what it lacks is taken to be as it is now, with a note."""
         saved, now = dict(saved), self._identity
+
         if "shuffle_buffer_gib" not in saved:
             saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
             if now["shuffle_buffer_gib"]:
                 self.notes.append(
-                    "the loader state is from before the shuffle buffer had a bound in bytes: the order of samples stays what it "
-                    f"was where the buffer never holds {now['shuffle_buffer_gib']:g} GiB (data.shuffle_buffer_gib; 0 keeps it)"
+                    "the loader state is from before the shuffle buffer had a bound in bytes: the order of samples stays "
+                    f"what it was where the buffer never holds {now['shuffle_buffer_gib']:g} GiB "
+                    "(data.shuffle_buffer_gib; 0 keeps it)"
                 )
+
         if isinstance(saved.get("dataset"), str):
             if saved["dataset"] != self._former:
-                problem = f"{saved['dataset']!r}, this loader reads {self._former!r}"
-                raise StateError(f"the loader state was saved with the data set {problem}; {WAYS_OUT['dataset']}")
+                raise StateError(
+                    f"the loader state was saved with the data set {saved['dataset']!r}, this loader reads "
+                    f"{self._former!r}; {WAYS_OUT['dataset']}"
+                )
             saved["dataset"] = now["dataset"]
             if not now["dataset"].get("content"):
                 self.notes.append(
-                    f"the loader state is from before mixtures were known by their content: it says {self._former} and no more. "
-                    "If weights or parts have changed since it was saved, stop here and start with --checkpoint.restart_data true"
+                    "the loader state is from before mixtures were known by their content: it says "
+                    f"{self._former} and no more. If weights or parts have changed since it was saved, stop here and "
+                    "start with --checkpoint.restart_data true"
                 )
         return saved
 
@@ -519,8 +527,12 @@ def _buffer_note(data: DataConfig, sample_bytes: float) -> str:
     workers = max(data.num_workers, 1)
     bound = data.shuffle_buffer_gib
     samples, gib = at_most(data.shuffle_buffer, bound, sample_bytes)
-    expected = f"about {gib:.2f} GiB ({samples} samples of {sample_bytes / 1e6:.2f} MB)" if sample_bytes else f"{samples} samples"
-    most = f"at most {bound:g} GiB a worker and {bound * workers:g} GiB a rank" if bound else "without a bound in bytes"
+    expected = f"{samples} samples"
+    if sample_bytes:
+        expected = f"about {gib:.2f} GiB ({samples} samples of {sample_bytes / 1e6:.2f} MB)"
+    most = "without a bound in bytes"
+    if bound:
+        most = f"at most {bound:g} GiB a worker and {bound * workers:g} GiB a rank"
     return (
         f"shuffle buffer: {expected} in each of {workers} workers of each data-parallel rank, {most} "
         "(data.shuffle_buffer, data.shuffle_buffer_gib)"

@@ -102,9 +102,10 @@ def check_data_path(path: str) -> None:
 
 
 def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
-    """What loaders need to know of the splits of the run's data set: ``train``, and ``eval.split`` where there is evaluation.
+    """What loaders need to know of the data set's splits: ``train``, and ``eval.split`` where there is evaluation.
 
-    Of all ranks one calls this (see :func:`megatron_vl.training.loop.share_data`): it reads about 60 bytes for each shard.
+    One rank of a run calls this (see :func:`megatron_vl.training.loop.share_data`): it reads about 60 bytes for each
+    shard.
 
     Raises:
         LoaderError: there is no data set, or a split of it is empty.

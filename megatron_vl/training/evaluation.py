@@ -102,7 +102,8 @@ class Evaluator:
         from megatron_vl.data.loader import build_loader
 
         data = dataclasses.replace(self.config.data, num_workers=0, pack=pack)
-        loader = build_loader(data, spec, self.config.model.hf, split=self.config.eval.split, facts=self.facts)
+        split = self.config.eval.split
+        loader = build_loader(data, spec, self.config.model.hf, split=split, facts=self.facts)
         try:
             yield from itertools.islice(loader, count)
         finally:

@@ -58,7 +58,7 @@ class Run:
 def set_up(config: TrainConfig) -> Run:
     """Builds the run: platform, groups, model, weights, optimizer, loader, and state when resuming. Collective.
 
-    What can be refused is refused before a process group starts, but for what is in the data set, which one rank reads.
+    What can be refused is refused before a process group starts, but for what is in the data set: one rank reads it.
     """
     spec, layout = check(config)
     platform = get_platform(config.platform)

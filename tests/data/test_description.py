@@ -52,7 +52,7 @@ def folder(parts, tmp_path) -> Path:
 
 
 def write(folder: Path, file: str = "meta.yaml", **changes: Any) -> Path:
-    """A blend of birds 3 to ships 1; ``changes`` replace its train split, or fields of its parts (``birds``, ``ships``)."""
+    """A blend of birds 3 to ships 1; ``changes`` replace its train split, or fields of its parts."""
     blend = [
         {"path": name, "weight": weight, **changes.get(name, {})}
         for name, weight in (("birds", 3), ("ships", 1))
@@ -174,7 +174,7 @@ def test_a_split_that_a_mixture_lacks_is_named(folder):
         read_description(folder / "meta.yaml").facts("train")
 
 
-# ----------------------------------------------------------------------------------------------------- states of a loader
+# ------------------------------------------------------------------------------------------- states of a loader
 
 
 def loader(path: Path, **changes: Any) -> Any:
@@ -237,7 +237,7 @@ def test_states_of_earlier_versions_go_on_with_a_line(folder):
         loader(folder / "birds").load_state_dict(former(plain.state_dict(), "another"))
 
 
-# ---------------------------------------------------------------------------------------------------------- many shards
+# ------------------------------------------------------------------------------------------------- many shards
 
 
 def empty_shards(folder: Path, count: int) -> Path:
