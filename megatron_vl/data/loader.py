@@ -41,7 +41,7 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ..config import RULES_BEFORE, DataConfig
+from ..config import RULES_BEFORE, DataConfig, video_rule
 from ..models.families import ModelSpec
 from ..models.rope import Grid
 from ..signals import shield_loader_worker
@@ -516,7 +516,7 @@ def build_loader(
         # Lengths of samples follow from these, and rows from lengths.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
-        **_video_rule(data, spec),
+        **video_rule(data, spec.vision.video_timestamps),
     }
     notes = [_buffer_note(data, facts.sample_bytes)] if split == "train" and data.shuffle_buffer > 1 else []
     return RowLoader(loader, identity, facts, notes)
@@ -537,12 +537,6 @@ def _buffer_note(data: DataConfig, sample_bytes: float) -> str:
         f"shuffle buffer: {expected} in each of {workers} workers of each data-parallel rank, {most} "
         "(data.shuffle_buffer, data.shuffle_buffer_gib)"
     )
-
-
-def _video_rule(data: DataConfig, spec: ModelSpec) -> dict[str, str]:
-    """The rule of videos that this model's rows follow; the other one means nothing to it, and may change."""
-    name = "video_prompt" if spec.vision.video_timestamps else "video_positions"
-    return {name: getattr(data, name)}
 
 
 def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split: str) -> Any:
