@@ -54,8 +54,8 @@ class ModelConfig:
     """Keep the language model as it is."""
     moe_aux_loss: float | None = None
     """Coefficient of the experts' load-balancing loss, averaged over the layers (transformers: of the layers' average; equal
-    for one layer); 0: none; empty: router_aux_loss_coef of the Hugging Face config where its output_router_logits is true,
-    none otherwise."""
+    for one layer); 0: none; empty: router_aux_loss_coef of the Hugging Face config where its
+    output_router_logits is true, none otherwise."""
     vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te", "triton"] = "auto"
     """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa); triton: our kernels, RoPE
     included (CUDA, bfloat16)."""
@@ -187,8 +187,8 @@ class OptimizerConfig:
     lr: float = 1e-5
     """Peak learning rate of the language model (and of the parts below when they are not set)."""
     vision_lr: float | None = None
-    """Peak learning rate of the vision tower; 0: it stays as it is (model.freeze_vision also saves its gradients and moments);
-    empty: lr."""
+    """Peak learning rate of the vision tower; 0: it stays as it is (model.freeze_vision also saves its
+    gradients and moments); empty: lr."""
     merger_lr: float | None = None
     """Peak learning rate of the merger; 0: it stays as it is; empty: lr."""
     min_lr_ratio: float = 0.1
@@ -293,8 +293,8 @@ class TrainConfig:
     seed: int = 1234
     """Seed of random weights."""
     max_bad_steps: int = 10
-    """Steps in a row with a non-finite loss or gradient, or without any token that bears loss, after which the run stops. Each
-    is skipped: weights and moments stay, data and schedules go on."""
+    """Steps in a row with a non-finite loss or gradient, or without any token that bears loss, after which the
+    run stops. Each is skipped: weights and moments stay, data and schedules go on."""
 
 
 PROGRAM = "python -m megatron_vl.train"

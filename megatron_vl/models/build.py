@@ -146,10 +146,10 @@ def _language(
 
 
 def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:
-    """The coefficient of the load-balancing loss of this run; 0 where there are no experts, or none that are trained.
+    """The coefficient of the load-balancing loss of this run; 0 without experts, or where none are trained.
 
-    As in ``transformers``, the Hugging Face config adds the loss by ``output_router_logits``; ``model.moe_aux_loss`` decides
-    where it is set.
+    As in ``transformers``, the Hugging Face config adds the loss by ``output_router_logits``;
+    ``model.moe_aux_loss`` decides where it is set.
     """
     moe = spec.language.moe
     if moe is None or model.freeze_language:

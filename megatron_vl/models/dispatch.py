@@ -124,8 +124,8 @@ class OncePerRankDispatcher(MoETokenDispatcher):
     pass ends, so :meth:`dispatch_preprocess` and :meth:`token_dispatch` hand it back what it has anyway.
 
     Args:
-        exact_rows: experts take exactly as many rows as their counts say, so where there is padding the host has to know how
-            many that are. Off: they leave alone what lies behind the last row, and nothing waits for a number.
+        exact_rows: experts take exactly as many rows as their counts say, so the host has to know how many
+            that are. Off: they leave alone what lies after the last row, and nothing waits for a number.
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any, *, exact_rows: bool = True) -> None:
@@ -190,7 +190,9 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         return hidden, probs
 
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the experts take: rows [rows, H] sorted by expert, int64 [local experts] rows of each, probabilities [rows].
+        """What the experts take.
+
+        Rows [rows, H] sorted by expert, int64 [local experts] rows of each, probabilities [rows].
 
         Without ``exact_rows`` there may be more rows than the counts add up to: the rest holds anything.
         """
@@ -232,8 +234,9 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
     def with_a_row(routing_map: Tensor) -> Tensor:
         """The same map [T, experts]; where no token has an expert, the first token goes to the first one.
 
-        Its probability is zero, so it adds nothing. Transformer Engine's fused permutation and its grouped linears fail on
-        empty tensors (Megatron-LM pull requests 3626 and 4851), and under sequence parallelism a rank may hold padding alone.
+        Its probability is zero, so it adds nothing. Transformer Engine's fused permutation and its grouped linears
+        fail on empty tensors (Megatron-LM pull requests 3626 and 4851), and under sequence parallelism a rank may
+        hold padding alone.
         """
         routing_map = routing_map.clone()
         routing_map[0, 0] |= ~routing_map.any()
@@ -242,8 +245,8 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
     def preprocess(self, routing_map: Tensor) -> Tensor:
         counts = super().preprocess(routing_map)
         if self.padded:
-            # Core 0.19.2 takes it that every token has its experts. The host waits for the number as it does where core drops
-            # tokens; without padding it is known.
+            # Core 0.19.2 takes it that every token has its experts. The host waits for the number as it does where
+            # core drops tokens; without padding it is known.
             self.num_out_tokens = routing_map.sum()
             self._maybe_update_cuda_sync_point("before_permutation_1")
         return counts
@@ -276,7 +279,7 @@ class ExpertsLayer(MoELayer):
             )
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Core's routing; the dispatcher, which gets no mask, learns whether there is one just before it needs it."""
+        """Core's routing; the dispatcher, which gets no mask, learns just before it works whether there is one."""
         self.token_dispatcher.padded = padding_mask is not None
         probs, routing_map = super().route(hidden_states, padding_mask)
         if padding_mask is not None and isinstance(self.token_dispatcher, PaddingDispatcher):

@@ -117,7 +117,8 @@ class GroupedExperts(TEGroupedMLP):
         """Runs each expert on its rows.
 
         Args:
-            hidden: [rows, H], sorted by expert; behind them may lie more, which are neither read nor written.
+            hidden: [rows, H], sorted by expert. Rows after the last expert's may hold anything; nothing that
+                counts is computed of them.
             counts: [local experts], rows of each.
             probs: [rows], each row's weight.
 

@@ -13,8 +13,9 @@ divided by the tokens. ``transformers`` averages ``f`` and ``P`` over all layers
 layer's favourites make up for another's; for one layer both are equal. Rows count by their real tokens, so the loss does
 not depend on how rows are spread over ranks.
 
-A row's padded tail goes to no expert: its part of the layer's output is zero, and it counts neither in this loss nor in the
-experts' load. Which tokens are padding comes with each row (``padding_mask``); a row without any has no mask.
+A row's padded tail goes to no expert: its part of the layer's output is zero, and it counts neither in this loss
+nor in the experts' load. Which tokens are padding comes with each row (``padding_mask``); a row without any has no
+mask.
 """
 
 from __future__ import annotations
@@ -88,7 +89,11 @@ class CountingRouter(TopKRouter):
         """Loss tokens for each real token of the global batch, by which gradients will be divided."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As core's, [T, experts] each, with no expert for tokens of ``padding_mask`` (bool [S, 1], true for padding)."""
+        """As core's, [T, experts] each, but padding has no expert.
+
+        Args:
+            padding_mask: bool [S, 1], true for padding; None: there is none.
+        """
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is not None:
             padding = padding_mask.reshape(-1, 1)
@@ -177,8 +182,8 @@ def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
 def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int, device: torch.device) -> Tensor:
     """Real tokens of the step by layer and expert, int64 [layers, experts] on ``device``; collective over all ranks.
 
-    Every rank routes tokens of its own (tensor-parallel ranks hold different parts of the sequence), so the sum counts each
-    once. Layers without experts are zero. A rank may have no layers, and chunks without parameters.
+    Every rank routes tokens of its own (tensor-parallel ranks hold different parts of the sequence), so the sum
+    counts each once. Layers without experts are zero. A rank may have no layers, and chunks without parameters.
     """
     load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
     for router in routers(chunks):

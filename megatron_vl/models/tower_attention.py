@@ -266,8 +266,8 @@ def _backward_key(own1, own2, walked1, walked2, dout1, dout2, lse, delta, dqkv, 
     k = _rows((own1, own2), heads + head, first, OWN, D1, D2)
     v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
     dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
-    # Descriptors of statistics start and end at whole 16 bytes. Queries of other segments weigh nothing, and nothing was
-    # written behind the last one: what lies there may be NaN, which a weight of zero does not take away.
+    # Descriptors of statistics start and end at whole 16 bytes. Queries of other segments weigh nothing. What lies
+    # after the last query was never written and may be NaN, which a weight of zero does not take away.
     for row in tl.range(start // 4 * 4, end, STEP):
         q = _rows((walked1, walked2), head, row, STEP, D1, D2)
         do = _rows((dout1, dout2), head, row, STEP, D1, D2)

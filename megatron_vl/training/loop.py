@@ -27,7 +27,7 @@ from .evaluation import Evaluator
 from .feed import Feed
 from .metrics import MetricsLog, say
 from .optimizer import build_optimizer, set_learning_rates
-from .step import NOT_FINITE, SKIPPED, train_step, wrap
+from .step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
 
 
 class TrainingStopped(UserError, RuntimeError):
@@ -168,7 +168,7 @@ def _skipped_before(saved: dict[str, Any]) -> dict[str, int]:
 
 
 def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
-    """What to say where the experts' load-balancing loss may have another coefficient than before; mostly nothing."""
+    """What to say where the experts' load-balancing loss may have another coefficient than before; else nothing."""
     moe, model = run.spec.language.moe, run.config.model
     if moe is None or model.freeze_language:
         return ""
@@ -176,7 +176,8 @@ def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
     now = aux_loss_coefficient(run.spec, model)
     if _AUX_LOSS in saved:
         before = saved[_AUX_LOSS]
-        return "" if before == now else f"the experts' load-balancing loss had the coefficient {before}, from here on it is {now}"
+        told = f"the experts' load-balancing loss had the coefficient {before}, from here on it is {now}"
+        return "" if before == now else told
     if model.moe_aux_loss is not None or now == moe.aux_loss_coef:
         return ""
     return (
@@ -283,10 +284,13 @@ def evaluate(run: Run, log: MetricsLog, last: int) -> None:
 
 
 def _too_many_skipped(reasons: list[str], step: int) -> str:
-    told = "loss or gradient was not finite" if NOT_FINITE in reasons else "no token bore loss"
-    if len(set(reasons)) > 1:
-        told += " or no token bore loss"
-    return f"{told} in {len(reasons)} steps in a row, the last one step {step}"
+    """Why a run ends whose last steps were all skipped, for these reasons."""
+    where = f"in {len(reasons)} steps in a row, the last one step {step}"
+    if NOT_FINITE not in reasons:
+        return f"no token bore loss {where}; answers of the assistant alone do, so look for them in the data set"
+
+    told = "loss or gradient was not finite"
+    return f"{told} or no token bore loss {where}" if NO_LOSS_TOKENS in reasons else f"{told} {where}"
 
 
 def _save_failure(run: Run) -> str:

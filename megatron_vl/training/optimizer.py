@@ -28,8 +28,8 @@ Rates = dict[str, float | None]
 def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
     """The optimizer of this rank's trainable parameters; biases and norms take no weight decay.
 
-    A part with a rate of 0 stays bit for bit as it is, since weight decay is scaled by the rate; its moments follow its
-    gradients all the same, so that a run that goes on with another rate finds them up to date.
+    A part with a rate of 0 stays bit for bit as it is, since weight decay is scaled by the rate. Its moments follow
+    its gradients all the same, so that a run that goes on with another rate finds them up to date.
     """
     o = config.optimizer
     if o.cpu_offload and platform.name == "cpu":
@@ -103,8 +103,8 @@ def update(optimizer: ChainedOptimizer, wanted: bool) -> tuple[bool, float]:
     Core's own ``step`` computes the norm but goes on when it is NaN. Here the norm, which every rank sees, decides.
 
     Args:
-        wanted: whether the step's loss allows an update, equal on all ranks. Without it weights, moments and Adam's count of
-            steps stay as they are.
+        wanted: whether the step's loss allows an update, equal on all ranks. Without it weights, moments and
+            Adam's count of steps stay as they are.
     """
     overflow = optimizer.prepare_grads()
     norm = optimizer.get_grad_norm()

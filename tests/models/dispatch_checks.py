@@ -96,7 +96,7 @@ def exchanged_rows() -> Iterator[list[int]]:
 
 
 def through(dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
-    """The way that core's layer goes. Experts leave alone what lies behind their rows, which may hold anything."""
+    """The way that core's layer goes. What lies after the experts' rows may hold anything."""
     dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
     if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
         probs, chosen = probs.masked_fill(~chosen.any(1, keepdim=True), 0), dispatcher.with_a_row(chosen)
@@ -112,7 +112,7 @@ def through(dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Te
 
 
 def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
-    """Of the output and of all gradients, relative to each one's largest value; the rows we exchange are as few as can be."""
+    """Of the output and of all gradients, relative to each one's largest value; we exchange as few rows as can be."""
     group, rank, device = dispatcher.ep_group, dist.get_rank(), PLATFORM.device
     members, local = dist.get_process_group_ranks(group), dispatcher.num_local_experts
     x, probs, chosen, dy = (t.to(device) for t in tokens_of(rank, tokens[rank], routing))

@@ -80,7 +80,7 @@ class Layer(nn.Module):
         self.experts.planned = True  # float32, which the interpreter computes
 
     def forward(self, x: Tensor, counts: list[int], probs: Tensor, behind: int = 0) -> Tensor:
-        """``behind``: rows of NaN behind those of the experts."""
+        """``behind``: rows of NaN after those of the experts."""
         hidden = torch.cat((self.dense(x), torch.full((behind, HIDDEN), torch.nan)))
         return self.experts(hidden, torch.tensor(counts), torch.cat((probs, torch.full((behind,), torch.nan))))[0]
 
@@ -110,7 +110,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 def layer_error(*, main_grad: bool, recompute: bool, behind: int = 0) -> float:
     """Output and all gradients of a layer without DDP; ``main_grad`` holds something already.
 
-    What lies behind the experts' rows, and its gradient, is NaN.
+    What lies after the experts' rows, and its gradient, is NaN.
     """
     layer, counts = Layer(), [3, 0, 130, 7]
     layer.experts.activation_recompute = recompute
@@ -220,7 +220,7 @@ def main() -> None:
         "gradients": layer_error(main_grad=False, recompute=False),
         "main_grad": layer_error(main_grad=True, recompute=False),
         "activation recomputed": layer_error(main_grad=True, recompute=recompute),
-        "rows behind the last": layer_error(main_grad=True, recompute=recompute, behind=150),
+        "rows after the last": layer_error(main_grad=True, recompute=recompute, behind=150),
         "DDP": ddp_error(overlap=False),
         "DDP, overlap": ddp_error(overlap=True),
         "DDP, overlap, one chunk's experts frozen, activation recomputed": ddp_error(

@@ -114,7 +114,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def unaligned_error(device: str = "cpu", tiles: Tiles = SMALL) -> float:
-    """Patches that are no multiple of 4: rows of statistics are, and what lies behind the last patch is never written."""
+    """Patches that are no multiple of 4: rows of statistics are, and what lies after the last patch is not written."""
     with poisoned_memory():
         errors = [tower_error([7, rest], 2, 72, device, tiles) for rest in (62, 63, 64)]
     # Not Python's max, which passes over NaN.

@@ -99,7 +99,7 @@ class MoeSpec:
     norm_topk_prob: bool
     """Whether the weights of a token's experts are divided by their sum."""
     aux_loss_coef: float = dataclasses.field(compare=False)
-    """Factor of the load-balancing loss, where it is added; how a model is trained does not make it another model."""
+    """Factor of the load-balancing loss, where it is added. It decides how a model is trained, not which model it is."""
     dense_layers: tuple[int, ...]
     """Zero-based decoder layers that keep a dense MLP."""
     output_router_logits: bool = dataclasses.field(default=False, compare=False)
