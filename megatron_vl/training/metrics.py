@@ -163,6 +163,16 @@ class MetricsLog:
         """Why the run should stop, when more samples could not be used than ``data.max_bad_share``; equal on all ranks."""
         return self.meter.problem() or None
 
+    def bad_samples(self) -> tuple[dict[str, Any], dict[str, int]]:
+        """For a checkpoint: the counts over all ranks up to the last printed step, and this rank's own since then."""
+        return self.meter.state_dict(), dict(self.counts)
+
+    def load_bad_samples(self, state: dict[str, Any]) -> None:
+        """Goes on counting from a checkpoint; on all ranks alike."""
+        self.meter.load_state_dict(state)
+        for reason, count in self.meter.reasons.items():
+            self.totals[f"dropped/{reason}"] = count
+
     def _list_samples(self, step: int, keys: list[list[list[str]]]) -> None:
         """One line a printed step: the samples of each row, rows of data-parallel rank 0 first."""
         if self.grid.rank == 0 and self.config.checkpoint.dir:

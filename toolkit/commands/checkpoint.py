@@ -13,7 +13,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("checkpoint", help="look into a training run's checkpoints, and check that they are whole")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, run in (
-        ("show", "list a run's checkpoints, or describe one of them; exit code 1 when files of it are missing", _show),
+        (
+            "show",
+            "list a run's checkpoints by branch, or describe one of them; exit code 1 when files of it are missing",
+            _show,
+        ),
         ("verify", "read every file of a checkpoint and compare it with the hashes written beside it", _verify),
     ):
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -28,17 +32,17 @@ def find_step(path: Path) -> Path:
     Raises:
         FileNotFoundError: there is no checkpoint of a run.
     """
-    from megatron_vl.training.checkpoint import latest_step, step_folder
+    from megatron_vl.run_folder import latest
     from megatron_vl.weights import MANIFEST
 
     if (path / "run.json").is_file():
         return path
-    step = latest_step(path) if path.is_dir() else None
-    if step is None:
+    saved = latest(path)
+    if saved is None:
         weights = f"; it holds weights alone, which `megatron-vl verify {path}` checks" if (path / MANIFEST).is_file() else ""
         looked = "looked for run.json, latest.json and step_ folders"
         raise FileNotFoundError(f"{path} holds no checkpoint of a run: {looked}{weights}")
-    return step_folder(path, step)
+    return saved.path
 
 
 def describe(source: Path) -> dict[str, Any]:
@@ -59,6 +63,8 @@ def describe(source: Path) -> dict[str, Any]:
     return {
         "checkpoint": str(source),
         "step": saved["step"],
+        "lineage": saved.get("lineage"),
+        "bad_samples": saved.get("bad_samples"),
         "family": manifest["family"],
         "tensors": len(manifest["tensors"]),
         "layout": saved["layout"],
@@ -85,21 +91,66 @@ def verify_checkpoint(source: Path) -> list[str]:
     return problems
 
 
-def _show(args: argparse.Namespace) -> int:
-    from megatron_vl.training.checkpoint import saved_steps
+def lineage_of(path: Path) -> dict[str, Any]:
+    """The checkpoints of a run's folder: those that led to the latest one, and those that roll-backs left behind.
 
+    Returns:
+        ``{"steps": [...], "present": [...], "abandoned": [...]}``, each entry with step, folder, branch and parent; empty
+        lists for a single checkpoint.
+    """
+    from megatron_vl.run_folder import Saved, by_branch
+
+    def entry(saved: Saved) -> dict[str, Any]:
+        facts = saved.lineage.as_json()
+        told = {name: facts[name] for name in ("branch", "parent", "rollback", "serial")}
+        return {"step": saved.step, "folder": saved.path.name, **told}
+
+    present, left = ([], []) if (path / "run.json").is_file() else by_branch(path)
+    return {
+        "steps": [saved.step for saved in present],
+        "present": [entry(saved) for saved in present],
+        "abandoned": [entry(saved) for saved in left],
+    }
+
+
+def lineage_lines(found: dict[str, Any]) -> list[str]:
+    """:func:`lineage_of` in words: one line a branch."""
+    lines = []
+    branches: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for kind in ("present", "abandoned"):
+        for one in found[kind]:
+            branches.setdefault((kind, one["branch"]), []).append(one)
+    for (kind, branch), ones in branches.items():
+        steps = ", ".join(str(one["step"]) for one in ones)
+        back = ones[-1]["rollback"]
+        began = f", which began at step {back['step']} of branch {back['branch']}" if back else ""
+        if kind == "present":
+            lines.append(f"checkpoints of steps {steps} (branch {branch}{began})")
+        else:
+            folders = ", ".join(one["folder"] for one in ones)
+            lines.append(
+                f"abandoned: steps {steps} of branch {branch}{began}. They are not used unless asked for (--checkpoint.step N "
+                f"--checkpoint.branch {branch}); delete {folders} when they are not needed"
+            )
+    return lines
+
+
+def _show(args: argparse.Namespace) -> int:
     facts = describe(find_step(args.path))
-    steps = saved_steps(args.path)
+    found = lineage_of(args.path)
     if args.json:
-        print(json.dumps(facts | {"steps": steps}, indent=2))
+        print(json.dumps(facts | found, indent=2))
         return 1 if facts["missing"] else 0
-    if steps:
-        print(f"checkpoints of steps {', '.join(map(str, steps))}")
+    for line in lineage_lines(found):
+        print(line)
     layout = facts["layout"]
     print(f"{facts['checkpoint']}: step {facts['step']}, {facts['family']}, {facts['tensors']} tensors")
     shape = f"tp {layout['tp']} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
     if layout.get("ep", 1) * layout.get("etp", 1) > 1:
         shape += f", experts ep {layout['ep']} x etp {layout['etp']}"
+    if facts["lineage"] and facts["lineage"]["parent"]:
+        parent = facts["lineage"]["parent"]
+        print(f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch {parent['branch']}")
     print(f"  layout   {shape}, layers {layout['layers']}")
     print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
     for part, size in sorted(facts["bytes"].items()):
