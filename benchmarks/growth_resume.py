@@ -2,13 +2,15 @@
 
     python benchmarks/growth_resume.py [--dp 64] [--tp 8] [--pp 8] [--ranks 4]
 
-Simulated is the checkpoint: tp x pp x dp optimizer files as that many ranks leave them (4,096 by default), with real headers,
-slices and hashes, of a narrow model (80 decoder layers of width 64), so that a file has some kilobytes where a real one has
-gigabytes. Not simulated is the reading: a rank's state is read by the code that a training resumes with, from this machine's
-disk and its cache, one rank at a time. A shared file system under thousands of ranks is slower by far for each open.
+Simulated is the checkpoint: tp x pp x dp optimizer files as that many ranks leave them (4,096 by default),
+with real headers, slices and hashes, of a narrow model (80 decoder layers of width 64), so that a file has
+some kilobytes where a real one has gigabytes. Not simulated is the reading: a rank's state is read by the
+code that a training resumes with, from this machine's disk and its cache, one rank at a time. A shared file
+system under thousands of ranks is slower by far for each open.
 
-``headers`` is a checkpoint without an index, each rank for itself, as every rank did before there was one; ``told`` is that
-checkpoint today, where rank 0 alone reads the headers; ``index`` is a checkpoint with an index.
+``headers`` is a checkpoint without an index, each rank for itself, as every rank did before there was one;
+``told`` is that checkpoint today, where rank 0 alone reads the headers; ``index`` is a checkpoint with an
+index.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ def stage_tensors(stage: int, pp: int) -> list[TensorInfo]:
         ("fc2", (WIDTH, 4 * WIDTH), "row"),
     ]
     layers = range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp)
-    return [TensorInfo(f"decoder.layers.{n}.{name}", shape, split, "layer", n) for n in layers for name, shape, split in shapes]
+    return [
+        TensorInfo(f"decoder.layers.{n}.{name}", shape, split, "layer", n)
+        for n in layers
+        for name, shape, split in shapes
+    ]
 
 
 def slices(infos: list[TensorInfo], cut: Cut, dp_rank: int, dp: int) -> Iterator[Slice]:
@@ -109,7 +115,9 @@ class Opens:
         optimizer_state.check_hash = check
 
 
-def resume(reader: OptimizerReader, infos: list[TensorInfo], cut: Cut, tp_rank: int, dp_rank: int, dp: int) -> None:
+def resume(
+    reader: OptimizerReader, infos: list[TensorInfo], cut: Cut, tp_rank: int, dp_rank: int, dp: int
+) -> None:
     """Reads one rank's state as :func:`megatron_vl.training.optimizer_state.restore` does."""
     for info, start, end in slices(infos, cut, dp_rank, dp):
         for kind in KINDS:
@@ -120,7 +128,9 @@ def resume(reader: OptimizerReader, infos: list[TensorInfo], cut: Cut, tp_rank: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--pp", type=int, default=8)
     parser.add_argument("--dp", type=int, default=64)
@@ -132,8 +142,15 @@ def main() -> None:
         begin = time.perf_counter()
         files = write(place / "optimizer", args.tp, args.pp, args.dp)
         size = files[INDEX]["bytes"]
-        print(f"{world} files written in {time.perf_counter() - begin:.1f} s; the index has {size / 1e6:.2f} MB", flush=True)
-        print(json.dumps({"ranks": world, "index_bytes": size, "cases": measure(place / "optimizer", files, args)}))
+        print(
+            f"{world} files in {time.perf_counter() - begin:.1f} s; the index has {size / 1e6:.2f} MB",
+            flush=True,
+        )
+        print(
+            json.dumps(
+                {"ranks": world, "index_bytes": size, "cases": measure(place / "optimizer", files, args)}
+            )
+        )
     finally:
         shutil.rmtree(place)
 
@@ -143,17 +160,30 @@ def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Names
     plain = {name: facts for name, facts in files.items() if name != INDEX}
     opens, found = Opens(), []
     told = index_of_headers(folder, plain)
-    cases = [("the same", args.tp, args.dp), ("dp doubled", args.tp, 2 * args.dp), ("tp halved", args.tp // 2, 2 * args.dp)]
+    cases = [
+        ("the same", args.tp, args.dp),
+        ("dp doubled", args.tp, 2 * args.dp),
+        ("tp halved", args.tp // 2, 2 * args.dp),
+    ]
     for layout, tp, dp in cases:
         for how, given, index in (("headers", plain, None), ("told", plain, told), ("index", files, None)):
             opens.names.clear()
             begin = time.perf_counter()
             for number in range(args.ranks):
-                stage, dp_rank, tp_rank = number * args.pp // args.ranks, number * dp // args.ranks, number % tp
+                stage, dp_rank, tp_rank = (
+                    number * args.pp // args.ranks,
+                    number * dp // args.ranks,
+                    number % tp,
+                )
                 reader = OptimizerReader(folder, given, Cut(args.tp), index)
                 resume(reader, stage_tensors(stage, args.pp), Cut(tp), tp_rank, dp_rank, dp)
             seconds = (time.perf_counter() - begin) / args.ranks
-            line = {"layout": layout, "known_by": how, "opens_a_rank": len(opens.names) / args.ranks, "s_a_rank": round(seconds, 3)}
+            line = {
+                "layout": layout,
+                "known_by": how,
+                "opens_a_rank": len(opens.names) / args.ranks,
+                "s_a_rank": round(seconds, 3),
+            }
             found.append(line)
             print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
     return found

@@ -2,15 +2,16 @@
 
     DIR/latest.json                       {"step": 120, "serial": 7, "branch": "1f3a9c02"}
     DIR/step_00000120/lineage.json        what this checkpoint was trained from; run.json says the same
-    DIR/step_00000120.branch_9b01c2d4.5/  step 120 of an abandoned branch, set aside when this step was saved again
+    DIR/step_00000120.branch_9b01c2d4.5/  step 120 of an abandoned branch, set aside when it was saved again
 
-Every checkpoint counts as one save of its folder (``serial``). **The latest checkpoint is the one saved last**, never the one
-of the largest step: after a roll-back to step 2, step 3 is newer than the step 6 that was left behind. All of the project
-asks :func:`latest`. The order does not hang on ``latest.json``, so a run killed before that file was written loses nothing.
+Every checkpoint counts as one save of its folder (``serial``). **The latest checkpoint is the one saved
+last**, never the one of the largest step: after a roll-back to step 2, step 3 is newer than the step 6 that
+was left behind. All of the project asks :func:`latest`. The order does not hang on ``latest.json``, so a run
+killed before that file was written loses nothing.
 
-A roll-back (``checkpoint.step``) begins a branch with the first checkpoint saved after it; until then it has not happened.
-The checkpoints that the new branch was not trained from stay on disk and are never chosen unless a user asks for them by step.
-They are deleted by hand.
+A roll-back (``checkpoint.step``) begins a branch with the first checkpoint saved after it; until then it has
+not happened. The checkpoints that the new branch was not trained from stay on disk and are never chosen
+unless a user asks for them by step. They are deleted by hand.
 
 Folders of older versions have no lineage: there, the largest step counts. Nothing here imports torch.
 """
@@ -64,7 +65,7 @@ class RollBack:
 
 @dataclass(frozen=True)
 class DataRestart:
-    """That the data set was read from its start at ``step``; kept as long as runs have ``checkpoint.restart_data`` on."""
+    """That the data set was read from its start at ``step``; kept while runs have the option on."""
 
     step: int
     attempt: int
@@ -111,7 +112,7 @@ class Saved:
         return Point(self.lineage.branch, self.step)
 
 
-# --- Folders and files ----------------------------------------------------------------------------------------------
+# --- Folders and files --------------------------------------------------------------------------------------
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -126,7 +127,8 @@ def folder_step(path: Path) -> int | None:
 
 def aside(saved: Saved) -> Path:
     """A free name for a checkpoint whose step is saved again on another branch."""
-    base = f"{step_folder(saved.path.parent, saved.step).name}.branch_{saved.lineage.branch}.{saved.lineage.serial}"
+    step, lineage = step_folder(saved.path.parent, saved.step), saved.lineage
+    base = f"{step.name}.branch_{lineage.branch}.{lineage.serial}"
     path, copies = saved.path.with_name(base), 1
     while path.exists():
         copies += 1
@@ -144,7 +146,7 @@ def write_lineage(folder: Path, step: int, lineage: Lineage) -> None:
 
 
 def parse_lineage(content: Any) -> Lineage:
-    """The inverse of :meth:`Lineage.as_json`. Raises ValueError, KeyError or TypeError on anything it did not write."""
+    """The inverse of :meth:`Lineage.as_json`. Raises ValueError, KeyError or TypeError on anything else."""
 
     def point(value: Any) -> Point:
         return Point(_branch(value["branch"]), _whole(value["step"]))
@@ -155,8 +157,8 @@ def parse_lineage(content: Any) -> Lineage:
         _branch(content["branch"]),
         None if parent is None else point(parent),
         tuple(point(fork) for fork in content["forks"]),
-        None if back is None else RollBack(_whole(back["step"]), _branch(back["branch"]), _whole(back["attempt"])),
-        None if restart is None else DataRestart(_whole(restart["step"]), _whole(restart["attempt"])),
+        back and RollBack(_whole(back["step"]), _branch(back["branch"]), _whole(back["attempt"])),
+        restart and DataRestart(_whole(restart["step"]), _whole(restart["attempt"])),
     )
 
 
@@ -175,7 +177,8 @@ def _branch(value: Any) -> str:
 def read_lineage(path: Path, step: int) -> Lineage:
     """The lineage of the checkpoint in ``path``; that of an older version when it has none.
 
-    ``lineage.json`` is small, because every rank reads it of every checkpoint; where it is damaged, ``run.json`` has the same.
+    ``lineage.json`` is small, because every rank reads it of every checkpoint; where it is damaged,
+    ``run.json`` has the same.
 
     Raises:
         CheckpointError: both are damaged.
@@ -193,13 +196,17 @@ def read_lineage(path: Path, step: int) -> Lineage:
         if not problem:
             return Lineage()  # weights alone, or damage that is told when this checkpoint is wanted
         raise CheckpointError(
-            f"{problem}, and run.json beside it cannot be read either: which checkpoint is the latest is not known; move "
-            f"{path} away, or fetch it again"
+            f"{problem}, and run.json beside it cannot be read either: which checkpoint is the latest is not known; "
+            f"move {path} away, or fetch it again"
         ) from error
 
 
 def read_signed(path: Path, step: int) -> dict[str, Any]:
-    """A file of a checkpoint of ``step`` that carries its own digest. Raises OSError, ValueError, KeyError or TypeError."""
+    """A file of a checkpoint that carries its own digest.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is missing, damaged, or of another step.
+    """
     content = json.loads(path.read_text())
     if not isinstance(content, dict) or content["digest"] != manifest_digest(content):
         raise ValueError("its digest differs")
@@ -208,7 +215,7 @@ def read_signed(path: Path, step: int) -> dict[str, Any]:
     return content
 
 
-# --- What is there --------------------------------------------------------------------------------------------------
+# --- What is there ------------------------------------------------------------------------------------------
 
 
 def saved_checkpoints(folder: Path) -> list[Saved]:
@@ -226,7 +233,7 @@ def saved_checkpoints(folder: Path) -> list[Saved]:
 
 
 def latest(folder: Path) -> Saved | None:
-    """The checkpoint that a run goes on from, and that all other commands mean by the run: the one saved last.
+    """The checkpoint saved last: a run goes on from it, and all other commands mean it by the run.
 
     Raises:
         StepMissingError: ``latest.json`` names a checkpoint that is not there: the folder is not whole.
@@ -238,13 +245,14 @@ def latest(folder: Path) -> Saved | None:
         return None
     if named is not None and not any(_is_named(saved, named) for saved in checkpoints):
         raise StepMissingError(
-            f"{folder / LATEST} names step {named['step']}, but there is no such step_ folder; fetch it, set checkpoint.step, or "
-            f"remove {LATEST} to take the newest that is there"
+            f"{folder / LATEST} names step {named['step']}, but there is no such step_ folder; fetch it, set "
+            f"checkpoint.step, or remove {LATEST} to take the newest that is there"
         )
     newest = checkpoints[-1]
     older = [saved for saved in checkpoints if saved.lineage.serial == 0]
     if named is not None and "serial" not in named and older:
-        # An older version wrote latest.json. Did it go on from what this version had saved? Then its checkpoint is newer.
+        # An older version wrote latest.json. Did it go on from what this version had saved? Then its
+        # checkpoint is newer.
         last = older[-1]
         if not newest.lineage.holds(newest.step, last.point):
             return last
@@ -252,7 +260,7 @@ def latest(folder: Path) -> Saved | None:
 
 
 def by_branch(folder: Path) -> tuple[list[Saved], list[Saved]]:
-    """The checkpoints that led to the latest one, in the order of steps, and those that roll-backs left behind."""
+    """The checkpoints that led to the latest one, by step, and those that roll-backs left behind."""
     tip, checkpoints = latest(folder), saved_checkpoints(folder)
     if tip is None:
         return [], []
@@ -270,18 +278,22 @@ def _read_latest(path: Path) -> dict[str, Any] | None:
     except NotADirectoryError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); remove it to use the newest step_ folder") from error
+        raise CheckpointError(
+            f"{path} is damaged ({error}); remove it to use the newest step_ folder"
+        ) from error
 
 
 def _is_named(saved: Saved, named: dict[str, Any]) -> bool:
     """Whether a checkpoint is the one of ``latest.json``, or a later save of its step."""
     serial = named.get("serial", 0)
-    return type(named["step"]) is int and saved.step == named["step"] and (
-        type(serial) is not int or saved.lineage.serial >= serial
+    return (
+        type(named["step"]) is int
+        and saved.step == named["step"]
+        and (type(serial) is not int or saved.lineage.serial >= serial)
     )
 
 
-# --- Where a run begins ---------------------------------------------------------------------------------------------
+# --- Where a run begins -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -299,9 +311,10 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
 
     Args:
         folder: the run's; None: it starts anew whatever is there.
-        step: roll back to this step. A start that repeats the request which began the present branch goes on with it, so
-            that a job that is queued again keeps what it has trained.
-        branch: of that step, where several branches saved it; empty: the present one's, else the one saved last.
+        step: roll back to this step. A start that repeats the request which began the present branch goes on
+            with it, so that a job that is queued again keeps what it has trained.
+        branch: of that step, where several branches saved it; empty: the present one's, else the one saved
+            last.
         attempt: counts the requests for the same step that were meant; those already done are not done again.
 
     Raises:
@@ -317,10 +330,11 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
 
     checkpoints = saved_checkpoints(folder)
     tip = _tip_for_roll_back(folder, checkpoints)
-    if tip is not None and _done(tip.lineage.rollback, step, branch, attempt):
+    if tip is not None and tip.lineage.rollback and _done(tip.lineage.rollback, step, branch, attempt):
         told = (
-            f"checkpoint.step {step}: this roll-back was done before, and its branch {tip.lineage.branch} is saved up to step "
-            f"{tip.step}: going on from there. To go back to step {step} once more, give --checkpoint.attempt {attempt + 1}"
+            f"checkpoint.step {step}: this roll-back was done before, and its branch {tip.lineage.branch} is saved "
+            f"up to step {tip.step}: going on from there. To go back to step {step} once more, give "
+            f"--checkpoint.attempt {tip.lineage.rollback.attempt + 1}"
         )
         return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point), (told,))
     source = _find(folder, checkpoints, tip, step, branch)
@@ -331,15 +345,15 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
 
 
 def _tip_for_roll_back(folder: Path, checkpoints: list[Saved]) -> Saved | None:
-    """The latest checkpoint; a folder that has lost it can still be rolled back, which is the way out of that."""
+    """The latest checkpoint. A folder that has lost it can still be rolled back: that is the way out."""
     try:
         return latest(folder)
     except CheckpointError:
         return checkpoints[-1] if checkpoints else None
 
 
-def _done(done: RollBack | None, step: int, branch: str, attempt: int) -> bool:
-    return done is not None and done.step == step and branch in ("", done.branch) and attempt <= done.attempt
+def _done(done: RollBack, step: int, branch: str, attempt: int) -> bool:
+    return done.step == step and branch in ("", done.branch) and attempt <= done.attempt
 
 
 def _find(folder: Path, checkpoints: list[Saved], tip: Saved | None, step: int, branch: str) -> Saved:
@@ -358,6 +372,6 @@ def _roll_back_line(source: Saved, tip: Saved | None) -> str:
         return line
     return (
         f"{line}. Once this run saves, its checkpoints are the latest, and those of later steps of branch "
-        f"{tip.lineage.branch} stay on disk and are not used; until then, a start without checkpoint.step goes on from "
-        f"step {tip.step}"
+        f"{tip.lineage.branch} stay on disk and are not used; until then, a start without checkpoint.step goes on "
+        f"from step {tip.step}"
     )

@@ -1,4 +1,6 @@
-"""Which checkpoint of a run's folder is the latest, after roll-backs, kills, copies and damage; without torch."""
+"""Which checkpoint of a run's folder is the latest, after roll-backs, kills, copies and damage; without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from megatron_vl.run_folder import (
 
 
 class Run:
-    """What the trainer leaves in a folder, without weights: a start, its saves, and nothing in memory after that."""
+    """What the trainer leaves in a folder, without weights: a start, its saves, and nothing in memory after
+    that.
+    """
 
     def __init__(self, folder: Path, *, resume: bool = True, **options) -> None:
         self.folder = folder
@@ -50,7 +54,9 @@ class Run:
             write_json(path / "run.json", facts | {"digest": manifest_digest(facts)})
             write_lineage(path, step, lineage)
             if latest_json:
-                write_json(self.folder / "latest.json", {"step": step, "serial": serial, "branch": lineage.branch})
+                write_json(
+                    self.folder / "latest.json", {"step": step, "serial": serial, "branch": lineage.branch}
+                )
             self.lineage = dataclasses.replace(lineage, parent=Point(lineage.branch, step))
         return self
 
@@ -84,7 +90,9 @@ def test_after_a_roll_back_the_new_branch_is_the_latest(tmp_path: Path) -> None:
     assert [saved.step for saved in present] == [2, 3, 5] and [saved.step for saved in left] == [4, 6]
 
 
-def test_a_repeated_request_goes_on_with_its_branch_and_a_new_attempt_rolls_back_again(tmp_path: Path) -> None:
+def test_a_repeated_request_goes_on_with_its_branch_and_a_new_attempt_rolls_back_again(
+    tmp_path: Path,
+) -> None:
     Run(tmp_path).save(2, 4, 6)
     Run(tmp_path, step=4).save(5, 6)
     again = Run(tmp_path, step=4)
@@ -142,16 +150,22 @@ def test_the_same_step_of_another_branch_is_kept_and_can_be_gone_back_to(tmp_pat
     }
     assert latest(tmp_path).point == Point(second.lineage.branch, 4)
     assert Run(tmp_path, step=4).choice.source.point == Point(second.lineage.branch, 4)
-    assert Run(tmp_path, step=4, branch=first.lineage.branch).choice.source.point == Point(first.lineage.branch, 4)
+    assert Run(tmp_path, step=4, branch=first.lineage.branch).choice.source.point == Point(
+        first.lineage.branch, 4
+    )
 
 
 def test_killed_between_setting_aside_and_naming(tmp_path: Path) -> None:
-    """The run began anew in a used folder; its first save meets the latest step. What was the latest still is."""
+    """The run began anew in a used folder; its first save meets the latest step. What was the latest still
+    is.
+    """
     Run(tmp_path).save(2, 4)
     Run(tmp_path, resume=False)
     last = latest(tmp_path)
     os.replace(last.path, aside(last))
-    assert latest(tmp_path).point == last.point and latest(tmp_path).path.name.startswith("step_00000004.branch_")
+    assert latest(tmp_path).point == last.point and latest(tmp_path).path.name.startswith(
+        "step_00000004.branch_"
+    )
     assert Run(tmp_path).begins_at == 4
 
 
@@ -175,7 +189,9 @@ def test_latest_json_is_not_needed(tmp_path: Path, state: str) -> None:
         ('{"step": 4, "serial": 3}', "names step 4, but"),
     ],
 )
-def test_a_latest_json_that_does_not_fit_is_refused_but_a_roll_back_is_a_way_out(tmp_path: Path, text: str, message: str) -> None:
+def test_a_latest_json_that_does_not_fit_is_refused_but_a_roll_back_is_a_way_out(
+    tmp_path: Path, text: str, message: str
+) -> None:
     """A copy that lacks the newest checkpoint must not go on from an older one without a word."""
     Run(tmp_path).save(2, 4)
     (tmp_path / "latest.json").write_text(text)
@@ -187,7 +203,9 @@ def test_a_latest_json_that_does_not_fit_is_refused_but_a_roll_back_is_a_way_out
 def test_damage_of_one_lineage_file_is_made_up_for_by_run_json_and_of_both_is_refused(tmp_path: Path) -> None:
     Run(tmp_path).save(2, 4, 6)
     Run(tmp_path, step=2).save(3)
-    (tmp_path / "step_00000003" / "lineage.json").write_text((tmp_path / "step_00000006" / "lineage.json").read_text())
+    (tmp_path / "step_00000003" / "lineage.json").write_text(
+        (tmp_path / "step_00000006" / "lineage.json").read_text()
+    )
     (tmp_path / "step_00000006" / "lineage.json").unlink()
     text = (tmp_path / "step_00000004" / "lineage.json").read_text()
     (tmp_path / "step_00000004" / "lineage.json").write_text(text.replace('"serial": 2', '"serial": 9'))
@@ -198,7 +216,9 @@ def test_damage_of_one_lineage_file_is_made_up_for_by_run_json_and_of_both_is_re
 
 
 def test_folders_of_older_versions(tmp_path: Path) -> None:
-    """The largest step, as they had it; a roll-back in such a folder begins a branch; so does its continuation by them."""
+    """The largest step, as they had it; a roll-back in such a folder begins a branch; so does its
+    continuation by them.
+    """
     older(tmp_path, 2, 4, 6, latest_step=4)
     assert latest(tmp_path).step == 6
     Run(tmp_path, step=2).save(3)
@@ -251,6 +271,9 @@ def test_a_branch_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_looking_for_the_latest_imports_no_torch(tmp_path: Path) -> None:
-    code = "import sys, pathlib, megatron_vl.run_folder as r; r.latest(pathlib.Path('.')); assert 'torch' not in sys.modules"
+    code = "import sys, pathlib, megatron_vl.run_folder as r; r.latest(pathlib.Path('.')); "
+    code += "assert 'torch' not in sys.modules"
     root = Path(__file__).resolve().parents[1]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, env=os.environ | {"PYTHONPATH": str(root)})
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=root, check=True, env=os.environ | {"PYTHONPATH": str(root)}
+    )

@@ -407,7 +407,7 @@ def load(
 def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
     """The weights of a step folder. Raises CheckpointError or WeightsError when they are not those of its ``run.json``."""
     reader = WeightReader(source / "weights")
-    if reader.manifest["digest"] != saved["weights"]:
+    if reader.manifest["digest"] != saved.get("weights"):
         raise CheckpointError(f"{reader.path / 'manifest.json'} is not the one that {source / 'run.json'} was written with")
     return reader
 

@@ -137,20 +137,22 @@ def resume(run: Run, start: Start) -> None:
         restart_data=start.restart_data,
     )
     if run.loader is not None and restored.loader is not None:
-        load_loader(run.loader, restored.loader, c.attempt, c.restart_data)
+        load_loader(run.loader, restored.loader, start)
     run.step, run.resumed = source.step, True
     run.bad_samples = kept_counts(run, restored.bad_samples, start.restart_data)
     say(run.grid, f"resumed at step {source.step} from {c.dir}")
 
 
-def load_loader(loader: Any, state: dict[str, Any], attempt: int, switched_on: bool) -> None:
+def load_loader(loader: Any, state: dict[str, Any], start: Start) -> None:
     """Goes on in the data; where that is refused, the message says how to start them anew instead."""
     try:
         loader.load_state_dict(state)
     except ValueError as error:
-        again = f" --checkpoint.attempt {attempt + 1}" if switched_on else ""
+        done = start.lineage.data_restart
+        again = f" --checkpoint.attempt {done.attempt + 1}" if done else ""
         raise checkpoint.CheckpointError(
-            f"{error}. Or keep weights and optimizer and read the data set from its start: --checkpoint.restart_data true{again}"
+            f"{error}. Or keep weights and optimizer and read the data set from its start: "
+            f"--checkpoint.restart_data true{again}"
         ) from error
 
 
@@ -261,9 +263,12 @@ def evaluate(run: Run, log: MetricsLog, last: int) -> None:
 
 def _save_failure(run: Run) -> str:
     own = run.saver.error() if run.saver is not None else None
-    good = latest(Path(run.config.checkpoint.dir))
-    step = good.step if good is not None else "none"
-    return f"{own or 'another rank could not write its checkpoint'}; the last good checkpoint is step {step}"
+    try:
+        good = latest(Path(run.config.checkpoint.dir))
+        last = f"the last good checkpoint is step {good.step if good is not None else 'none'}"
+    except checkpoint.CheckpointError as error:
+        last = str(error)
+    return f"{own or 'another rank could not write its checkpoint'}; {last}"
 
 
 def _steps_of(folder: Path) -> str:

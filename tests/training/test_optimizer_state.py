@@ -1,4 +1,6 @@
-"""Optimizer state read back into other layouts: the numbers, and which files are opened for them. Without a process group."""
+"""Optimizer state read back into other layouts: the numbers, and which files are opened for them. Without a
+process group.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,28 @@ DP = 3
 
 def full(info: TensorInfo, kind: str) -> Tensor:
     """Each element says where it is and of which kind."""
-    return torch.arange(info_size(info), dtype=torch.float32).view(info.shape) + 1000 * (1 + KINDS.index(kind))
+    return torch.arange(info_size(info), dtype=torch.float32).view(info.shape) + 1000 * (
+        1 + KINDS.index(kind)
+    )
 
 
 def info_size(info: TensorInfo) -> int:
     return torch.Size(info.shape).numel()
 
 
-def saved(folder: Path, cut: Cut, *, index: bool = True, kinds: tuple[str, ...] = KINDS) -> dict[str, dict[str, Any]]:
-    """As ranks of ``cut`` x DP3 save it: one buffer of all tensors, a third of it for each data-parallel rank."""
+def saved(
+    folder: Path, cut: Cut, *, index: bool = True, kinds: tuple[str, ...] = KINDS
+) -> dict[str, dict[str, Any]]:
+    """As ranks of ``cut`` x DP3 save it: one buffer of all tensors, a third of it for each data-parallel
+    rank.
+    """
     folder.mkdir(parents=True)
     files, slices = {}, {}
     for tp in range(cut.tp):
-        parts = {info: {kind: shard(full(info, kind), info, tp, cut).reshape(-1) for kind in KINDS} for info in INFOS}
+        parts = {
+            info: {kind: shard(full(info, kind), info, tp, cut).reshape(-1) for kind in KINDS}
+            for info in INFOS
+        }
         total = sum(tensors["main"].numel() for tensors in parts.values())
         for dp in range(DP):
             low, high, at = total * dp // DP, total * (dp + 1) // DP, 0
@@ -91,7 +102,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("index", [True, False], ids=["index", "headers"])
 @pytest.mark.parametrize("written", [WHOLE, Cut(2), Cut(4)], ids=str)
 @pytest.mark.parametrize("cut", [WHOLE, Cut(2), Cut(4)], ids=str)
-def test_any_range_under_any_cut_is_that_of_the_full_tensor(tmp_path: Path, written: Cut, cut: Cut, index: bool) -> None:
+def test_any_range_under_any_cut_is_that_of_the_full_tensor(
+    tmp_path: Path, written: Cut, cut: Cut, index: bool
+) -> None:
     reader = OptimizerReader(tmp_path / "o", saved(tmp_path / "o", written, index=index), written)
     for info in INFOS:
         for kind in KINDS:
@@ -99,7 +112,13 @@ def test_any_range_under_any_cut_is_that_of_the_full_tensor(tmp_path: Path, writ
                 want = shard(full(info, kind), info, part, cut).reshape(-1)
                 for start, end in ((0, len(want)), (1, len(want) - 1), (len(want) // 2, len(want) // 2 + 1)):
                     got = reader.get(info, kind, part, cut, start, end)
-                    assert got is not None and torch.equal(got, want[start:end]), (info.name, kind, part, start, end)
+                    assert got is not None and torch.equal(got, want[start:end]), (
+                        info.name,
+                        kind,
+                        part,
+                        start,
+                        end,
+                    )
         assert reader.step(info.name) == 7
 
 
