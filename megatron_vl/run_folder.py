@@ -151,14 +151,17 @@ def parse_lineage(content: Any) -> Lineage:
     def point(value: Any) -> Point:
         return Point(_branch(value["branch"]), _whole(value["step"]))
 
+    def rollback(value: Any) -> RollBack:
+        return RollBack(_whole(value["step"]), _branch(value["branch"]), _whole(value["attempt"]))
+
     back, restart, parent = content["rollback"], content["data_restart"], content["parent"]
     return Lineage(
         _whole(content["serial"]),
         _branch(content["branch"]),
         None if parent is None else point(parent),
         tuple(point(fork) for fork in content["forks"]),
-        back and RollBack(_whole(back["step"]), _branch(back["branch"]), _whole(back["attempt"])),
-        restart and DataRestart(_whole(restart["step"]), _whole(restart["attempt"])),
+        None if back is None else rollback(back),
+        None if restart is None else DataRestart(_whole(restart["step"]), _whole(restart["attempt"])),
     )
 
 
@@ -190,8 +193,10 @@ def read_lineage(path: Path, step: int) -> Lineage:
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{path / LINEAGE} is damaged ({type(error).__name__}: {error})"
     try:
-        stored = read_signed(path / "run.json", step).get("lineage")
-        return Lineage() if stored is None else parse_lineage(stored)
+        stored = read_signed(path / "run.json", step)
+        if not problem and "lineage" not in stored:
+            return Lineage()
+        return parse_lineage(stored["lineage"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if not problem:
             return Lineage()  # weights alone, or damage that is told when this checkpoint is wanted
@@ -244,9 +249,15 @@ def latest(folder: Path) -> Saved | None:
     if not checkpoints and named is None:
         return None
     if named is not None and not any(_is_named(saved, named) for saved in checkpoints):
+        held = any(saved.step == named["step"] for saved in checkpoints)
+        what = (
+            f"its folder holds an earlier save than number {named.get('serial')}"
+            if held
+            else "there is no such step_ folder"
+        )
         raise StepMissingError(
-            f"{folder / LATEST} names step {named['step']}, but there is no such step_ folder; fetch it, set "
-            f"checkpoint.step, or remove {LATEST} to take the newest that is there"
+            f"{folder / LATEST} names step {named['step']}, but {what}; fetch it, set checkpoint.step, or remove {LATEST} to "
+            "take the newest that is there"
         )
     newest = checkpoints[-1]
     older = [saved for saved in checkpoints if saved.lineage.serial == 0]
