@@ -201,8 +201,8 @@ def read_lineage(path: Path, step: int) -> Lineage:
         if not problem:
             return Lineage()  # weights alone, or damage that is told when this checkpoint is wanted
         raise CheckpointError(
-            f"{problem}, and run.json beside it cannot be read either: which checkpoint is the latest is not known; "
-            f"move {path} away, or fetch it again"
+            f"{problem}, and run.json beside it cannot be read either: which checkpoint is the latest is not "
+            f"known; move {path} away, or fetch it again"
         ) from error
 
 
@@ -256,8 +256,8 @@ def latest(folder: Path) -> Saved | None:
             else "there is no such step_ folder"
         )
         raise StepMissingError(
-            f"{folder / LATEST} names step {named['step']}, but {what}; fetch it, set checkpoint.step, or remove {LATEST} to "
-            "take the newest that is there"
+            f"{folder / LATEST} names step {named['step']}, but {what}; fetch it, set checkpoint.step, or "
+            f"remove {LATEST} to take the newest that is there"
         )
     newest = checkpoints[-1]
     older = [saved for saved in checkpoints if saved.lineage.serial == 0]
@@ -342,11 +342,7 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     checkpoints = saved_checkpoints(folder)
     tip = _tip_for_roll_back(folder, checkpoints)
     if tip is not None and tip.lineage.rollback and _done(tip.lineage.rollback, step, branch, attempt):
-        told = (
-            f"checkpoint.step {step}: this roll-back was done before, and its branch {tip.lineage.branch} is saved "
-            f"up to step {tip.step}: going on from there. To go back to step {step} once more, give "
-            f"--checkpoint.attempt {tip.lineage.rollback.attempt + 1}"
-        )
+        told = _done_line(tip, tip.lineage.rollback, checkpoints)
         return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point), (told,))
     source = _find(folder, checkpoints, tip, step, branch)
     forks = (*source.lineage.forks, source.point)
@@ -367,6 +363,16 @@ def _done(done: RollBack, step: int, branch: str, attempt: int) -> bool:
     return done.step == step and branch in ("", done.branch) and attempt <= done.attempt
 
 
+def _done_line(tip: Saved, done: RollBack, checkpoints: list[Saved]) -> str:
+    line = (
+        f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} is saved up "
+        f"to step {tip.step}: going on from there"
+    )
+    if Point(done.branch, done.step) not in [saved.point for saved in checkpoints]:
+        return f"{line}. Step {done.step} itself is no longer there (checkpoint.keep)"
+    return f"{line}. To go back to step {done.step} once more, give --checkpoint.attempt {done.attempt + 1}"
+
+
 def _find(folder: Path, checkpoints: list[Saved], tip: Saved | None, step: int, branch: str) -> Saved:
     found = [saved for saved in checkpoints if saved.step == step and branch in ("", saved.lineage.branch)]
     if not found:
@@ -383,6 +389,6 @@ def _roll_back_line(source: Saved, tip: Saved | None) -> str:
         return line
     return (
         f"{line}. Once this run saves, its checkpoints are the latest, and those of later steps of branch "
-        f"{tip.lineage.branch} stay on disk and are not used; until then, a start without checkpoint.step goes on "
-        f"from step {tip.step}"
+        f"{tip.lineage.branch} stay on disk and are not used; until then, a start without checkpoint.step goes "
+        f"on from step {tip.step}"
     )

@@ -102,6 +102,11 @@ def test_a_repeated_request_goes_on_with_its_branch_and_a_new_attempt_rolls_back
     [told] = again.choice.said
     assert "done before" in told and "up to step 6" in told and "--checkpoint.attempt 2" in told
 
+    shutil.move(tmp_path / "step_00000004", tmp_path / "gone")
+    [told] = Run(tmp_path, step=4).choice.said
+    assert "Step 4 itself is no longer there (checkpoint.keep)" in told and "attempt" not in told
+    shutil.move(tmp_path / "gone", tmp_path / "step_00000004")
+
     fresh = Run(tmp_path, step=4, attempt=2)
     assert fresh.begins_at == 4 and fresh.lineage.branch != again.lineage.branch
     fresh.save(5)
