@@ -365,8 +365,8 @@ def _done(done: RollBack, step: int, branch: str, attempt: int) -> bool:
 
 def _done_line(tip: Saved, done: RollBack, checkpoints: list[Saved]) -> str:
     line = (
-        f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} is saved up "
-        f"to step {tip.step}: going on from there"
+        f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} is "
+        f"saved up to step {tip.step}: going on from there"
     )
     if Point(done.branch, done.step) not in [saved.point for saved in checkpoints]:
         return f"{line}. Step {done.step} itself is no longer there (checkpoint.keep)"
@@ -389,6 +389,6 @@ def _roll_back_line(source: Saved, tip: Saved | None) -> str:
         return line
     return (
         f"{line}. Once this run saves, its checkpoints are the latest, and those of later steps of branch "
-        f"{tip.lineage.branch} stay on disk and are not used; until then, a start without checkpoint.step goes "
-        f"on from step {tip.step}"
+        f"{tip.lineage.branch} stay on disk and are not used; until then, a start without checkpoint.step "
+        f"goes on from step {tip.step}"
     )

@@ -418,7 +418,7 @@ def open_optimizer(source: Path, saved: dict[str, Any], written: Layout, grid: G
     index = None
     if INDEX not in states and grid.world_size > 1:
         index = _told_by_first(grid, lambda: index_of_headers(source / "optimizer", sorted(states)))
-    return OptimizerReader(source / "optimizer", states, written.cut, index)
+    return OptimizerReader(source / "optimizer", states, written.cut, index, state_file(grid.rank))
 
 
 def _told_by_first(grid: Grid, work: Callable[[], Any]) -> Any:

@@ -255,12 +255,18 @@ class OptimizerReader:
         files: name -> size and hash, as the checkpoint's ``run.json`` has them.
         cut: how the tensors of what wrote it were cut.
         index: what :func:`index_of_headers` made for a checkpoint without an index; None: made here where there is none.
+        own: the file that this rank wrote, if it did; taken where several hold the same, so that they share the reading.
     """
 
     def __init__(
-        self, folder: Path, files: Mapping[str, Mapping[str, Any]], cut: Cut, index: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        files: Mapping[str, Mapping[str, Any]],
+        cut: Cut,
+        index: dict[str, Any] | None = None,
+        own: str = "",
     ) -> None:
-        self.folder, self.files, self.cut = folder, files, cut
+        self.folder, self.files, self.cut, self.own = folder, files, cut, own
         self.indexed = INDEX in files
         self._open: dict[str, Any] = {}
         self._pieces: dict[tuple[str, int], list[_Piece]] = {}
@@ -303,7 +309,7 @@ class OptimizerReader:
             covering = [piece for piece in pieces if piece.start <= at < piece.end]
             if not covering:
                 self._nothing_for(name, rank, at, end)
-            piece = next((piece for piece in covering if piece.file in self._open), covering[0])
+            piece = min(covering, key=lambda piece: (piece.file not in self._open, piece.file != self.own))
             if not piece.kinds & 1 << KINDS.index(kind):
                 raise _NotSaved
             upto = min(end, piece.end)

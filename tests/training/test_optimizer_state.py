@@ -150,6 +150,22 @@ def test_without_an_index_headers_are_read_once(tmp_path: Path, opened: list[str
     assert reader.step("column") == 7 and set(opened) == {"rank_00001.safetensors"}
 
 
+def test_where_several_files_hold_the_same_each_rank_reads_its_own(tmp_path: Path, opened: list[str]) -> None:
+    """Optimizer state that is not spread: every replica has all of it, and thousands must not read the first one's."""
+    files, slices = {}, {}
+    for rank in range(3):
+        tensors = {f"column[0:144]/{kind}": full(INFOS[0], kind).reshape(-1) for kind in KINDS}
+        tensors["column[0:144]/step"] = torch.tensor([7])
+        name = f"rank_{rank:05d}.safetensors"
+        files[name] = write_hashed(tmp_path / name, tensors, {"tp": "0"})
+        slices[name] = slices_of(tensors, 0, 0)
+    files[INDEX] = write_index(tmp_path, slices)
+    reader = OptimizerReader(tmp_path, files, WHOLE, own="rank_00002.safetensors")
+    opened.clear()
+    reader.get(INFOS[0], "main", 0, WHOLE, 10, 20)
+    assert set(opened) == {"rank_00002.safetensors"}
+
+
 def test_moments_before_the_first_step_are_none(tmp_path: Path) -> None:
     reader = OptimizerReader(tmp_path / "o", saved(tmp_path / "o", Cut(2), kinds=("main",)), Cut(2))
     for cut in (Cut(2), WHOLE):
