@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.run_folder import LATEST
 from megatron_vl.tensor_files import CODES, WeightsError, Window, matrix_shape, row_windows
-from megatron_vl.weights import LATEST, MANIFEST, WeightReader
+from megatron_vl.weights import MANIFEST, WeightReader
 
 from .hf import TensorFolder, short_name
 from .stream import Progress, default_workers
@@ -60,7 +61,7 @@ class _Tensors:
 
 def _open(path: Path) -> _Tensors:
     """A HF folder under its own names, or Megatron weights of any layout as full tensors."""
-    if any((path / name).exists() for name in (MANIFEST, LATEST, f"weights/{MANIFEST}")):
+    if any((path / name).exists() for name in (MANIFEST, LATEST, f"weights/{MANIFEST}")) or any(path.glob("step_*")):
         weights = WeightReader(path, verify=False)  # differences are to be shown, not refused
         shapes = {name: info.shape for name, info in weights.table.items()}
         return _Tensors(shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.window, is_hf=False)

@@ -6,7 +6,7 @@
 #SBATCH --exclusive
 #SBATCH --output=%x-%j.log
 #SBATCH --requeue
-# A requeued job goes on from its latest checkpoint: checkpoint.resume is on. Slurm sends SIGTERM before it takes nodes back, and
+# A requeued job goes on from its latest checkpoint, also where its options name a checkpoint.step that it rolled back to before. Slurm sends SIGTERM before it takes nodes back, and
 # the training then saves and ends; the partition's GraceTime (at preemption) must leave time for a step and a save.
 set -euo pipefail
 usage="usage: sbatch --nodes N examples/slurm.sh NAME|RUN.yaml [--section.field value ...]"

@@ -222,15 +222,22 @@ class CheckpointConfig:
     interval: int = 0
     """Steps between checkpoints; 0: at the end only."""
     keep: int = 2
-    """Latest checkpoints kept; 0: all."""
+    """Latest checkpoints kept; 0: all. Those that a roll-back left behind are not counted and not deleted."""
     keep_every: int = 0
     """Checkpoints of multiples of this step are kept for good; 0: only the latest ones."""
     resume: bool = True
-    """Go on from the latest checkpoint in dir, when there is one."""
+    """Go on from the latest checkpoint in dir, the one saved last, when there is one."""
     step: int | None = None
-    """Go on from this step's checkpoint instead of the latest."""
+    """Roll back to this step's checkpoint; what the run then saves becomes the latest. Done once: a start with the same step
+    goes on with what was saved since."""
+    branch: str = ""
+    """Branch of step, as `megatron-vl checkpoint show` names it, where several have saved that step; empty: the present one's,
+    else the one saved last."""
     restart_data: bool = False
-    """When resuming, read the data set from its start: for a changed number of data-parallel ranks, workers or rows."""
+    """When resuming, read the data set from its start: for a changed number of data-parallel ranks, workers or rows. Done once:
+    a later start with the option on goes on in the data."""
+    attempt: int = 1
+    """Raise this number to have step or restart_data done once more."""
     background: bool = True
     """Write checkpoints while training goes on; off: wait for each."""
 
@@ -490,6 +497,8 @@ def validate(config: TrainConfig, world_size: int) -> int:
     c = config.checkpoint
     if c.step is not None and not (c.dir and c.resume):
         raise RunConfigError(f"checkpoint.step {c.step} needs checkpoint.dir, where that step was saved, and checkpoint.resume")
+    if c.branch and c.step is None:
+        raise RunConfigError(f"checkpoint.branch {c.branch} needs checkpoint.step, the step of that branch to go back to")
     pixels = config.data.min_pixels, config.data.max_pixels
     if min(pixels) > 0 and pixels[0] > pixels[1]:
         raise RunConfigError(f"data.min_pixels {pixels[0]} must not be above data.max_pixels {pixels[1]}")
@@ -507,7 +516,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     ),
     (1, math.inf, "parallel.ep parallel.etp eval.rows eval.max_new_tokens"),
     (0, math.inf, "eval.interval eval.samples"),
-    (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps"),
+    (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps checkpoint.attempt"),
     (0, math.inf, "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer"),
     (0, math.inf, "data.shuffle_buffer_gib"),
     (0, math.inf, "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay"),

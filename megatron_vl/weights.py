@@ -17,7 +17,6 @@ Nothing here imports Megatron-core, and nothing is unpickled.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 import threading
@@ -30,7 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vl import durable
+from megatron_vl import durable, run_folder
+from megatron_vl.json_files import manifest_digest
 from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.models.tensors import WHOLE, Cut, LayoutError, TensorInfo, check_cut, tensor_table
 from megatron_vl.parallel.layout import Layout, read_layout
@@ -51,7 +51,6 @@ FORMAT = "megatron-vl-weights"
 VERSION = 2
 """2 added the manifest's own digest."""
 MANIFEST = "manifest.json"
-LATEST = "latest.json"
 UNFINISHED = "unfinished.jsonl"
 """Journal of a conversion under way (see :mod:`converters.restart`): who finds it without a manifest finds no checkpoint."""
 
@@ -308,15 +307,6 @@ def write_manifest(
     return str(manifest["digest"])
 
 
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of everything in a manifest but its digest, as JSON without spaces and with sorted keys.
-
-    It finds damage and edits by hand, not forgery: who can write the folder can write a digest.
-    """
-    content = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def _part(info: TensorInfo | None, entry: Mapping[str, Any], layout: Layout | None) -> int | None:
     """Which part of a tensor the file of ``entry`` holds; None where it is a file of ranks that hold no part of it."""
     if info is None or layout is None or not info.experts:
@@ -371,42 +361,33 @@ def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dic
 
 
 def find_weights(path: str | Path) -> Path:
-    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its newest complete step).
+    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its latest checkpoint).
 
     Raises:
         FileNotFoundError: nothing there is a folder of weights; the message says what was looked for.
-        WeightsError: ``latest.json`` is damaged.
+        WeightsError: it cannot be known which checkpoint of a run is the latest.
     """
     path = Path(path)
     for folder in (path, path / "weights"):
         if (folder / MANIFEST).is_file():
             return folder
-    steps = [int(step.name[5:]) for step in path.glob("step_*") if step.is_dir() and step.name[5:].isdigit()]
-    if (path / LATEST).is_file():
-        steps.append(_latest_step(path / LATEST))
-    elif (path / UNFINISHED).is_file():
+    if (path / UNFINISHED).is_file() and not (path / run_folder.LATEST).is_file():
         raise FileNotFoundError(f"{path} holds a conversion that is not finished; run it again to let it go on")
-    if not steps:
-        looks = f"holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {LATEST}"
+    try:
+        saved = run_folder.latest(path)
+    except run_folder.StepMissingError as error:
+        raise FileNotFoundError(str(error)) from error
+    except run_folder.CheckpointError as error:
+        raise WeightsError(str(error)) from error
+    if saved is None:
+        looks = f"holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {run_folder.LATEST}"
         if (path / "config.json").is_file():
             looks = f"is a Hugging Face folder, not Megatron weights; `megatron-vl convert --hf {path} --out DIR` writes those"
         raise FileNotFoundError(f"{path} {looks}")
-    # As resuming does: a run that was killed between naming a checkpoint and writing latest.json has a newer one.
-    weights = path / f"step_{max(steps):08d}" / "weights"
+    weights = saved.path / "weights"
     if not (weights / MANIFEST).is_file():
-        raise FileNotFoundError(f"{weights / MANIFEST} is missing, though step {max(steps)} is the latest of {path}")
+        raise FileNotFoundError(f"{weights / MANIFEST} is missing, though step {saved.step} is the latest of {path}")
     return weights
-
-
-def _latest_step(path: Path) -> int:
-    """What ``latest.json`` says, when the step is there."""
-    try:
-        step = json.loads(path.read_text())["step"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{path} is damaged ({error}); remove it to use the newest step_ folder") from error
-    if type(step) is not int or not (path.parent / f"step_{step:08d}").is_dir():
-        raise FileNotFoundError(f"{path} names step {step}, but there is no such step_ folder; give the folder of another step")
-    return step
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -518,9 +499,9 @@ class WeightReader:
 
     def _check_step(self) -> None:
         """Weights that a run saved say of which step they are; a step's folder holds those of its own."""
-        step, folder = (self.manifest.get("origin") or {}).get("step"), self.path.parent.name
-        if step is not None and self.path.name == "weights" and folder.startswith("step_") and folder != f"step_{step:08d}":
-            raise WeightsError(f"{self.path / MANIFEST}: the weights are those of step {step}, but they lie in {folder}")
+        step, folder = (self.manifest.get("origin") or {}).get("step"), self.path.parent
+        if step is not None and self.path.name == "weights" and run_folder.folder_step(folder) not in (None, step):
+            raise WeightsError(f"{self.path / MANIFEST}: the weights are those of step {step}, but they lie in {folder.name}")
 
     def names(self) -> list[str]:
         """Canonical names, in model order."""

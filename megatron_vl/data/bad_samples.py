@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,3 +83,21 @@ class BadSampleMeter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.used, self.reasons = int(state["used"]), Counter(state["reasons"])
+
+
+DROPPED = "dropped/"
+"""Prefix of a reason in the counts of rows."""
+
+
+def add_pending(state: Mapping[str, Any], pending: Iterable[Mapping[str, int]]) -> dict[str, Any]:
+    """The state of a meter (:meth:`BadSampleMeter.state_dict`) with what single ranks have counted since.
+
+    Args:
+        pending: of each rank, ``samples`` and ``dropped/REASON``; other counts are left out.
+    """
+    meter = BadSampleMeter(1.0)
+    meter.load_state_dict(state)
+    for counts in pending:
+        reasons = {name.removeprefix(DROPPED): count for name, count in counts.items() if name.startswith(DROPPED)}
+        meter.add(counts.get("samples", 0), reasons)
+    return {**state, **meter.state_dict()}

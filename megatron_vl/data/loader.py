@@ -380,6 +380,11 @@ class RowLoader:
             found = re.search(r"\d+ samples in a row cannot be used [^\n]*", str(error))  # without Energon's wrapping
             raise LoaderError(found.group() if found else str(error)) from error
 
+    @property
+    def dataset(self) -> Any:
+        """What identifies the data set in this loader's states."""
+        return self._identity["dataset"]
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, as JSON values; the next row after :meth:`load_state_dict` is the next row here."""
         return {"identity": self._identity, "energon": to_json(self._loader.save_state_rank())}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.open_files import raise_open_files
 from megatron_vl.parallel.layout import Layout, run_layout
+from megatron_vl.run_folder import DataRestart, Lineage, Saved, StepMissingError, choose
 
 OWN_FILES = 512
 """Open files that a rank needs beside one connection to each peer: libraries, shards, workers, log files."""
@@ -51,20 +54,14 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     if config.data.balance:
         check_open_files(dp)
     check_data_path(config.data.path)
-    if config.model.checkpoint and not Path(config.model.checkpoint).exists():
-        raise RunConfigError(f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it")
     check_folder("checkpoint.dir", config.checkpoint.dir)
     check_folder("log.tensorboard", config.log.tensorboard)
-    step = step_to_resume(config)
-    if step is not None:
-        from . import checkpoint
-
-        source = checkpoint.step_folder(Path(config.checkpoint.dir), step)
-        if not source.is_dir():
-            steps = ", ".join(map(str, checkpoint.saved_steps(Path(config.checkpoint.dir)))) or "none"
-            raise RunConfigError(f"checkpoint.step {step} is not in {config.checkpoint.dir}; steps that are: {steps}")
-        checkpoint.check_resumable(source, run_facts(config, dp), config.checkpoint.restart_data)
-        check_video_rule(config, spec, source)
+    start = plan_start(config, dp)
+    if start.source is not None:
+        check_own_checkpoint(config, spec, dp, start)
+        check_video_rule(config, spec, start.source.path)
+    elif config.model.checkpoint and not Path(config.model.checkpoint).exists():
+        raise RunConfigError(f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it")
     return spec, layout
 
 
@@ -130,19 +127,90 @@ def check_folder(field: str, path: str) -> None:
         raise RunConfigError(f"{field} {path}: {in_the_way} is a file; give a folder, which need not exist yet")
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        source: the checkpoint that it goes on from; None: it starts anew, from ``model.checkpoint`` or random weights.
+        lineage: of what it will save.
+        restart_data: whether the data set is read from its start.
+        said: lines for the user.
+    """
+
+    source: Saved | None
+    lineage: Lineage
+    restart_data: bool
+    said: tuple[str, ...]
+
+
+def plan_start(config: TrainConfig, dp: int) -> Start:
+    """Decides where a run with data-parallel size ``dp`` begins.
+
+    Raises:
+        RunConfigError: ``checkpoint.step`` is not there.
+        CheckpointError: which checkpoint is the latest cannot be known, or it cannot be read.
+    """
+    c = config.checkpoint
+    folder = Path(c.dir) if c.dir and c.resume else None
+    try:
+        choice = choose(folder, c.step, c.branch, c.attempt)
+    except StepMissingError as error:
+        if c.step is None:
+            raise
+        raise RunConfigError(str(error)) from error
+    source, lineage = choice.source, choice.lineage
+    if not c.restart_data:
+        # Without the switch the record goes: given again later, it is a new request.
+        return Start(source, dataclasses.replace(lineage, data_restart=None), False, choice.said)
+    if source is None:
+        return Start(None, dataclasses.replace(lineage, data_restart=DataRestart(0, c.attempt)), False, choice.said)
+
+    done = source.lineage.data_restart
+    if done is not None and done.attempt >= c.attempt and _reads_the_same(source, run_facts(config, dp)):
+        told = (
+            f"checkpoint.restart_data: the data set was read from its start at step {done.step}, as this checkpoint "
+            f"records; going on in it. To read it from its start once more, give --checkpoint.attempt {done.attempt + 1}"
+        )
+        return Start(source, lineage, False, (*choice.said, told))
+    told = (
+        f"checkpoint.restart_data: the data set is read from its start at step {source.step}; once this run has saved, a "
+        "start with the same option goes on in it"
+    )
+    lineage = dataclasses.replace(lineage, data_restart=DataRestart(source.step, c.attempt))
+    return Start(source, lineage, True, (*choice.said, told))
+
+
+def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:
+    """Whether a run with the facts ``now`` can go on in the data where a checkpoint stopped."""
+    from .checkpoint import read_run
+
+    saved = read_run(source.path)
+    return all(saved.get(name) == value for name, value in now.items())
+
+
 def step_to_resume(config: TrainConfig) -> int | None:
     """The step whose checkpoint this run goes on from; None when it starts anew."""
     c = config.checkpoint
-    if not (c.dir and c.resume):
-        return None
-    if c.step is not None:
-        return c.step
-    folder = Path(c.dir)
-    if not (folder / "latest.json").is_file() and not any(folder.glob("step_*")):
-        return None
-    from .checkpoint import latest_step
+    source = choose(Path(c.dir) if c.dir and c.resume else None, c.step, c.branch, c.attempt).source
+    return None if source is None else source.step
 
-    return latest_step(folder)
+
+def check_own_checkpoint(config: TrainConfig, spec: ModelSpec, dp: int, start: Start) -> None:
+    """Refuses a checkpoint of this run that it cannot go on from.
+
+    Its own files say which model it holds; ``model.checkpoint`` is neither read nor missed.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the order of samples could not be kept.
+        RunConfigError: it holds another model than ``model.hf``.
+    """
+    from . import checkpoint
+
+    assert start.source is not None
+    path = start.source.path
+    saved = checkpoint.check_resumable(path, run_facts(config, dp), start.restart_data)
+    check_same_model(f"checkpoint {path}", checkpoint.open_weights(path, saved).spec, config, spec)
 
 
 def run_facts(config: TrainConfig, dp: int) -> dict[str, Any]:
@@ -183,17 +251,24 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
     from megatron_vl.weights import WeightReader
 
     reader = WeightReader(config.model.checkpoint)
-    if reader.spec.family != spec.family or reader.spec.vision != spec.vision or reader.spec.language != spec.language:
-        theirs, ours = reader.spec.family, spec.family
-        sizes = f"both {ours}, other sizes" if theirs == ours else f"{theirs}, {ours}"
-        raise RunConfigError(
-            f"model.checkpoint {config.model.checkpoint} holds another model than model.hf {config.model.hf} ({sizes})"
-        )
+    check_same_model(f"model.checkpoint {config.model.checkpoint}", reader.spec, config, spec)
     return reader
 
 
-def remarks(config: TrainConfig, platform: str) -> list[str]:
-    """What is allowed and rarely meant."""
+def check_same_model(held_by: str, held: ModelSpec, config: TrainConfig, spec: ModelSpec) -> None:
+    """Raises RunConfigError unless weights are of the model that ``model.hf`` describes."""
+    if held.family != spec.family or held.vision != spec.vision or held.language != spec.language:
+        theirs, ours = held.family, spec.family
+        sizes = f"both {ours}, other sizes" if theirs == ours else f"{theirs}, {ours}"
+        raise RunConfigError(f"{held_by} holds another model than model.hf {config.model.hf} ({sizes})")
+
+
+def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[str]:
+    """What is allowed and rarely meant.
+
+    Args:
+        resumes: weights come from the run's own checkpoint.
+    """
     found = []
     c = config.checkpoint
     if not c.dir:
@@ -203,7 +278,7 @@ def remarks(config: TrainConfig, platform: str) -> list[str]:
             f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}); a run that dies before "
             "loses everything. Set an interval, for instance --checkpoint.interval 500"
         )
-    if not config.model.checkpoint:
+    if not config.model.checkpoint and not resumes:
         found.append("model.checkpoint is empty: weights are random")
     frozen = {"vision": config.model.freeze_vision, "merger": config.model.freeze_merger}
     for part, rate in (("vision", config.optimizer.vision_lr), ("merger", config.optimizer.merger_lr)):

@@ -1,19 +1,23 @@
 """Saving and resuming one's own run.
 
-    DIR/latest.json                     {"step": 120}
-    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their hashes
+    DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.run_folder`)
+    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their hashes, lineage
+    DIR/step_00000120/lineage.json      what it was trained from, small enough to be read of every checkpoint
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
-    DIR/step_00000120/optimizer/        one safetensors file a rank (see :mod:`megatron_vl.training.optimizer_state`)
+    DIR/step_00000120/optimizer/        one safetensors file a rank and an index of them
+                                        (see :mod:`megatron_vl.training.optimizer_state`)
     DIR/step_00000120/loader/           one state a data-parallel replica
 
 A save copies the state to host memory and returns; a thread writes it while training goes on. Ranks agree through marker
 files, not collectives, so that the thread never meets the training's communication: each rank leaves a marker when its
 files are on disk, and rank 0 gives the folder its name when all are there. A checkpoint therefore exists under its
-name only when all of it does, and a crash at any moment leaves the last good one.
+name only when all of it does, and a crash at any moment leaves the last good one. A step that another branch has saved is set
+aside, not replaced.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -22,7 +26,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +36,49 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from megatron_vl import durable
+from megatron_vl.data.bad_samples import BadSampleMeter, add_pending
+from megatron_vl.json_files import manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.parallel.layout import Layout, read_layout
-from megatron_vl.weights import WeightReader, manifest_digest, write_expert_file, write_manifest, write_rank_file
+from megatron_vl.run_folder import (
+    LATEST,
+    LINEAGE,
+    CheckpointError,
+    Lineage,
+    Point,
+    Saved,
+    aside,
+    new_branch,
+    parse_lineage,
+    read_lineage,
+    read_signed,
+    saved_checkpoints,
+    step_folder,
+    write_lineage,
+)
+from megatron_vl.weights import WeightReader, write_expert_file, write_manifest, write_rank_file
 
-from .optimizer_state import CheckpointError, OptimizerReader, check_hash, host_copy, restore, snapshot, write_hashed
+from .optimizer_state import (
+    INDEX,
+    OptimizerReader,
+    check_hash,
+    host_copy,
+    index_of_headers,
+    restore,
+    slices_of,
+    snapshot,
+    write_hashed,
+    write_index,
+)
 
-__all__ = ["CheckpointError", "CheckpointSaver", "Snapshot", "latest_step", "load", "load_weights", "take_snapshot"]
+__all__ = ["CheckpointError", "CheckpointSaver", "Restored", "Snapshot", "load", "load_weights", "take_snapshot"]
 
 _FORMAT = 1
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}"
 
 
 def run_parameters(chunks: list[DistributedDataParallel], layout: Layout, grid: Grid) -> list[LiveTensor]:
@@ -68,6 +98,8 @@ class Snapshot:
     optimizer: dict[str, Tensor]
     loader: dict[str, Any] | None
     facts: dict[str, Any]
+    pending: dict[str, int] = field(default_factory=dict)
+    """Samples that this rank alone has counted since the last printed step (see :func:`add_pending`)."""
 
 
 def take_snapshot(
@@ -80,8 +112,14 @@ def take_snapshot(
     grid: Grid,
     loader_state: dict[str, Any] | None,
     run: dict[str, Any],
+    pending: dict[str, int] | None = None,
 ) -> Snapshot:
-    """Copies this rank's state to the host; collective where parameters are still being gathered."""
+    """Copies this rank's state to the host; collective where parameters are still being gathered.
+
+    Args:
+        run: facts for ``run.json``; rank 0's are written.
+        pending: what this rank has counted and ``run["bad_samples"]`` does not have yet.
+    """
     for chunk in chunks:
         # With the overlapped gather the weights of the last update arrive only with the next forward pass.
         if chunk.ddp_config.overlap_param_gather:
@@ -94,7 +132,7 @@ def take_snapshot(
     if spec.language.moe and grid.edp_rank == 0:
         experts = stack_experts([tensor for tensor in parameters if tensor.expert is not None])
     facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), **run}
-    return Snapshot(step, weights, experts, snapshot(optimizer, parameters), loader_state, facts)
+    return Snapshot(step, weights, experts, snapshot(optimizer, parameters), loader_state, facts, pending or {})
 
 
 @torch.no_grad()
@@ -115,13 +153,25 @@ class CheckpointSaver:
     """Writes snapshots in the background, one at a time.
 
     Args:
-        keep: latest checkpoints kept; 0 keeps all.
+        keep: latest checkpoints kept; 0 keeps all. Only those that the present weights were trained from are counted and
+            deleted: what a roll-back left behind is its owner's to delete.
         keep_every: checkpoints of multiples of this step are kept for good; 0: none.
+        lineage: of what is saved (see :func:`megatron_vl.run_folder.choose`); None: a branch that begins here.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, layout: Layout, grid: Grid, keep: int, keep_every: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        layout: Layout,
+        grid: Grid,
+        keep: int,
+        keep_every: int = 0,
+        lineage: Lineage | None = None,
+    ) -> None:
         self.folder, self.spec, self.layout, self.grid = folder, spec, layout, grid
         self.keep, self.keep_every = keep, keep_every
+        self._lineage = lineage or Lineage(branch=new_branch())
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._lock: Any = None
@@ -130,6 +180,8 @@ class CheckpointSaver:
             self._lock = lock_folder(folder)
             for left in folder.glob("step_*.partial"):  # of a run that was killed while it saved
                 shutil.rmtree(left, ignore_errors=True)
+            saved = saved_checkpoints(folder)
+            self._lineage = dataclasses.replace(self._lineage, serial=saved[-1].lineage.serial if saved else 0)
 
     def start(self, take: Callable[[], Snapshot], step: int) -> None:
         """Takes a snapshot and begins to write it; collective. Waits for an earlier save that is not done yet."""
@@ -162,7 +214,13 @@ class CheckpointSaver:
     def _write(self, snapshot: Snapshot) -> None:
         partial, rank = self._partial(snapshot.step), self.grid.rank
         try:
-            marker = {"weights": self._write_weights(partial, snapshot), "files": self._write_state(partial, snapshot)}
+            grid = self.grid
+            marker = {
+                "weights": self._write_weights(partial, snapshot),
+                "files": self._write_state(partial, snapshot),
+                "slices": {state_file(rank): slices_of(snapshot.optimizer, grid.tp_rank, grid.etp_rank)},
+                "pending": snapshot.pending,
+            }
             write_json(partial / "done" / f"rank_{rank:05d}.json", marker)
             if rank == 0:
                 self._commit(partial, snapshot)
@@ -189,7 +247,7 @@ class CheckpointSaver:
     def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
         """Optimizer and loader state of this rank. Returns path in the checkpoint -> size and hash."""
         place = {axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "pp", "dp", "ep", "etp")}
-        name = f"optimizer/rank_{self.grid.rank:05d}.safetensors"
+        name = f"optimizer/{state_file(self.grid.rank)}"
         files = {name: write_hashed(partial / name, snapshot.optimizer, place)}
         if snapshot.loader is not None:
             name = f"loader/dp_{self.grid.dp_rank:05d}.json"
@@ -202,16 +260,31 @@ class CheckpointSaver:
         entries = [entry for marker in markers for entry in marker["weights"]]
         weights = write_manifest(partial / "weights", self.spec, self.layout, entries, {"step": snapshot.step})
         files = {name: facts for marker in markers for name, facts in marker["files"].items()}
-        facts = {**snapshot.facts, "files": files, "weights": weights}
+        slices = {name: found for marker in markers for name, found in marker["slices"].items()}
+        files[f"optimizer/{INDEX}"] = write_index(partial / "optimizer", slices)
+
+        lineage = dataclasses.replace(self._lineage, serial=self._lineage.serial + 1)
+        facts = {**snapshot.facts, "files": files, "weights": weights, "lineage": lineage.as_json()}
+        if "bad_samples" in facts:
+            facts["bad_samples"] = add_pending(facts["bad_samples"], [marker["pending"] for marker in markers])
+        write_lineage(partial, snapshot.step, lineage)
         write_json(partial / "run.json", facts | {"digest": manifest_digest(facts)})
         shutil.rmtree(partial / "done")
-        final = step_folder(self.folder, snapshot.step)
-        if final.exists():  # the same step saved again by a run that was started anew from an earlier one
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        sync_folder(self.folder)
-        write_json(self.folder / "latest.json", {"step": snapshot.step})
+        durable.sync(partial)
+
+        self._name(partial, snapshot.step)
+        write_json(self.folder / LATEST, {"step": snapshot.step, "serial": lineage.serial, "branch": lineage.branch})
+        self._lineage = dataclasses.replace(lineage, parent=Point(lineage.branch, snapshot.step))
         self._prune(snapshot.step)
+
+    def _name(self, partial: Path, step: int) -> None:
+        """Gives a whole checkpoint its name. One that has it already keeps its content, under another name."""
+        final = step_folder(self.folder, step)
+        if final.exists():
+            # It stays the latest, if it was, until the new one has the name: a kill in between loses the new one alone.
+            os.replace(final, aside(Saved(final, step, lineage_or_none(final, step))))
+        os.replace(partial, final)
+        durable.sync(self.folder)
 
     def _wait_for_markers(self, done: Path) -> list[dict[str, Any]]:
         while True:
@@ -224,12 +297,30 @@ class CheckpointSaver:
             time.sleep(0.05)
 
     def _prune(self, newest: int) -> None:
-        steps = [step for step in saved_steps(self.folder) if step <= newest]
-        kept = set(steps[-self.keep :]) if self.keep else set(steps)
-        kept |= {step for step in steps if self.keep_every and step % self.keep_every == 0}
-        for step in steps:
-            if step not in kept:
-                shutil.rmtree(step_folder(self.folder, step), ignore_errors=True)
+        """Deletes what is not kept among the checkpoints that led to the newest one."""
+        try:
+            saved = saved_checkpoints(self.folder)
+        except CheckpointError:
+            return  # what led where is not known, so nothing is deleted; the next start says so
+        line = sorted((s for s in saved if self._lineage.holds(newest, s.point)), key=lambda saved: saved.step)
+        kept = line[-self.keep :] if self.keep else line
+        for one in line:
+            if one not in kept and not (self.keep_every and one.step % self.keep_every == 0):
+                going = one.path.with_name(f"{one.path.name}.old.partial")  # a half deleted one must not look whole
+                os.replace(one.path, going)
+                shutil.rmtree(going, ignore_errors=True)
+
+
+def lineage_or_none(path: Path, step: int) -> Lineage:
+    """A checkpoint's lineage, for its name alone: an unknown one is that of an older version."""
+    try:
+        return read_lineage(path, step)
+    except CheckpointError:
+        return Lineage()
+
+
+def state_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
 
 
 def lock_folder(folder: Path) -> Any:
@@ -248,30 +339,6 @@ def lock_folder(folder: Path) -> Any:
     return file
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints of a run, in order."""
-    return sorted(int(path.name[5:]) for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit())
-
-
-def latest_step(folder: Path) -> int | None:
-    """The step of the last complete checkpoint of a run, None when there is none.
-
-    Raises:
-        CheckpointError: ``latest.json`` names a checkpoint that is not there.
-    """
-    path = folder / "latest.json"
-    if not path.is_file():
-        steps = saved_steps(folder) if folder.is_dir() else []
-        return steps[-1] if steps else None  # killed between the checkpoint's name and this file
-    try:
-        step = int(json.loads(path.read_text())["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); remove it to use the newest step_ folder") from error
-    if not step_folder(folder, step).is_dir():
-        raise CheckpointError(f"{path} names step {step}, but {step_folder(folder, step)} is not there; set checkpoint.step")
-    return max([step, *saved_steps(folder)])
-
-
 def read_run(source: Path) -> dict[str, Any]:
     """``run.json`` of a step folder. Raises CheckpointError when it cannot be used."""
     path = source / "run.json"
@@ -287,16 +354,27 @@ def read_run(source: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} is damaged: layout, files or step has another type")
         for name in saved["files"]:
             # A checkpoint may come from anybody: its names stay inside its folder.
-            if not re.fullmatch(r"(optimizer/[\w.-]+\.safetensors)|(loader/[\w.-]+\.json)", name):
+            if not re.fullmatch(r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)", name):
                 raise CheckpointError(f"{path}: {name!r} is not a file name of optimizer or loader state")
+        if saved.get("bad_samples") is not None:
+            BadSampleMeter(1.0).load_state_dict(saved["bad_samples"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return saved
 
 
+@dataclass
+class Restored:
+    """What a checkpoint gives back beside weights, optimizer and random numbers."""
+
+    loader: dict[str, Any] | None
+    """The loader state of this replica, on the rank that owns its loader."""
+    bad_samples: dict[str, Any] | None
+    """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None: saved by an older version."""
+
+
 def load(
-    folder: Path,
-    step: int,
+    source: Path,
     *,
     chunks: list[DistributedDataParallel],
     optimizer: ChainedOptimizer,
@@ -305,39 +383,65 @@ def load(
     layout: Layout,
     run: dict[str, Any],
     restart_data: bool = False,
-) -> dict[str, Any] | None:
-    """Restores weights, optimizer and random numbers of ``step`` in this run's layout, whatever layout wrote it.
+) -> Restored:
+    """Restores weights, optimizer and random numbers of a step folder in this run's layout, whatever layout wrote it. Collective.
 
     Args:
         run: facts that decide which samples are read (see :func:`megatron_vl.training.check.run_facts`); they must be equal.
         restart_data: the data set starts anew instead; the facts may then differ.
 
-    Returns:
-        The loader state of this replica on the rank that owns its loader.
-
     Raises:
         CheckpointError: files are missing or damaged, or the order of samples could not be kept.
     """
-    source = step_folder(folder, step)
     saved = check_resumable(source, run, restart_data)
     parameters = run_parameters(chunks, layout, grid)
-    reader = WeightReader(source / "weights")
-    if reader.manifest["digest"] != saved["weights"]:
-        raise CheckpointError(f"{reader.path / 'manifest.json'} is not the one that {source / 'run.json'} was written with")
-    load_weights(reader, parameters, grid)
-    states = {name.removeprefix("optimizer/"): f for name, f in saved["files"].items() if name.startswith("optimizer/")}
+    load_weights(open_weights(source, saved), parameters, grid)
     written = read_layout(spec, saved["layout"])
-    state = OptimizerReader(source / "optimizer", states, written.cut)
+    state = open_optimizer(source, saved, written, grid)
     restore(state, optimizer, parameters, tensor_table(spec), grid)
     if written == layout and saved["dp"] == grid.dp:
-        for name, value in state.rng(f"rank_{grid.rank:05d}.safetensors").items():
+        for name, value in state.rng(state_file(grid.rank)).items():
             if name == "rng/cpu":
                 torch.set_rng_state(value)
             elif torch.cuda.is_available():
                 torch.cuda.set_rng_state(value)
     state.close()
-    if restart_data or not grid.owns_loader:
-        return None
+    loader = None if restart_data or not grid.owns_loader else _loader_state(source, saved, grid)
+    return Restored(loader, saved.get("bad_samples"))
+
+
+def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
+    """The weights of a step folder. Raises CheckpointError or WeightsError when they are not those of its ``run.json``."""
+    reader = WeightReader(source / "weights")
+    if reader.manifest["digest"] != saved.get("weights"):
+        raise CheckpointError(f"{reader.path / 'manifest.json'} is not the one that {source / 'run.json'} was written with")
+    return reader
+
+
+def open_optimizer(source: Path, saved: dict[str, Any], written: Layout, grid: Grid) -> OptimizerReader:
+    """The optimizer state of a step folder; collective. Without an index, rank 0 reads all headers and tells the others."""
+    states = {name.removeprefix("optimizer/"): f for name, f in saved["files"].items() if name.startswith("optimizer/")}
+    index = None
+    if INDEX not in states and grid.world_size > 1:
+        index = _told_by_first(grid, lambda: index_of_headers(source / "optimizer", sorted(states)))
+    return OptimizerReader(source / "optimizer", states, written.cut, index, state_file(grid.rank))
+
+
+def _told_by_first(grid: Grid, work: Callable[[], Any]) -> Any:
+    """What ``work`` gives on rank 0, or its CheckpointError, on all ranks."""
+    told: list[Any] = [None, ""]
+    if grid.rank == 0:
+        try:
+            told[0] = work()
+        except CheckpointError as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told)
+    if told[1]:
+        raise CheckpointError(told[1])
+    return told[0]
+
+
+def _loader_state(source: Path, saved: dict[str, Any], grid: Grid) -> dict[str, Any] | None:
     name = f"loader/dp_{grid.dp_rank:05d}.json"
     if name not in saved["files"]:
         return None
@@ -372,34 +476,21 @@ def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: Grid)
 
 
 def verify_files(source: Path) -> list[str]:
-    """What is wrong with the optimizer and loader files of a step folder; empty when nothing is."""
-    problems = []
-    for name, facts in sorted(read_run(source)["files"].items()):
+    """What is wrong with the optimizer, loader and lineage files of a step folder; empty when nothing is."""
+    problems, saved = [], read_run(source)
+    for name, facts in sorted(saved["files"].items()):
         try:
             check_hash(source / name, facts)
         except CheckpointError as error:
             problems.append(str(error))
+    if "lineage" in saved and not _says_the_same(source, saved):
+        problems.append(f"{source / LINEAGE} is missing or damaged; run.json says the same, so nothing is lost")
     return problems
 
 
-def write_json(path: Path, value: Any) -> dict[str, Any]:
-    """Atomic and synced: the name appears with the whole content. Returns size and hash."""
-    import hashlib
-
-    data = json.dumps(value).encode()
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames inside a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def _says_the_same(source: Path, saved: dict[str, Any]) -> bool:
+    """Whether ``lineage.json`` is there and is the lineage of ``run.json``."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return parse_lineage(read_signed(source / LINEAGE, saved["step"])) == parse_lineage(saved["lineage"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

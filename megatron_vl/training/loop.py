@@ -19,10 +19,11 @@ from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform, get_platform
+from megatron_vl.run_folder import by_branch, latest
 from megatron_vl.signals import asked_to_stop
 
 from . import checkpoint
-from .check import check, check_start_weights, read_data, remarks, run_facts, step_to_resume
+from .check import Start, check, check_start_weights, plan_start, read_data, remarks, run_facts
 from .evaluation import Evaluator
 from .feed import Feed
 from .metrics import MetricsLog, say
@@ -53,6 +54,10 @@ class Run:
     """Optimizer steps done, skipped ones among them."""
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIPPED, 0))
     """Skipped steps of the whole run, by reason."""
+    resumed: bool = False
+    """Whether it goes on from a checkpoint of its own."""
+    bad_samples: dict[str, Any] | None = None
+    """Counts of a checkpoint to go on from, over all ranks."""
 
 
 def set_up(config: TrainConfig) -> Run:
@@ -66,29 +71,51 @@ def set_up(config: TrainConfig) -> Run:
     failures.watch()
     facts = share_data(config)
     grid = make_grid(layout, owners=config.data.balance)
-    chunks = build_model(config, spec, layout, platform, grid)
+    start = agree_on_start(config, grid)
+    chunks = build_model(config, spec, layout, platform, grid, start_weights=start.source is None)
     wrapped = wrap(config, chunks)
     optimizer = build_optimizer(config, platform, wrapped)
     loader = build_run_loader(config, spec, grid, facts["train"]) if grid.owns_loader else None
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
     if config.checkpoint.dir:
         c = config.checkpoint
-        run.saver = checkpoint.CheckpointSaver(Path(c.dir), spec, layout, grid, c.keep, c.keep_every)
+        run.saver = checkpoint.CheckpointSaver(Path(c.dir), spec, layout, grid, c.keep, c.keep_every, start.lineage)
     if config.eval.interval:
         run.evaluator = Evaluator(config, spec, grid, platform, facts[config.eval.split])
-    resume(run)
+    resume(run, start)
     return run
 
 
-def build_model(config: TrainConfig, spec: ModelSpec, layout: Layout, platform: Platform, grid: Grid) -> list[Any]:
-    """This rank's chunks with the weights of ``model.checkpoint``, or random ones."""
+def agree_on_start(config: TrainConfig, grid: Grid) -> Start:
+    """Where the run begins, as rank 0 sees the folder: another node's view of shared storage may be older. Collective."""
+    told: list[Any] = [None, ""]
+    if grid.rank == 0:
+        try:
+            told[0] = plan_start(config, grid.dp)
+        except (ValueError, OSError, RuntimeError) as error:
+            told[1] = str(error)
+    if grid.world_size > 1:
+        dist.broadcast_object_list(told)
+    if told[1]:
+        raise checkpoint.CheckpointError(told[1])
+    return told[0]
+
+
+def build_model(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, platform: Platform, grid: Grid, *, start_weights: bool = True
+) -> list[Any]:
+    """This rank's chunks with the weights of ``model.checkpoint``, or random ones.
+
+    Args:
+        start_weights: off where the run's own checkpoint fills them: ``model.checkpoint`` is not opened then.
+    """
     from megatron_vl.data.pixels import read_pixel_norm
 
     norm = read_pixel_norm(config.model.hf)
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
     tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
     check_tensors(spec, layout, tensors)
-    if config.model.checkpoint:
+    if config.model.checkpoint and start_weights:
         checkpoint.load_weights(check_start_weights(config, spec), tensors, grid)
     return chunks
 
@@ -123,28 +150,31 @@ def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: Grid, facts: Sp
     return build_loader(config.data, spec, config.model.hf, **ranks, split="train", facts=facts)
 
 
-def resume(run: Run) -> None:
-    """Goes on from the latest checkpoint of ``checkpoint.dir``, when there is one and it is wanted."""
-    c, step = run.config.checkpoint, step_to_resume(run.config)
-    if step is None:
+def resume(run: Run, start: Start) -> None:
+    """Goes on from the checkpoint that was chosen, when there is one, and says what was chosen."""
+    c, source = run.config.checkpoint, start.source
+    for line in start.said:
+        say(run.grid, line)
+    if source is None:
         return
-    state = checkpoint.load(
-        Path(c.dir),
-        step,
+    restored = checkpoint.load(
+        source.path,
         chunks=run.chunks,
         optimizer=run.optimizer,
         spec=run.spec,
         layout=run.layout,
         grid=run.grid,
         run=run_facts(run.config, run.grid.dp),
-        restart_data=c.restart_data,
+        restart_data=start.restart_data,
     )
-    if run.loader is not None and state is not None:
-        run.loader.load_state_dict(state)
-    run.step = step
-    saved = checkpoint.read_run(checkpoint.step_folder(Path(c.dir), step))
+    if run.loader is not None and restored.loader is not None:
+        load_loader(run.loader, restored.loader, start)
+    run.step, run.resumed = source.step, True
+    run.bad_samples = kept_counts(run, restored.bad_samples, start.restart_data)
+
+    saved = checkpoint.read_run(source.path)
     run.skipped |= _skipped_before(saved)
-    say(run.grid, f"resumed at step {step} from {c.dir}")
+    say(run.grid, f"resumed at step {source.step} from {c.dir}")
     if change := _changed_aux_loss(run, saved):
         say(run.grid, f"NOTE: {change}")
 
@@ -187,9 +217,35 @@ def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
     )
 
 
-def save(run: Run) -> None:
+def load_loader(loader: Any, state: dict[str, Any], start: Start) -> None:
+    """Goes on in the data; where that is refused, the message says how to start them anew instead."""
+    try:
+        loader.load_state_dict(state)
+    except ValueError as error:
+        done = start.lineage.data_restart
+        again = f" --checkpoint.attempt {done.attempt + 1}" if done else ""
+        raise checkpoint.CheckpointError(
+            f"{error}. Or keep weights and optimizer and read the data set from its start: "
+            f"--checkpoint.restart_data true{again}"
+        ) from error
+
+
+def kept_counts(run: Run, counts: dict[str, Any] | None, restarted: bool) -> dict[str, Any] | None:
+    """The checkpoint's counts of bad samples, unless the run goes on with another data set; collective after a restart."""
+    if counts is None or not restarted:
+        return counts
+    told = [run.loader is not None and run.loader.dataset == counts.get("dataset")]
+    if run.grid.world_size > 1:
+        dist.broadcast_object_list(told)  # rank 0 owns a loader
+    return counts if told[0] else None
+
+
+def save(run: Run, log: MetricsLog) -> None:
     """Begins a checkpoint of the current step; collective."""
     assert run.saver is not None
+    counts, pending = log.bad_samples()
+    if run.loader is not None:
+        counts["dataset"] = run.loader.dataset
 
     def take() -> checkpoint.Snapshot:
         return checkpoint.take_snapshot(
@@ -200,7 +256,8 @@ def save(run: Run) -> None:
             layout=run.layout,
             grid=run.grid,
             loader_state=run.loader.state_dict() if run.loader is not None else None,
-            run=run_facts(run.config, run.grid.dp) | _further_facts(run),
+            run=run_facts(run.config, run.grid.dp) | _further_facts(run) | {"bad_samples": counts},
+            pending=pending,
         )
 
     run.saver.start(take, run.step)
@@ -214,11 +271,13 @@ def train(config: TrainConfig) -> None:
     say(run.grid, _banner(run))
     if reason := aux_loss_reason(run.spec, config.model):
         say(run.grid, f"load-balancing loss of the experts: {reason}")
-    for remark in remarks(config, run.platform.name):
+    for remark in remarks(config, run.platform.name, run.resumed):
         say(run.grid, f"NOTE: {remark}")
     for note in run.loader.notes if run.loader is not None else []:
         say(run.grid, note)
     log = MetricsLog(config, run.spec, run.grid, run.platform)
+    if run.bad_samples is not None:
+        log.load_bad_samples(run.bad_samples)
     if run.step >= _last_step(config):
         say(run.grid, f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to go on")
     try:
@@ -227,7 +286,7 @@ def train(config: TrainConfig) -> None:
             run.saver.wait()
         dist.barrier()  # rank 0 names the checkpoint; nobody leaves before
         if run.saver is not None:
-            say(run.grid, f"checkpoints in {config.checkpoint.dir}: {checkpoint.saved_steps(Path(config.checkpoint.dir))}")
+            say(run.grid, f"checkpoints in {config.checkpoint.dir}: {_steps_of(Path(config.checkpoint.dir))}")
         if signalled:
             then = "start it again to go on" if run.saver is not None else "nothing is saved, as checkpoint.dir is empty"
             say(run.grid, f"stopped behind step {run.step} of {config.steps}, as a signal asked; {then}")
@@ -270,7 +329,7 @@ def _steps(run: Run, log: MetricsLog) -> bool:
         if result.failed:
             raise TrainingStopped(_save_failure(run))
         if c.dir and (ends or c.interval and run.step % c.interval == 0):
-            save(run)
+            save(run, log)
         if result.stop and run.step < last:
             return True
         evaluate(run, log, last)
@@ -298,10 +357,19 @@ def _save_failure(run: Run) -> str:
     own = run.saver.error() if run.saver is not None else None
     if own is None and (known := failures.cause()):
         return known
-    good = checkpoint.saved_steps(Path(run.config.checkpoint.dir))
-    return (
-        f"{own or 'another rank could not write its checkpoint'}; the last good checkpoint is step {good[-1] if good else 'none'}"
-    )
+    try:
+        good = latest(Path(run.config.checkpoint.dir))
+        last = f"the last good checkpoint is step {good.step if good is not None else 'none'}"
+    except checkpoint.CheckpointError as error:
+        last = str(error)
+    return f"{own or 'another rank could not write its checkpoint'}; {last}"
+
+
+def _steps_of(folder: Path) -> str:
+    """The steps that led to the latest checkpoint, and what else is there."""
+    present, left = by_branch(folder)
+    steps = str([saved.step for saved in present])
+    return f"{steps}; of abandoned branches: {[saved.step for saved in left]}" if left else steps
 
 
 def _banner(run: Run) -> str:

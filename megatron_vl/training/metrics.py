@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.bad_samples import BadSampleMeter
+from megatron_vl.data.bad_samples import DROPPED, BadSampleMeter
 from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
@@ -27,8 +27,6 @@ from .optimizer import Rates
 from .step import SKIPPED, StepResult
 from .tally import Tally
 
-DROPPED = "dropped/"
-"""What the names of counts of samples that could not be used begin with; the reason follows."""
 LISTED_BYTES = 4 << 20
 """Most bytes of lists of samples that a printed line collects from all ranks together."""
 BACKLOG = 10_000
@@ -205,6 +203,15 @@ class MetricsLog:
     def too_many_bad(self) -> str | None:
         """Why the run should stop, when more samples could not be used than ``data.max_bad_share``; equal on all ranks."""
         return self.meter.problem() or None
+
+    def bad_samples(self) -> tuple[dict[str, Any], dict[str, int]]:
+        """For a checkpoint: the counts over all ranks up to the last printed step, and this rank's own since then."""
+        own = {f"{DROPPED}{reason}": count for reason, count in self.reasons.items()}
+        return self.meter.state_dict(), {"samples": self.tally.samples, **own}
+
+    def load_bad_samples(self, state: dict[str, Any]) -> None:
+        """Goes on counting from a checkpoint; on all ranks alike."""
+        self.meter.load_state_dict(state)
 
     def _list_samples(self, step: int, keys: list[list[list[str]]]) -> None:
         """One line a printed step: the samples of each row, rows of data-parallel rank 0 first."""

@@ -7,18 +7,24 @@ land at wrong offsets without a word, and its files are pickled.
 
 Key of a tensor: ``NAME[START:END]/KIND``, KIND one of ``main``, ``exp_avg``, ``exp_avg_sq``, ``step``; NAME is followed by
 ``#17`` for expert 17 of a stack, whose range is that of its own flattened shard.
+
+``index.json`` says which file holds which ranges, so that a rank that resumes opens the files that it needs and no others:
+``{"files": [FILE, ...], "slices": {NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``. PART is the rank in tensor (or
+expert tensor) parallelism, FILE a place in ``files``, KINDS a bit for each of :data:`KINDS`, STEP Adam's count.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -27,20 +33,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_vl import durable
-from megatron_vl.errors import UserError
+from megatron_vl.json_files import write_json
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.tensors import Cut, TensorInfo
 from megatron_vl.parallel.grid import Grid
-from megatron_vl.tensor_files import make_header
-from megatron_vl.weights import shard, unshard
+from megatron_vl.run_folder import CheckpointError
+from megatron_vl.tensor_files import Window, make_header, matrix_shape
+from megatron_vl.weights import gather, part_blocks, shard_blocks
 
+INDEX = "index.json"
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 _KEY = re.compile(r"^(?P<name>.+)\[(?P<start>\d+):(?P<end>\d+)\]/(?P<kind>main|exp_avg|exp_avg_sq|step)$")
 _CHUNK = 16 << 20
-
-
-class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be written or resumed from; the message says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
@@ -158,49 +162,132 @@ def check_hash(path: Path, facts: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} is damaged: its content is not what was written (SHA-256 differs)")
 
 
+# --- Which file holds what ------------------------------------------------------------------------------------------
+
+
+def slices_of(tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int) -> list[list[Any]]:
+    """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned: one rank's part of the index."""
+    found = []
+    for key, place in _places(tensors, tp_rank, etp_rank).items():
+        step = int(tensors[f"{key}/step"])
+        found.append([*place, step])
+    return found
+
+
+def _places(keys: Iterable[str], tp_rank: int, etp_rank: int) -> dict[str, tuple[str, int, int, int, int]]:
+    """``NAME[START:END]`` -> (name, part, start, end, kinds) for the keys of one file."""
+    kinds: dict[str, int] = {}
+    matches: dict[str, re.Match[str]] = {}
+    for key in keys:
+        match = _KEY.match(key)
+        if match and match["kind"] in KINDS:
+            piece = key.rpartition("/")[0]
+            matches[piece] = match
+            kinds[piece] = kinds.get(piece, 0) | 1 << KINDS.index(match["kind"])
+    return {
+        piece: (m["name"], etp_rank if "#" in m["name"] else tp_rank, int(m["start"]), int(m["end"]), kinds[piece])
+        for piece, m in matches.items()
+        if kinds[piece] & 1  # a slice is there when its master weights are
+    }
+
+
+def make_index(slices: Mapping[str, Iterable[Iterable[Any]]]) -> dict[str, Any]:
+    """The index of a checkpoint: file -> what :func:`slices_of` (or a header) says of it."""
+    files = sorted(slices)
+    table: dict[str, list[list[Any]]] = {}
+    for number, file in enumerate(files):
+        for name, part, start, end, kinds, step in slices[file]:
+            table.setdefault(name, []).append([part, start, end, number, kinds, step])
+    return {"files": files, "slices": table}
+
+
+def write_index(folder: Path, slices: Mapping[str, Iterable[Iterable[Any]]]) -> dict[str, Any]:
+    """Writes ``index.json`` beside the files. Returns its size in bytes and hash."""
+    return write_json(folder / INDEX, make_index(slices))
+
+
+def read_index(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The index that was written with the checkpoint. Raises :class:`CheckpointError` when it is missing or damaged."""
+    check_hash(folder / INDEX, files[INDEX])
+    return json.loads((folder / INDEX).read_text())
+
+
+def index_of_headers(folder: Path, files: Iterable[str]) -> dict[str, Any]:
+    """An index of a checkpoint of an older version, which has none: opens every file.
+
+    Raises:
+        CheckpointError: a file is missing, or its header is damaged.
+    """
+    return make_index({file: _header_slices(folder / file) for file in files})
+
+
+def _header_slices(path: Path) -> list[list[Any]]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; the checkpoint is not whole")
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            metadata, keys = tensors.metadata() or {}, list(tensors.keys())
+            tp_rank, etp_rank = int(metadata["tp"]), int(metadata.get("etp", 0))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return [[*place, None] for place in _places(keys, tp_rank, etp_rank).values()]
+
+
 class _Piece(NamedTuple):
     start: int
     end: int
     file: str
+    kinds: int
+    step: int | None
+    """None where only a header was read."""
+
+
+class _NotSaved(Exception):
+    """No state of this kind: the optimizer had made no step."""
 
 
 class OptimizerReader:
     """The optimizer state of a checkpoint, whatever layout wrote it.
 
-    Only headers are read at first; content is verified against its hash when a file is first needed.
+    A file is opened, and verified against its hash, when a range that it holds is first needed.
 
     Args:
         folder: the checkpoint's ``optimizer`` folder.
         files: name -> size and hash, as the checkpoint's ``run.json`` has them.
         cut: how the tensors of what wrote it were cut.
+        index: what :func:`index_of_headers` made for a checkpoint without an index; None: made here where there is none.
+        own: the file that this rank wrote, if it did; taken where several hold the same, so that they share the reading.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, Mapping[str, Any]], cut: Cut) -> None:
-        self.folder, self.files, self.cut = folder, files, cut
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, Mapping[str, Any]],
+        cut: Cut,
+        index: dict[str, Any] | None = None,
+        own: str = "",
+    ) -> None:
+        self.folder, self.files, self.cut, self.own = folder, files, cut, own
+        self.indexed = INDEX in files
         self._open: dict[str, Any] = {}
-        self._keys: dict[str, frozenset[str]] = {}
         self._pieces: dict[tuple[str, int], list[_Piece]] = {}
-        for name in sorted(files):
-            self._index(name)
+        if self.indexed:
+            index = read_index(folder, files)
+        self._take(index if index is not None else index_of_headers(folder, sorted(files)))
 
-    def _index(self, file: str) -> None:
-        path = self.folder / file
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; the checkpoint is not whole")
+    def _take(self, index: dict[str, Any]) -> None:
         try:
-            with safe_open(path, framework="pt") as tensors:
-                metadata, keys = tensors.metadata() or {}, list(tensors.keys())
-                tp_rank, etp_rank = int(metadata["tp"]), int(metadata.get("etp", 0))
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        self._keys[file] = frozenset(keys)
-        for key in keys:
-            match = _KEY.match(key)
-            if match and match["kind"] == "main":
-                # A tied weight has state on two stages; they are equal, so either may serve.
-                piece = _Piece(int(match["start"]), int(match["end"]), file)
-                rank = etp_rank if "#" in match["name"] else tp_rank
-                self._pieces.setdefault((match["name"], rank), []).append(piece)
+            names = index["files"]
+            for name, slices in index["slices"].items():
+                for part, start, end, file, kinds, step in slices:
+                    if any(type(value) is not int for value in (part, start, end, file, kinds, step or 0)):
+                        raise TypeError(f"a slice of {name} has a place that is no number")
+                    self._pieces.setdefault((name, part), []).append(_Piece(start, end, names[file], kinds, step))
+            unknown = set(names) - self.files.keys()
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{self.folder / INDEX} is damaged: {type(error).__name__}: {error}") from error
+        if unknown:
+            raise CheckpointError(f"{self.folder / INDEX} names {min(unknown)!r}, which is no file of this checkpoint")
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -213,30 +300,40 @@ class OptimizerReader:
             file.__exit__(None, None, None)
         self._open.clear()
 
-    def _range(self, name: str, rank: int, kind: str, start: int, end: int) -> Tensor | None:
-        """Elements ``start:end`` of what a tensor (or expert tensor) rank wrote; None when not of this kind (before step 1)."""
+    def _range(self, name: str, rank: int, kind: str, start: int, end: int) -> Tensor:
+        """Elements ``start:end`` of what a tensor (or expert tensor) rank wrote. Raises _NotSaved."""
         out = torch.empty(end - start, dtype=torch.float32)
+        pieces = [piece for piece in self._pieces.get((name, rank), []) if piece.start < end and piece.end > start]
         at = start
-        for piece in sorted(self._pieces.get((name, rank), [])):
-            if piece.end <= at or piece.start >= end:
-                continue
-            if piece.start > at:
-                break
-            key = f"{name}[{piece.start}:{piece.end}]/{kind}"
-            file = self._file(piece.file)
-            if key not in self._keys[piece.file]:
-                return None
+        while at < end:
+            # A tied weight has state on two stages, one that is not spread on every replica: they are equal, so any may serve.
+            covering = [piece for piece in pieces if piece.start <= at < piece.end]
+            if not covering:
+                self._nothing_for(name, rank, at, end)
+            piece = min(covering, key=lambda piece: (piece.file not in self._open, piece.file != self.own))
+            if not piece.kinds & 1 << KINDS.index(kind):
+                raise _NotSaved
             upto = min(end, piece.end)
-            out[at - start : upto - start] = file.get_slice(key)[at - piece.start : upto - piece.start]
+            data = self._tensor(piece, f"{name}[{piece.start}:{piece.end}]/{kind}")
+            out[at - start : upto - start] = data[at - piece.start : upto - piece.start]
             at = upto
-        if at < end:
+        return out
+
+    def _tensor(self, piece: _Piece, key: str) -> Any:
+        """A slice of a file, not read yet."""
+        try:
+            return self._file(piece.file).get_slice(key)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.folder / piece.file} lacks {key}, which {INDEX} says it has: {error}") from error
+
+    def _nothing_for(self, name: str, rank: int, at: int, end: int) -> NoReturn:
+        if not self.indexed:
             for file, facts in self.files.items():  # a damaged header hides what its file holds: name that file
                 check_hash(self.folder / file, facts)
-            raise CheckpointError(
-                f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank}; were other "
-                "parts frozen when it was saved? Start a new run from its weights instead (model.checkpoint)"
-            )
-        return out
+        raise CheckpointError(
+            f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank}; were other "
+            "parts frozen when it was saved? Start a new run from its weights instead (model.checkpoint)"
+        )
 
     def get(
         self, info: TensorInfo, kind: str, part: int, cut: Cut, start: int, end: int, expert: int | None = None
@@ -247,32 +344,50 @@ class OptimizerReader:
             part: which part (see :meth:`Cut.part`).
             cut: how the tensor is to be cut.
             expert: of a stack of experts, which (counted over all ranks); the range is then that of its own shard.
+
+        Returns:
+            None when there is no state of this kind (before step 1).
         """
         name, written = state_name(info.name, expert), self.cut
         if info.experts:
             # Where an expert lay says nothing of its own matrix, which is cut as tensor parallelism cuts a dense one.
             info = dataclasses.replace(info, shape=info.shape[1:], experts=0)
             part, cut, written = part % cut.etp, Cut(cut.etp), Cut(written.etp)
-        if cut.tp == written.tp:
-            return self._range(name, part, kind, start, end)
-        shape = info.shard_shape(written)
-        count = torch.Size(shape).numel()
-        shards = []
-        for rank in range(written.tp if info.split != "replicated" else 1):
-            piece = self._range(name, rank, kind, 0, count)
-            if piece is None:
-                return None
-            shards.append(piece.view(shape))
-        full = unshard(shards, info, written) if info.split != "replicated" else shards[0]
-        return shard(full, info, part, cut).reshape(-1)[start:end].clone()
+        try:
+            if cut.tp == written.tp:
+                return self._range(name, part, kind, start, end)
+            return self._recut(name, info, kind, part, cut, written, start, end)
+        except _NotSaved:
+            return None
+
+    def _recut(
+        self, name: str, info: TensorInfo, kind: str, part: int, cut: Cut, written: Cut, start: int, end: int
+    ) -> Tensor:
+        """:meth:`get` from parts that were cut in another way: reads the rows of them that the range touches."""
+        columns = matrix_shape(info.shard_shape(cut))[1]
+        theirs = matrix_shape(info.shard_shape(written))[1]
+        first = start // columns
+
+        def stored(rank: str | int, w: Window) -> Tensor:
+            flat = self._range(name, int(rank), kind, w.row * theirs, w.row_end * theirs)
+            return flat.view(-1, theirs)[:, w.col : w.col_end]
+
+        def whole(_: str | int, w: Window) -> Tensor:
+            return gather(shard_blocks(info, written), w, stored, torch.float32)
+
+        window = Window(first, math.ceil(end / columns), 0, columns)
+        data = gather(part_blocks(info, part, cut), window, whole, torch.float32)
+        return data.reshape(-1)[start - first * columns : end - first * columns].clone()
 
     def step(self, name: str) -> int:
         """Adam's step count of a parameter."""
         ranks = range(max(self.cut.tp, self.cut.etp))
-        pieces = next((self._pieces[name, rank] for rank in ranks if (name, rank) in self._pieces), [])
+        pieces = [piece for rank in ranks for piece in self._pieces.get((name, rank), [])]
         if not pieces:
             return 0
-        piece = pieces[0]
+        piece = next((piece for piece in pieces if piece.file in self._open), pieces[0])
+        if piece.step is not None:
+            return piece.step
         return int(self._file(piece.file).get_tensor(f"{name}[{piece.start}:{piece.end}]/step"))
 
     def rng(self, file: str) -> dict[str, Tensor]:

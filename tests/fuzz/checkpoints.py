@@ -32,6 +32,7 @@ from converters.convert import convert
 from megatron_vl.config import parse_config
 from megatron_vl.models.tensors import WHOLE, Cut, tensor_table
 from megatron_vl.parallel.layout import make_layout
+from megatron_vl.run_folder import latest
 from megatron_vl.tensor_files import WeightsError, read_header
 from megatron_vl.weights import MANIFEST, WeightReader, manifest_digest, shard, write_manifest, write_rank_file
 from toolkit.cli import main as command
@@ -323,8 +324,10 @@ class Bench:
 
     def _as_four_ranks(self) -> None:
         """The run's checkpoints as TP2 x PP2 would have written them."""
-        from megatron_vl.training.checkpoint import read_run, step_folder, write_json
-        from megatron_vl.training.optimizer_state import KINDS, OptimizerReader, write_hashed
+        from megatron_vl.json_files import write_json
+        from megatron_vl.run_folder import parse_lineage, step_folder, write_lineage
+        from megatron_vl.training.checkpoint import read_run
+        from megatron_vl.training.optimizer_state import INDEX, KINDS, OptimizerReader, slices_of, write_hashed, write_index
 
         layout, table = make_layout(self.run.spec, tp=2, pp=2), tensor_table(self.run.spec)
         for step in (1, 2):
@@ -335,6 +338,7 @@ class Bench:
             files = {name: facts for name, facts in saved["files"].items() if name.startswith("loader/")}
             states = {name[10:]: facts for name, facts in saved["files"].items() if name.startswith("optimizer/")}
             state, entries = OptimizerReader(source / "optimizer", states, WHOLE), []
+            slices = {}
             for rank, (pp, tp) in enumerate((pp, tp) for pp in range(2) for tp in range(2)):
                 tensors = dict(state.rng("rank_00000.safetensors"))
                 infos = [info for info in table.values() if layout.stage_of(info) == pp]
@@ -347,15 +351,18 @@ class Bench:
                     tensors[f"{info.name}[0:{count}]/step"] = torch.tensor([state.step(info.name)])
                 name = f"optimizer/rank_{rank:05d}.safetensors"
                 files[name] = write_hashed(out / name, tensors, {"tp": str(tp), "pp": str(pp), "dp": "0"})
+                slices[Path(name).name] = slices_of(tensors, tp, 0)
                 shards = {info.name: shard(weights.get(info.name), info, tp, layout.cut) for info in infos}
                 entries.append(write_rank_file(out / "weights", tp, pp, shards))
+            files[f"optimizer/{INDEX}"] = write_index(out / "optimizer", slices)
             weights_digest = write_manifest(out / "weights", self.run.spec, layout, entries, weights.manifest["origin"])
             facts = {**saved, "layout": layout.as_dict(), "files": files}
             # What the trainer adds so that run.json, the weights' manifest and the folder belong together.
             facts |= {"weights": weights_digest} if "weights" in saved else {}
             facts |= {"digest": manifest_digest(facts)} if "digest" in saved else {}
             write_json(out / "run.json", facts)
-        write_json(self.folder / "run_of_four" / "latest.json", {"step": 2})
+            write_lineage(out, step, parse_lineage(saved["lineage"]))
+        shutil.copy(self.folder / "run" / "latest.json", self.folder / "run_of_four")
 
     def merge(self, checkpoint: Path) -> str:
         return self._command("merge", "--checkpoint", checkpoint)
@@ -408,14 +415,15 @@ class Bench:
                 for key, value in piece.state.items():
                     piece.state[key] = torch.full_like(value, 7)
         try:
-            step = saved.latest_step(checkpoint)
-            if step is None:
+            newest = latest(checkpoint)
+            if newest is None:
                 raise Refused("None: the run would start anew")
+            step = newest.step
             facts = {"chunks": run.chunks, "optimizer": run.optimizer, "spec": run.spec, "layout": run.layout, "grid": run.grid}
-            loader = saved.load(checkpoint, step, **facts, run=run_facts(run.config, run.grid.dp))
+            restored = saved.load(newest.path, **facts, run=run_facts(run.config, run.grid.dp))
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
-        digest = hashlib.sha256(json.dumps([step, loader], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([step, restored.loader, restored.bad_samples], sort_keys=True).encode())
         digest.update(torch.get_rng_state().numpy().tobytes())
         for name, parameter, _ in parameters:
             digest.update(name.encode() + parameter.detach().numpy().tobytes())

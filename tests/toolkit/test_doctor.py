@@ -95,7 +95,7 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     assert "24 samples in train" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
 
 
-def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path):
+def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path, monkeypatch):
     from toolkit.doctor.before_start import _start_weights
 
     convert(tiny_checkpoint("qwen2_5_vl", tied=True), tmp_path / "other")
@@ -105,6 +105,10 @@ def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_p
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(run["hf"])])
     [finding] = _start_weights(config, read_spec(run["hf"]))
     assert finding.state == "broken" and f"`megatron-vl convert --hf {run['hf']} --out DIR`" in finding.found
+    monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
+    config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "moved")])
+    [finding] = _start_weights(config, read_spec(run["hf"]))
+    assert finding.state == "ok" and "not needed: the run goes on from its own checkpoint" in finding.found
     assert check_checkpoint(tmp_path / "other").state == "ok"
     file = next((tmp_path / "other").glob("*.safetensors"))
     data = bytearray(file.read_bytes())

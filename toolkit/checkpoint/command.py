@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 
-from .contents import describe, find_step, verify_checkpoint
+from .contents import describe, find_step, lineage_lines, lineage_of, verify_checkpoint
 from .options import ShowOptions, VerifyOptions
 
 
 def show(options: ShowOptions) -> int:
     """The checkpoints of a run, and one of them in detail."""
-    from megatron_vl.training.checkpoint import saved_steps
-
     facts = describe(find_step(options.path))
-    steps = saved_steps(options.path)
+    found = lineage_of(options.path)
     if options.json:
-        print(json.dumps(facts | {"steps": steps}, indent=2))
+        print(json.dumps(facts | found, indent=2))
         return 1 if facts["missing"] else 0
-    if steps:
-        print(f"checkpoints of steps {', '.join(map(str, steps))}")
+    for line in lineage_lines(found):
+        print(line)
     layout = facts["layout"]
     print(f"{facts['checkpoint']}: step {facts['step']}, {facts['family']}, {facts['tensors']} tensors")
     shape = f"tp {layout['tp']} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
     if layout.get("ep", 1) * layout.get("etp", 1) > 1:
         shape += f", experts ep {layout['ep']} x etp {layout['etp']}"
+    if facts["lineage"] and facts["lineage"]["parent"]:
+        parent = facts["lineage"]["parent"]
+        print(f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch {parent['branch']}")
     print(f"  layout   {shape}, layers {layout['layers']}")
     print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
     for part, size in sorted(facts["bytes"].items()):

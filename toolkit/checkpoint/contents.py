@@ -12,13 +12,13 @@ def find_step(path: Path) -> Path:
     Raises:
         FileNotFoundError: there is no checkpoint of a run.
     """
-    from megatron_vl.training.checkpoint import latest_step, step_folder
+    from megatron_vl.run_folder import latest
     from megatron_vl.weights import MANIFEST
 
     if (path / "run.json").is_file():
         return path
-    step = latest_step(path) if path.is_dir() else None
-    if step is None:
+    saved = latest(path)
+    if saved is None:
         weights = (
             f"; it holds weights alone, which `megatron-vl verify {path}` checks"
             if (path / MANIFEST).is_file()
@@ -26,7 +26,7 @@ def find_step(path: Path) -> Path:
         )
         looked = "looked for run.json, latest.json and step_ folders"
         raise FileNotFoundError(f"{path} holds no checkpoint of a run: {looked}{weights}")
-    return step_folder(path, step)
+    return saved.path
 
 
 def describe(source: Path) -> dict[str, Any]:
@@ -49,6 +49,8 @@ def describe(source: Path) -> dict[str, Any]:
     return {
         "checkpoint": str(source),
         "step": saved["step"],
+        "lineage": saved.get("lineage"),
+        "bad_samples": saved.get("bad_samples"),
         "family": manifest["family"],
         "tensors": len(manifest["tensors"]),
         "layout": saved["layout"],
@@ -75,3 +77,48 @@ def verify_checkpoint(source: Path) -> list[str]:
     except (WeightsError, OSError, ValueError) as error:
         problems.append(str(error))
     return problems
+
+
+def lineage_of(path: Path) -> dict[str, Any]:
+    """The checkpoints of a run's folder: those that led to the latest one, and those that roll-backs left behind.
+
+    Returns:
+        ``{"steps": [...], "present": [...], "abandoned": [...]}``, each entry with step, folder, branch and parent; empty
+        lists for a single checkpoint.
+    """
+    from megatron_vl.run_folder import Saved, by_branch
+
+    def entry(saved: Saved) -> dict[str, Any]:
+        facts = saved.lineage.as_json()
+        told = {name: facts[name] for name in ("branch", "parent", "rollback", "serial")}
+        return {"step": saved.step, "folder": saved.path.name, **told}
+
+    present, left = ([], []) if (path / "run.json").is_file() else by_branch(path)
+    return {
+        "steps": [saved.step for saved in present],
+        "present": [entry(saved) for saved in present],
+        "abandoned": [entry(saved) for saved in left],
+    }
+
+
+def lineage_lines(found: dict[str, Any]) -> list[str]:
+    """:func:`lineage_of` in words: one line a branch."""
+    branches: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for kind in ("present", "abandoned"):
+        for one in found[kind]:
+            branches.setdefault((kind, one["branch"]), []).append(one)
+
+    lines = []
+    for (kind, branch), ones in branches.items():
+        steps = ", ".join(str(one["step"]) for one in ones)
+        back = ones[-1]["rollback"]
+        began = f", which began at step {back['step']} of branch {back['branch']}" if back else ""
+        if kind == "present":
+            lines.append(f"checkpoints of steps {steps} (branch {branch}{began})")
+            continue
+        folders = ", ".join(one["folder"] for one in ones)
+        lines.append(
+            f"abandoned: steps {steps} of branch {branch}{began}. They are used only when you ask for them "
+            f"(--checkpoint.step N --checkpoint.branch {branch}); delete {folders} when they are not needed"
+        )
+    return lines

@@ -200,6 +200,12 @@ def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
     if not config.model.checkpoint:
         return []
     try:
+        if step_to_resume(config) is not None and not Path(config.model.checkpoint).exists():
+            found = f"{config.model.checkpoint} is gone, and not needed: the run goes on from its own checkpoint"
+            return [ok("start weights", found)]
+    except (ValueError, OSError, RuntimeError):
+        pass  # told where the resume is looked at
+    try:
         reader = check_start_weights(config, spec)
         for file in reader.manifest["files"]:
             reader.open_file(file)

@@ -22,7 +22,8 @@ from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.families import read_spec
 from megatron_vl.models.tensors import WHOLE, TensorInfo, tensor_table
 from megatron_vl.platform import Platform
-from megatron_vl.training.checkpoint import CheckpointSaver, read_run, step_folder, take_snapshot
+from megatron_vl.run_folder import step_folder
+from megatron_vl.training.checkpoint import CheckpointSaver, read_run, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import OptimizerReader
 from megatron_vl.training.step import train_step

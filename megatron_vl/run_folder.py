@@ -1,0 +1,395 @@
+"""A run's folder: which checkpoints it holds, what each was trained from, and which is the latest.
+
+    DIR/latest.json                       {"step": 120, "serial": 7, "branch": "1f3a9c02"}
+    DIR/step_00000120/lineage.json        what this checkpoint was trained from; run.json says the same
+    DIR/step_00000120.branch_9b01c2d4.5/  step 120 of an abandoned branch, set aside when it was saved again
+
+Every checkpoint counts as one save of its folder (``serial``). **The latest checkpoint is the one saved
+last**, never the one of the largest step: after a roll-back to step 2, step 3 is newer than the step 6 that
+was left behind. All of the project asks :func:`latest`. The order does not hang on ``latest.json``, so a run
+killed before that file was written loses nothing.
+
+A roll-back (``checkpoint.step``) begins a branch with the first checkpoint saved after it; until then it has
+not happened. The checkpoints that the new branch was not trained from stay on disk and are never chosen
+unless a user asks for them by step. They are deleted by hand.
+
+Folders of older versions have no lineage: there, the largest step counts. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.errors import UserError
+from megatron_vl.json_files import manifest_digest, write_json
+
+LATEST = "latest.json"
+LINEAGE = "lineage.json"
+FIRST_BRANCH = "0"
+"""The branch of checkpoints of older versions."""
+
+_FOLDER = re.compile(r"step_(\d+)(\.branch_\w+\.\d+(\.\d+)?)?")
+_BRANCH = re.compile(r"\w{1,32}")
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that cannot be written or resumed from; the message says what is wrong and what to do."""
+
+
+class StepMissingError(CheckpointError):
+    """A step that was asked for, or that ``latest.json`` names, is not in the folder."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A checkpoint by what it is, wherever its folder lies."""
+
+    branch: str
+    step: int
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """The request that began a branch; a start that repeats it goes on with the branch."""
+
+    step: int
+    branch: str
+    """The branch of the checkpoint that was gone back to."""
+    attempt: int
+
+
+@dataclass(frozen=True)
+class DataRestart:
+    """That the data set was read from its start at ``step``; kept while runs have the option on."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a checkpoint was trained from.
+
+    Attributes:
+        serial: which save of the folder it is, from 1; 0: saved by an older version.
+        branch: name of its branch, drawn anew at each roll-back and each start from nothing.
+        parent: the checkpoint that training went on from, or saved before this one; None: start weights.
+        forks: where earlier branches were left for this one, oldest first.
+    """
+
+    serial: int = 0
+    branch: str = FIRST_BRANCH
+    parent: Point | None = None
+    forks: tuple[Point, ...] = ()
+    rollback: RollBack | None = None
+    data_restart: DataRestart | None = None
+
+    def holds(self, step: int, other: Point) -> bool:
+        """Whether ``step`` of this branch was trained from ``other``, or is it."""
+        if other.branch == self.branch:
+            return other.step <= step
+        return any(fork.branch == other.branch and other.step <= fork.step for fork in self.forks)
+
+    def as_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint of a run."""
+
+    path: Path
+    step: int
+    lineage: Lineage
+
+    @property
+    def point(self) -> Point:
+        return Point(self.lineage.branch, self.step)
+
+
+# --- Folders and files --------------------------------------------------------------------------------------
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}"
+
+
+def folder_step(path: Path) -> int | None:
+    """The step that a folder's name says; None when it is no checkpoint's."""
+    match = _FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def aside(saved: Saved) -> Path:
+    """A free name for a checkpoint whose step is saved again on another branch."""
+    step, lineage = step_folder(saved.path.parent, saved.step), saved.lineage
+    base = f"{step.name}.branch_{lineage.branch}.{lineage.serial}"
+    path, copies = saved.path.with_name(base), 1
+    while path.exists():
+        copies += 1
+        path = saved.path.with_name(f"{base}.{copies}")
+    return path
+
+
+def new_branch() -> str:
+    return secrets.token_hex(4)
+
+
+def write_lineage(folder: Path, step: int, lineage: Lineage) -> None:
+    content = {"step": step, **lineage.as_json()}
+    write_json(folder / LINEAGE, content | {"digest": manifest_digest(content)})
+
+
+def parse_lineage(content: Any) -> Lineage:
+    """The inverse of :meth:`Lineage.as_json`. Raises ValueError, KeyError or TypeError on anything else."""
+
+    def point(value: Any) -> Point:
+        return Point(_branch(value["branch"]), _whole(value["step"]))
+
+    def rollback(value: Any) -> RollBack:
+        return RollBack(_whole(value["step"]), _branch(value["branch"]), _whole(value["attempt"]))
+
+    back, restart, parent = content["rollback"], content["data_restart"], content["parent"]
+    return Lineage(
+        _whole(content["serial"]),
+        _branch(content["branch"]),
+        None if parent is None else point(parent),
+        tuple(point(fork) for fork in content["forks"]),
+        None if back is None else rollback(back),
+        None if restart is None else DataRestart(_whole(restart["step"]), _whole(restart["attempt"])),
+    )
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _branch(value: Any) -> str:
+    if not isinstance(value, str) or not _BRANCH.fullmatch(value):  # it becomes part of a folder's name
+        raise ValueError(f"{value!r} is no name of a branch")
+    return value
+
+
+def read_lineage(path: Path, step: int) -> Lineage:
+    """The lineage of the checkpoint in ``path``; that of an older version when it has none.
+
+    ``lineage.json`` is small, because every rank reads it of every checkpoint; where it is damaged,
+    ``run.json`` has the same.
+
+    Raises:
+        CheckpointError: both are damaged.
+    """
+    try:
+        return parse_lineage(read_signed(path / LINEAGE, step))
+    except FileNotFoundError:
+        problem = ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{path / LINEAGE} is damaged ({type(error).__name__}: {error})"
+    try:
+        stored = read_signed(path / "run.json", step)
+        if not problem and "lineage" not in stored:
+            return Lineage()
+        return parse_lineage(stored["lineage"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not problem:
+            return Lineage()  # weights alone, or damage that is told when this checkpoint is wanted
+        raise CheckpointError(
+            f"{problem}, and run.json beside it cannot be read either: which checkpoint is the latest is not "
+            f"known; move {path} away, or fetch it again"
+        ) from error
+
+
+def read_signed(path: Path, step: int) -> dict[str, Any]:
+    """A file of a checkpoint that carries its own digest.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is missing, damaged, or of another step.
+    """
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content["digest"] != manifest_digest(content):
+        raise ValueError("its digest differs")
+    if content["step"] != step:
+        raise ValueError(f"it is that of step {content['step']}")
+    return content
+
+
+# --- What is there ------------------------------------------------------------------------------------------
+
+
+def saved_checkpoints(folder: Path) -> list[Saved]:
+    """The complete checkpoints of a run in the order in which they were saved.
+
+    Raises:
+        CheckpointError: the order cannot be known, because files that say it are damaged.
+    """
+    found = []
+    for path in sorted(folder.glob("step_*")):
+        step = folder_step(path)
+        if step is not None and path.is_dir():
+            found.append(Saved(path, step, read_lineage(path, step)))
+    return sorted(found, key=lambda saved: (saved.lineage.serial, saved.step))
+
+
+def latest(folder: Path) -> Saved | None:
+    """The checkpoint saved last: a run goes on from it, and all other commands mean it by the run.
+
+    Raises:
+        StepMissingError: ``latest.json`` names a checkpoint that is not there: the folder is not whole.
+        CheckpointError: ``latest.json`` or a lineage is damaged.
+    """
+    named = _read_latest(folder / LATEST)
+    checkpoints = saved_checkpoints(folder) if folder.is_dir() else []
+    if not checkpoints and named is None:
+        return None
+    if named is not None and not any(_is_named(saved, named) for saved in checkpoints):
+        held = any(saved.step == named["step"] for saved in checkpoints)
+        what = (
+            f"its folder holds an earlier save than number {named.get('serial')}"
+            if held
+            else "there is no such step_ folder"
+        )
+        raise StepMissingError(
+            f"{folder / LATEST} names step {named['step']}, but {what}; fetch it, set checkpoint.step, or "
+            f"remove {LATEST} to take the newest that is there"
+        )
+    newest = checkpoints[-1]
+    older = [saved for saved in checkpoints if saved.lineage.serial == 0]
+    if named is not None and "serial" not in named and older:
+        # An older version wrote latest.json. Did it go on from what this version had saved? Then its
+        # checkpoint is newer.
+        last = older[-1]
+        if not newest.lineage.holds(newest.step, last.point):
+            return last
+    return newest
+
+
+def by_branch(folder: Path) -> tuple[list[Saved], list[Saved]]:
+    """The checkpoints that led to the latest one, by step, and those that roll-backs left behind."""
+    tip, checkpoints = latest(folder), saved_checkpoints(folder)
+    if tip is None:
+        return [], []
+    present = [saved for saved in checkpoints if tip.lineage.holds(tip.step, saved.point)]
+    left = [saved for saved in checkpoints if saved not in present]
+    return sorted(present, key=lambda saved: saved.step), left
+
+
+def _read_latest(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text())
+        return {"step": content["step"], **content}
+    except FileNotFoundError:
+        return None  # removed, or killed before the first one was written
+    except NotADirectoryError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged ({error}); remove it to use the newest step_ folder"
+        ) from error
+
+
+def _is_named(saved: Saved, named: dict[str, Any]) -> bool:
+    """Whether a checkpoint is the one of ``latest.json``, or a later save of its step."""
+    serial = named.get("serial", 0)
+    return (
+        type(named["step"]) is int
+        and saved.step == named["step"]
+        and (type(serial) is not int or saved.lineage.serial >= serial)
+    )
+
+
+# --- Where a run begins -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that a run goes on from (None: it starts anew) and the lineage of what it will save."""
+
+    source: Saved | None
+    lineage: Lineage
+    said: tuple[str, ...] = ()
+    """What a user should know of it."""
+
+
+def choose(folder: Path | None, step: int | None = None, branch: str = "", attempt: int = 1) -> Choice:
+    """Decides where a run begins.
+
+    Args:
+        folder: the run's; None: it starts anew whatever is there.
+        step: roll back to this step. A start that repeats the request which began the present branch goes on
+            with it, so that a job that is queued again keeps what it has trained.
+        branch: of that step, where several branches saved it; empty: the present one's, else the one saved
+            last.
+        attempt: counts the requests for the same step that were meant; those already done are not done again.
+
+    Raises:
+        StepMissingError: there is no such checkpoint; the message lists those that are.
+        CheckpointError: as :func:`latest`.
+    """
+    tip = latest(folder) if folder is not None and step is None else None
+    if folder is None or (step is None and tip is None):
+        return Choice(None, Lineage(branch=new_branch()))
+    if step is None:
+        assert tip is not None
+        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
+
+    checkpoints = saved_checkpoints(folder)
+    tip = _tip_for_roll_back(folder, checkpoints)
+    if tip is not None and tip.lineage.rollback and _done(tip.lineage.rollback, step, branch, attempt):
+        told = _done_line(tip, tip.lineage.rollback, checkpoints)
+        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point), (told,))
+    source = _find(folder, checkpoints, tip, step, branch)
+    forks = (*source.lineage.forks, source.point)
+    rollback = RollBack(step, source.lineage.branch, attempt)
+    lineage = Lineage(0, new_branch(), source.point, forks, rollback, source.lineage.data_restart)
+    return Choice(source, lineage, (_roll_back_line(source, tip),))
+
+
+def _tip_for_roll_back(folder: Path, checkpoints: list[Saved]) -> Saved | None:
+    """The latest checkpoint. A folder that has lost it can still be rolled back: that is the way out."""
+    try:
+        return latest(folder)
+    except CheckpointError:
+        return checkpoints[-1] if checkpoints else None
+
+
+def _done(done: RollBack, step: int, branch: str, attempt: int) -> bool:
+    return done.step == step and branch in ("", done.branch) and attempt <= done.attempt
+
+
+def _done_line(tip: Saved, done: RollBack, checkpoints: list[Saved]) -> str:
+    line = (
+        f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} is "
+        f"saved up to step {tip.step}: going on from there"
+    )
+    if Point(done.branch, done.step) not in [saved.point for saved in checkpoints]:
+        return f"{line}. Step {done.step} itself is no longer there (checkpoint.keep)"
+    return f"{line}. To go back to step {done.step} once more, give --checkpoint.attempt {done.attempt + 1}"
+
+
+def _find(folder: Path, checkpoints: list[Saved], tip: Saved | None, step: int, branch: str) -> Saved:
+    found = [saved for saved in checkpoints if saved.step == step and branch in ("", saved.lineage.branch)]
+    if not found:
+        wanted = f"checkpoint.step {step}" + (f" of checkpoint.branch {branch}" if branch else "")
+        steps = ", ".join(map(str, sorted({saved.step for saved in checkpoints}))) or "none"
+        raise StepMissingError(f"{wanted} is not in {folder}; steps that are: {steps}")
+    on_line = [saved for saved in found if tip is not None and tip.lineage.holds(tip.step, saved.point)]
+    return (on_line or found)[-1]
+
+
+def _roll_back_line(source: Saved, tip: Saved | None) -> str:
+    line = f"rolled back to step {source.step} of branch {source.lineage.branch} ({source.path.name})"
+    if tip is None or tip.point == source.point:
+        return line
+    return (
+        f"{line}. Once this run saves, its checkpoints are the latest, and those of later steps of branch "
+        f"{tip.lineage.branch} stay on disk and are not used; until then, a start without checkpoint.step "
+        f"goes on from step {tip.step}"
+    )

@@ -1,0 +1,306 @@
+"""Where runs begin: after roll-backs, with the data restarted, without their start weights; and what goes on
+being counted.
+
+The trainer itself on one rank, several trainings in one process; what it says is what a user reads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit.commands.checkpoint import describe, lineage_lines, lineage_of, verify_checkpoint
+
+from converters.convert import convert
+from megatron_vl.json_files import manifest_digest
+from megatron_vl.run_folder import step_folder
+from megatron_vl.weights import find_weights
+from tests.training.process import run_single
+from tests.training.small_run import command, metrics, prepare, train
+
+QUICK = [
+    "--data.num_workers",
+    "0",
+    "--checkpoint.keep",
+    "0",
+    "--checkpoint.interval",
+    "2",
+    "--log.samples",
+    "true",
+]
+
+TRAININGS = """
+import contextlib, io
+from megatron_vl.config import parse_config
+from megatron_vl.training.check import check
+from megatron_vl.training.loop import train
+RESULT = []
+for words in STARTS:
+    out, problem = io.StringIO(), ""
+    with contextlib.redirect_stdout(out):
+        try:
+            config = parse_config(words)
+            check(config)
+            train(config)
+        except (ValueError, OSError, RuntimeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+    RESULT.append(out.getvalue() + problem)
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("resume") / "prepared"
+    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+
+
+def trainings(prepared: dict[str, Path], *starts: tuple[Path, list[str]]) -> list[str]:
+    """What each start of the trainer printed, and the message that it ended with."""
+    words = [command(prepared, run, *QUICK, *options) for run, options in starts]
+    return run_single(TRAININGS, STARTS=[w[w.index("megatron_vl.train") + 1 :] for w in words])
+
+
+def rows(run: Path) -> list[tuple[int, Any]]:
+    return [(line["step"], line["rows"]) for line in metrics(run, "samples.jsonl")]
+
+
+def test_a_roll_back_is_done_once_and_its_branch_is_what_the_run_means(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """To 6; back to 2 and on to 3; restarted without and with the option; back once more. Every command finds
+    the same.
+    """
+    run = tmp_path / "run"
+    back = ["--checkpoint.step", "2"]
+    said = trainings(
+        prepared,
+        (run, []),
+        (run, [*back, "--stop_after", "3"]),
+        (run, ["--stop_after", "4"]),
+        (run, [*back, "--stop_after", "5"]),
+        (run, [*back, "--checkpoint.attempt", "2", "--stop_after", "3"]),
+    )
+    begun = [text.split("resumed at step ")[1].split()[0] if "resumed at" in text else "0" for text in said]
+    assert begun == ["0", "2", "3", "4", "2"]
+    assert "rolled back to step 2" in said[1] and "goes on from step 6" in said[1]
+    assert "this roll-back was done before" in said[3] and "--checkpoint.attempt 2" in said[3]
+
+    assert find_weights(run) == run / "step_00000003" / "weights"
+    found = lineage_of(run)
+    assert found["steps"] == [2, 3]
+    assert sorted(one["step"] for one in found["abandoned"]) == [3, 4, 4, 5, 6]
+    for path in run.glob("step_*"):  # nothing that was good is gone
+        assert verify_checkpoint(path) == [], path
+    text = "\n".join(lineage_lines(found))
+    assert "checkpoints of steps 2, 3" not in text and "checkpoints of steps 3" in text  # one line a branch
+    assert text.count("abandoned: ") == 2
+    assert describe(run / "step_00000003")["lineage"]["parent"]["step"] == 2
+
+    steps = {(line["step"], line["loss"]) for line in metrics(run)}
+    assert len(steps) == 6, "the same step from the same checkpoint came out differently"
+
+
+def test_retention_counts_what_led_here_and_leaves_what_was_abandoned(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    keep = ["--checkpoint.keep", "2", "--checkpoint.interval", "1"]
+    trainings(
+        prepared,
+        (run, ["--checkpoint.keep", "0"]),
+        (run, [*keep, "--checkpoint.step", "2", "--stop_after", "5"]),
+    )
+    found = lineage_of(run)
+    assert found["steps"] == [4, 5]
+    assert [one["step"] for one in found["abandoned"]] == [4, 6]
+    assert not list(run.glob("*.partial"))
+
+
+def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """A run that is stopped with the option still on reads what the run reads that nobody stopped."""
+    first, whole, stopped, again = (tmp_path / name for name in ("first", "whole", "stopped", "again"))
+    on = ["--checkpoint.restart_data", "true"]
+    trainings(prepared, (first, ["--stop_after", "2"]))
+    for run in (whole, stopped, again):
+        shutil.copytree(first / "step_00000002", run / "step_00000002")
+    said = trainings(
+        prepared,
+        (whole, on),
+        (stopped, [*on, "--stop_after", "3"]),
+        (stopped, on),
+        (again, [*on, "--stop_after", "4"]),
+        (again, [*on, "--checkpoint.attempt", "2", "--stop_after", "5"]),
+        (again, [*on, "--checkpoint.step", "2", "--stop_after", "3"]),
+    )
+    assert "the data set is read from its start at step 2" in said[1]
+    assert (
+        "was read from its start at step 2, as this checkpoint records" in said[2]
+        and "--checkpoint.attempt 2" in said[2]
+    )
+    assert rows(stopped) == rows(whole)
+    start = [samples for _, samples in rows(first)]
+    assert [samples for _, samples in rows(whole)][:2] == start, "the data did not restart"
+    # once more when asked to, and after a roll-back to before the restart
+    assert rows(again) == [(3, start[0]), (4, start[1]), (5, start[0]), (3, start[0])]
+
+
+def test_a_data_restart_is_a_new_request_after_the_option_was_off(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    on = ["--checkpoint.restart_data", "true"]
+    said = trainings(
+        prepared,
+        (run, [*on, "--stop_after", "1"]),
+        (run, [*on, "--stop_after", "2"]),
+        (run, ["--stop_after", "3"]),
+        (run, [*on, "--stop_after", "4"]),
+    )
+    assert "read from its start at step 0, as this checkpoint records" in said[1], (
+        "a run's own first start is no resume"
+    )
+    samples = [samples for _, samples in rows(run)]
+    assert samples[3] == samples[0] and samples[1] != samples[0]
+
+
+def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """They are damaged, then gone. The checkpoint says itself which model it holds. The numbers are those of
+    one run.
+    """
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    weights = shutil.copytree(prepared["weights"], tmp_path / "weights")
+    moved = {**prepared, "weights": weights}
+    trainings(moved, (run, ["--stop_after", "2"]), (whole, []))
+    for path in weights.glob("*"):
+        path.write_bytes(b"damaged")
+    [said] = trainings(moved, (run, ["--stop_after", "4"]))
+    assert "resumed at step 2" in said
+    shutil.rmtree(weights)
+    [said] = trainings(moved, (run, []))
+    assert "resumed at step 4" in said
+    keys = ("step", "loss", "grad_norm", "samples")
+    assert [[line[key] for key in keys] for line in metrics(run)] == [
+        [line[key] for key in keys] for line in metrics(whole)
+    ]
+
+    [anew] = trainings(moved, (tmp_path / "new", []))
+    assert "model.checkpoint" in anew and "does not exist" in anew
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
+) -> None:
+    run = tmp_path / "run"
+    trainings(prepared, (run, ["--stop_after", "2"]))
+    other = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)  # not tied
+    [said] = trainings({**prepared, "hf": other}, (run, []))
+    assert "holds another model than model.hf" in said and "both qwen2_5_vl, other sizes" in said
+
+
+DROPPING = ["--data.seq_len", "56", "--data.max_bad_share", "1.0", "--checkpoint.interval", "1"]
+
+
+def dropped(run: Path, last: int) -> dict[str, Any]:
+    """Counts over all ranks up to a step, added up from the printed lines of a run that prints every step."""
+    lines = [line for line in metrics(run) if line["step"] <= last]
+    reasons: Counter[str] = Counter()
+    for line in lines:
+        reasons.update(
+            {name.removeprefix("dropped/"): n for name, n in line.items() if name.startswith("dropped/")}
+        )
+    assert reasons, "nothing was dropped, so nothing is tested"
+    return {"used": sum(line["samples"] for line in lines), "reasons": dict(reasons)}
+
+
+def saved_counts(run: Path, step: int) -> dict[str, Any]:
+    counts = json.loads((step_folder(run, step) / "run.json").read_text())["bad_samples"]
+    return {name: counts[name] for name in ("used", "reasons")}
+
+
+def test_bad_samples_are_counted_on_after_a_resume(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """Saved between two printed lines, twice: the totals are those of a run that prints each step and never
+    stops.
+    """
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    sparse = [*DROPPING, "--log.interval", "4"]
+    trainings(
+        prepared,
+        (whole, [*DROPPING]),
+        (run, [*sparse, "--stop_after", "2"]),
+        (run, [*sparse, "--stop_after", "5"]),
+        (run, sparse),
+    )
+    for step in (1, 2, 3, 5, 6):
+        assert saved_counts(run, step) == saved_counts(whole, step) == dropped(whole, step), step
+
+
+@pytest.mark.distributed
+def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_them(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two replicas, then one that reads the same data from its start, then another data set."""
+    run = tmp_path / "run"
+    options = [*QUICK, *DROPPING]
+    assert train(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2).returncode == 0
+    two = dropped(run, 2)
+    assert saved_counts(run, 1) == dropped(run, 1) and saved_counts(run, 2) == two
+
+    on = ["--checkpoint.restart_data", "true", "--steps", "3"]
+    [said] = trainings(prepared, (run, [*DROPPING, *on]))
+    assert "resumed at step 2" in said
+    assert saved_counts(run, 3) == dropped(run, 3) and saved_counts(run, 3)["used"] > two["used"]
+
+    other = prepare(tmp_path / "other", prepared["hf"], samples=20)
+    moved = {**prepared, "data": other["data"]}
+    [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))
+    assert "read the data set from its start: --checkpoint.restart_data true" in said
+    trainings(moved, (run, [*DROPPING, *on, "--checkpoint.attempt", "2", "--steps", "4"]))
+    assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"
+
+
+def test_start_weights_that_hold_another_model_are_still_refused(
+    prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
+):
+    convert(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), tmp_path / "other")
+    [said] = trainings({**prepared, "weights": tmp_path / "other"}, (tmp_path / "run", []))
+    assert "model.checkpoint" in said and "holds another model than model.hf" in said
+
+
+def as_older(step: Path) -> None:
+    """Takes from a checkpoint what older versions did not write: its lineage, the optimizer's index and the
+    counts.
+    """
+    (step / "lineage.json").unlink()
+    (step / "optimizer" / "index.json").unlink()
+    saved = json.loads((step / "run.json").read_text())
+    del saved["lineage"], saved["bad_samples"], saved["files"]["optimizer/index.json"]
+    (step / "run.json").write_text(json.dumps(saved | {"digest": manifest_digest(saved)}))
+
+
+def test_checkpoints_of_older_versions_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """The same numbers as without a stop, and from then on a lineage."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    trainings(prepared, (run, ["--stop_after", "2"]), (whole, []))
+    as_older(run / "step_00000002")
+    (run / "latest.json").write_text('{"step": 2}')
+    said = trainings(
+        prepared,
+        (run, ["--stop_after", "4"]),
+        (run, ["--checkpoint.step", "2", "--stop_after", "3"]),
+        (run, []),
+    )
+    assert ["resumed at step 2" in text for text in said] == [
+        True,
+        True,
+        False,
+    ] and "resumed at step 3" in said[2]
+    keys = ("loss", "grad_norm", "samples")
+    want = {line["step"]: [line[key] for key in keys] for line in metrics(whole)}
+    assert all(want[line["step"]] == [line[key] for key in keys] for line in metrics(run))
+    assert lineage_of(run)["steps"] == [2, 3, 4, 6]
+    assert [one["step"] for one in lineage_of(run)["abandoned"]] == [4]
