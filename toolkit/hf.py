@@ -8,13 +8,17 @@ its attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from converters.hf import TensorFolder
-from megatron_vl.models.families import ConfigError, read_spec
+from megatron_vl.config import VideoPositions, VideoPrompt
+from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.models.rope import Grid, mrope_positions
 
 SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 """For every ``from_pretrained`` in this project."""
@@ -62,3 +66,78 @@ def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = 
         folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, device_map=device_map, **SAFE
     )
     return model.eval()
+
+
+# ------------------------------------------------------------------------------------ videos as the models were trained
+
+
+def video_text(text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPrompt = "released") -> str:
+    """A rendered conversation, ready for the checkpoint's processor, which then writes videos by the rule ``video_prompt``.
+
+    Qwen3-VL's processor puts the frame groups in the place of the bare placeholder (transformers from 5.10 on). By the rule
+    ``released``, the pair around it goes away with it, as in transformers 4.57.
+    """
+    if not spec.vision.video_timestamps or video_prompt != "released":
+        return text
+    video = processor.video_token
+    return text.replace(f"{processor.vision_start_token}{video}{processor.vision_end_token}", video)
+
+
+def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPositions = "released") -> Any:
+    """Gives the transformers model our positions in place of its own, in its forward pass and in ``generate``.
+
+    transformers 5.3 to 5.23 lets text go on within a video (issue 45381 there), and up to 5.17 it cuts the seconds of a frame
+    group to whole ones. Qwen3-VL has one rule everywhere and is left as it is.
+
+    Args:
+        model: a ``...ForConditionalGeneration`` of ``spec``; it is changed, and returned.
+    """
+
+    def get_rope_index(
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Iterable[Any] | None = None,
+        attention_mask: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Positions int64 [3, B, S] and what is added to a place for the position of a new token, int64 [B, 1]."""
+        images = iter(_grids("image", image_grid_thw, None))
+        videos = iter(_grids("video", video_grid_thw, second_per_grid_ts))
+        positions = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
+        deltas = torch.zeros(len(input_ids), 1, dtype=torch.int64)
+
+        for number, row in enumerate(input_ids.cpu()):
+            real = torch.ones_like(row).bool() if attention_mask is None else attention_mask[number].cpu().bool()
+            tokens = row[real]
+            found = mrope_positions(tokens, _in_order(tokens, images, videos, spec), spec, video_positions)
+            positions[:, number, real] = found
+            deltas[number] = found[:, -1].max() + 1 - len(tokens)
+
+        return positions.to(input_ids.device), deltas.to(input_ids.device)
+
+    if not spec.vision.video_timestamps:
+        model.model.get_rope_index = get_rope_index
+    return model
+
+
+def _grids(kind: Any, sizes: Tensor | None, seconds: Iterable[Any] | None) -> list[Grid]:
+    """The grids of all media of a kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
+    shapes = [] if sizes is None else sizes.tolist()
+    each = [1.0] * len(shapes) if seconds is None else [float(value) for value in seconds]
+    return [Grid(t, h, w, kind, second) for (t, h, w), second in zip(shapes, each, strict=True)]
+
+
+def _in_order(tokens: Tensor, images: Iterator[Grid], videos: Iterator[Grid], spec: ModelSpec) -> list[Grid]:
+    """The grids of the media in the order of the text ``tokens`` [S]."""
+    found: list[Grid] = []
+    left = 0
+    for token in tokens.tolist():
+        if token not in (spec.image_token_id, spec.video_token_id):
+            continue
+        if not left:
+            found.append(next(images if token == spec.image_token_id else videos))
+            left = found[-1].tokens(spec.vision.spatial_merge_size)
+        left -= 1
+    return found

@@ -26,7 +26,7 @@ class SampleEncoder:
 
     Args:
         hf_dir: config, tokenizer, chat template and image processor are read from it.
-        data: limits of pictures and videos that replace the folder's own.
+        data: limits of pictures and videos that replace the folder's own, and the rule for the text at videos.
 
     Raises:
         FileNotFoundError, ChatError, PixelError, ConfigError: the folder cannot be used.
@@ -35,7 +35,7 @@ class SampleEncoder:
     def __init__(self, hf_dir: str | Path, data: DataConfig | None = None) -> None:
         self.spec = read_spec(hf_dir)
         self.settings = read_pixel_settings(hf_dir, data)
-        self.chat = ChatEncoder(hf_dir, self.spec)
+        self.chat = ChatEncoder(hf_dir, self.spec, (data or DataConfig()).video_prompt)
 
     def sample(self, messages: Sequence[dict[str, Any]], media: Sequence[tuple[str, str, bytes]]) -> Sample:
         """A conversation as it is trained on.

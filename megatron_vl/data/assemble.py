@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..config import VideoPositions
 from ..models.families import ModelSpec
 from ..models.families.base import text_config
 from ..models.rope import Grid, mrope_positions, patch_positions, placeholder_positions, placeholder_runs, window_order
@@ -59,8 +60,18 @@ def pad_token(spec: ModelSpec) -> int:
     return 0
 
 
-def pack_row(samples: Sequence[Sample], spec: ModelSpec, seq_len: int, pad_token_id: int | None = None) -> Row:
+def pack_row(
+    samples: Sequence[Sample],
+    spec: ModelSpec,
+    seq_len: int,
+    pad_token_id: int | None = None,
+    video_positions: VideoPositions = "released",
+) -> Row:
     """Puts whole samples behind each other into a row of ``seq_len`` tokens; the padded tail is one more segment.
+
+    Args:
+        pad_token_id: fills the tail; None: the model's own.
+        video_positions: as in :func:`~megatron_vl.models.rope.mrope_positions`.
 
     Raises:
         PackError: no sample, or more tokens than ``seq_len``.
@@ -74,7 +85,7 @@ def pack_row(samples: Sequence[Sample], spec: ModelSpec, seq_len: int, pad_token
     tail = seq_len - used
     tokens = pad(torch.cat([sample.token_ids for sample in samples]), (0, tail), value=filler)
     labels, loss_mask = _targets(samples, seq_len)
-    positions = [mrope_positions(s.token_ids, [m.grid for m in s.media], spec) for s in samples]
+    positions = [mrope_positions(s.token_ids, [m.grid for m in s.media], spec, video_positions) for s in samples]
     segments = lengths if not tail else torch.cat([lengths, torch.tensor([tail])])
     media = [item for sample in samples for item in sample.media]
     return Row(

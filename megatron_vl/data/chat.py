@@ -1,10 +1,14 @@
 """Conversation -> tokens and loss mask, with the checkpoint's own tokenizer and chat template.
 
 The text is what ``apply_chat_template`` renders (in transformers' sandbox) and the tokens are those of the whole text; the
-placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them. Where the family writes times into the
-text, a video's placeholder becomes ``<1.5 seconds><|vision_start|>...<|vision_end|>`` for each frame group, as
-``Qwen3VLProcessor`` of transformers 5.17 writes it: the template's own ``<|vision_start|>`` and ``<|vision_end|>`` stay around
-all of them (4.57 took them away).
+placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
+
+Where the family writes times into the text (Qwen3-VL), a video becomes ``<1.5 seconds><|vision_start|>...<|vision_end|>`` for each
+frame group. The ``<|vision_start|>`` and ``<|vision_end|>`` that the template writes around the video go away, by the rule
+``released`` of ``data.video_prompt``: so does the ``Qwen3VLProcessor`` that Qwen added to transformers for the release (4.57, which
+the model's README and fine-tuning code ask for), and so did Qwen's implementation in vLLM. transformers writes the second pair since
+its processors were rewritten in 5.10, and vLLM follows it where it finds 5.10 or later (issue 46817 there): the rule
+``transformers_5_10``.
 
 Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the newline behind
 it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the text rendered with and
@@ -24,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import VideoPrompt
 from ..models.families import ModelSpec
 from ..models.rope import Grid, placeholder_runs
 
@@ -38,13 +43,14 @@ class ChatEncoder:
     Args:
         hf_dir: folder with tokenizer and chat template.
         spec: the model (its placeholder tokens and merge size).
+        video_prompt: what stands around a video, for families that write times into the text.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer or no chat template.
         ChatError: the tokenizer does not know the model's placeholder tokens.
     """
 
-    def __init__(self, hf_dir: str | Path, spec: ModelSpec) -> None:
+    def __init__(self, hf_dir: str | Path, spec: ModelSpec, video_prompt: VideoPrompt = "released") -> None:
         self.spec = spec
         self.tokenizer = _load_tokenizer(Path(hf_dir))
         self.template = read_chat_template(hf_dir)
@@ -53,8 +59,13 @@ class ChatEncoder:
             raise ChatError(f"{hf_dir}: the tokenizer has {len(self.tokenizer)} tokens; the config's placeholders are {ids}")
         self.image_token, self.video_token = self.tokenizer.convert_ids_to_tokens(list(ids))
         self._placeholder = re.compile("|".join(map(re.escape, (self.image_token, self.video_token))))
+
         around = self.tokenizer.convert_ids_to_tokens([spec.vision_start_token_id, spec.vision_end_token_id])
         self._group = f"{around[0]}{self.video_token}{around[1]}"
+        # What makes room for the frame groups: the video with its pair where it has one, or the placeholder alone.
+        whole = [self._group] if video_prompt == "released" else []
+        self._replaced = re.compile("|".join(map(re.escape, (*whole, self.image_token, self.video_token))))
+
         pad = self.tokenizer.pad_token_id
         self.pad_token_id: int | None = pad if pad is not None and pad < spec.language.vocab_size else None
 
@@ -140,12 +151,12 @@ class ChatEncoder:
     def _write_times(
         self, text: str, spans: list[tuple[int, int]], grids: Sequence[Grid]
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-        """The text with one placeholder for each frame group of a video, behind its time; the spans in the new text; and
+        """The text with one placeholder for each frame group of a video, after its time; the spans in the new text; and
         the spans of what was written. For families without times, the text as it is."""
         if not self.spec.vision.video_timestamps:
             return text, spans, []
         parts, inserted, moves, done, length = [], [], [], 0, 0
-        for match, grid in zip(self._placeholder.finditer(text), grids, strict=True):
+        for match, grid in zip(self._replaced.finditer(text), grids, strict=True):
             if grid.kind != "video":
                 continue
             if len(grid.timestamps) != grid.t:

@@ -42,7 +42,7 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ..config import DataConfig
+from ..config import RULES_BEFORE, DataConfig
 from ..models.families import ModelSpec
 from ..models.rope import Grid
 from ..signals import shield_loader_worker
@@ -138,7 +138,7 @@ class RowEncoder(DefaultTaskEncoder):
     def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         super().__init__()
         self.data, self.spec = data, spec
-        self.chat = ChatEncoder(hf_dir, spec)
+        self.chat = ChatEncoder(hf_dir, spec, data.video_prompt)
         self.settings = read_pixel_settings(hf_dir, data)
         self.dropped: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
@@ -296,7 +296,8 @@ class RowEncoder(DefaultTaskEncoder):
         ready = [(s.__key__, s.sample) for s in samples if s.sample is not None]
         if not ready:
             raise SkipSample  # the next row tells
-        row = assemble.pack_row([sample for _, sample in ready], self.spec, self.data.seq_len, self.chat.pad_token_id)
+        chosen, rule = [sample for _, sample in ready], self.data.video_positions
+        row = assemble.pack_row(chosen, self.spec, self.data.seq_len, self.chat.pad_token_id, rule)
         row.keys = [key for key, _ in ready]
         row.dropped, self.dropped = dict(self.dropped), Counter()
         row.dropped_samples, self.dropped_samples = self.dropped_samples, []
@@ -337,6 +338,8 @@ WAYS_OUT = {
     "num_workers": "set data.num_workers back, or start a new run from the checkpoint's weights",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
+    "video_positions": "go on with the rule that the run began with: set data.video_positions to that",
+    "video_prompt": "go on with the rule that the run began with: set data.video_prompt to that",
     "version": "go on with the version of this program that saved it, or start a new run from the checkpoint's weights",
 }
 
@@ -379,10 +382,11 @@ class RowLoader:
             raise StateError("a loader state must be loaded before the first row is read")
         saved = state.get("identity", {})
         for name, value in self._identity.items():
-            if saved.get(name) != value:
+            before = saved.get(name, RULES_BEFORE.get(name))
+            if before != value:
                 raise StateError(
-                    f"the loader state was saved with {name} = {saved.get(name)!r}, this loader has {value!r} and would not read "
-                    f"the same samples in the same order; {WAYS_OUT.get(name, f'set data.{name} back')}"
+                    f"the loader state was saved with {name} = {before!r}, this loader has {value!r} and would not make the same "
+                    f"rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
                 )
         energon = from_json(state["energon"])
         self._loader.restore_state_rank(energon)
@@ -459,8 +463,15 @@ def build_loader(
         # Lengths of samples follow from these, and rows from lengths.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
+        **_video_rule(data, spec),
     }
     return RowLoader(loader, identity, samples)
+
+
+def _video_rule(data: DataConfig, spec: ModelSpec) -> dict[str, str]:
+    """The rule of videos that this model's rows follow; the other one means nothing to it, and may change."""
+    name = "video_prompt" if spec.vision.video_timestamps else "video_positions"
+    return {name: getattr(data, name)}
 
 
 def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split: str) -> Any:

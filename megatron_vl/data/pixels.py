@@ -281,7 +281,7 @@ def video_grid(video: VideoInfo, settings: PixelSettings) -> Grid:
     indices, step = frame_indices(video, settings), settings.temporal_patch_size
     frames = len(indices)
     size = resized_video_size(max(frames, step), video.height, video.width, settings)
-    # HF hands this number on as a float32 tensor and cuts it to an int: round it in the same way.
+    # HF hands this number on as a float32 tensor: round it in the same way.
     seconds = torch.tensor(settings.temporal_patch_size / (frames / video.frames * video.fps), dtype=torch.float32).item()
     groups = -(-frames // step)
     times = [index / video.fps for index in indices + indices[-1:] * (groups * step - frames)]

@@ -1,8 +1,9 @@
 """Positions: M-RoPE of the language model, 2D positions and attention segments of the vision tower.
 
 Pure torch on the CPU, computed by the loader: a training step never derives a position or a segment on the device.
-References: ``get_rope_index`` of ``Qwen2VLModel`` / ``Qwen2_5_VLModel``, and ``get_vision_position_ids``,
-``get_vision_window_index``, ``get_vision_cu_seqlens`` of ``transformers.vision_utils`` (5.17).
+References: for M-RoPE, ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning code, which compute what ``get_rope_index``
+of transformers did when the models were released (4.45 for Qwen2-VL, 4.49 for Qwen2.5-VL, 4.57 for Qwen3-VL) and what vLLM does;
+``get_vision_position_ids``, ``get_vision_window_index``, ``get_vision_cu_seqlens`` of ``transformers.vision_utils`` (5.17).
 
 A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches are in
 merge-unit order throughout (frame, unit row, unit column, row in unit, column in unit), as HF's processors emit them.
@@ -17,6 +18,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron_vl.config import VideoPositions
 
 from .families import ModelSpec, VisionSpec
 
@@ -81,18 +84,23 @@ def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelS
     return starts
 
 
-def mrope_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -> Tensor:
+def mrope_positions(
+    token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec, video_positions: VideoPositions = "released"
+) -> Tensor:
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
-    Text counts up in all three rows. A medium at position ``p`` spans ``p + (frame, row, column)`` in merge units, and
-    the text after it goes on at ``p + max(rows, columns)`` (not after the frames: that is what HF does). Frames of a
-    video are ``tokens_per_second * int(second_per_grid)`` apart in Qwen2.5-VL and 1 apart in Qwen2-VL; in Qwen3-VL each is
-    a medium of its own, with text between.
+    Text counts up in all three rows. A medium at position ``p`` spans ``p + (time, row, column)`` in merge units, and the text
+    after it goes on behind the largest of these positions. Frame groups are 1 apart in time in Qwen2-VL. In Qwen2.5-VL, group
+    ``i`` is at ``int(i * second_per_grid * tokens_per_second)``. In Qwen3-VL each is a medium of its own, with text between.
+
+    By the rule ``transformers_5_3``, text goes on at ``p + max(rows, columns)``, which may lie within the video, and
+    ``second_per_grid`` is cut to whole seconds first, so that clips of less than a second a group stand still.
 
     Args:
         token_ids: int64 [S], placeholders already expanded.
         grids: the media of the sample in the order of the text.
         spec: the model.
+        video_positions: the rule; it makes no difference to images, nor to Qwen3-VL.
 
     Raises:
         PositionError: the placeholders do not match the grids.
@@ -101,24 +109,30 @@ def mrope_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -
     parts: list[Tensor] = []
     here = position = 0
     runs = placeholder_runs(grids, spec)
+
     for grid, start in zip(runs, placeholder_positions(token_ids, runs, spec), strict=True):
         parts.append((torch.arange(start - here) + position).expand(3, -1))
         position += start - here
-        parts.append(_medium_positions(grid, spec.vision) + position)
-        position += max(grid.h, grid.w) // merge
+
+        medium = _medium_positions(grid, spec.vision, video_positions)
+        parts.append(medium + position)
+        position += int(medium.max()) + 1 if video_positions == "released" else max(grid.h, grid.w) // merge
         here = start + grid.tokens(merge)
+
     parts.append((torch.arange(len(token_ids) - here) + position).expand(3, -1))
     return torch.cat(parts, dim=1)
 
 
-def _medium_positions(grid: Grid, vision: VisionSpec) -> Tensor:
-    """int64 [3, tokens]: frame, row and column of each merge unit, from 0."""
-    interval = 1.0
+def _medium_positions(grid: Grid, vision: VisionSpec, video_positions: VideoPositions) -> Tensor:
+    """int64 [3, tokens]: time, row and column of each merge unit, from 0."""
+    times = torch.arange(grid.t)
     if grid.kind == "video" and vision.tokens_per_second:
-        # int() is HF's: 0.9 seconds a group put all frames at one time position.
-        interval = vision.tokens_per_second * int(grid.second_per_grid)
+        seconds = grid.second_per_grid if video_positions == "released" else int(grid.second_per_grid)
+        # In float32, as everywhere: the product of a float64 may be cut to another number.
+        times = (times * torch.tensor(seconds, dtype=torch.float32) * vision.tokens_per_second).long()
+
     merge = vision.spatial_merge_size
-    axes = ((torch.arange(grid.t) * interval).long(), torch.arange(grid.h // merge), torch.arange(grid.w // merge))
+    axes = (times, torch.arange(grid.h // merge), torch.arange(grid.w // merge))
     return torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1)
 
 

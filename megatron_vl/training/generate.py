@@ -1,7 +1,7 @@
 """Greedy text from prompts with pictures and videos, under any layout, with the chunks of a training.
 
 Prompts go through the pipeline as rows, one each; then all of them together get one token a pass, with keys and values
-kept (:mod:`megatron_vl.models.kv_cache`). Positions of new tokens are those of ``generate`` in transformers.
+kept (:mod:`megatron_vl.models.kv_cache`). Positions of new tokens are those that the training gives to the tokens of an answer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Prompt:
 
     @property
     def next_position(self) -> int:
-        """The position of the first new token: behind the largest one so far, as in ``get_rope_index`` of transformers."""
-        return int(self.row.position_ids[:, : self.length].max()) + 1
+        """The position of the first new token: that of the training, one behind the prompt's last token, which is text."""
+        return int(self.row.position_ids[:, self.length - 1].max()) + 1
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample
@@ -63,3 +64,28 @@ def sample_of(spec: ModelSpec, parts: list[int | Grid], seed: int = 0) -> Sample
         media.append(MediaItem(part, torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)))
     tokens = torch.cat(ids)
     return Sample(tokens, torch.rand(len(tokens), generator=draw) < 0.5, media)
+
+
+def positions_one_by_one(tokens: torch.Tensor, grids: list[Grid], spec: ModelSpec) -> list[list[int]]:
+    """(time, row, column) of each token by the released models' rule, counted in plain Python."""
+    merge, media = spec.vision.spatial_merge_size, iter(placeholder_runs(grids, spec))
+    found: list[list[int]] = []
+    here = 0
+    while len(found) < len(tokens):
+        if tokens[len(found)] not in (spec.image_token_id, spec.video_token_id):
+            found.append([here] * 3)
+            here += 1
+            continue
+        grid = next(media)
+        # The product is one of float32, as it is of tensors: 5 groups of 0.9 seconds are at 9, not at 8.9999998.
+        timed = spec.vision.tokens_per_second and grid.kind == "video"
+        speed = np.float32(grid.second_per_grid) * np.float32(2) if timed else np.float32(1)
+        medium = [
+            [here + int(np.float32(group) * speed), here + row, here + column]
+            for group in range(grid.t)
+            for row in range(grid.h // merge)
+            for column in range(grid.w // merge)
+        ]
+        found += medium
+        here = max(map(max, medium)) + 1
+    return found

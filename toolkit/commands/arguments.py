@@ -31,6 +31,21 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 6,8,8,6") from None
 
 
+VIDEO_RULES = {
+    "video_positions": (("released", "transformers_5_3"), "Qwen2-VL and Qwen2.5-VL: positions at videos"),
+    "video_prompt": (("released", "transformers_5_10"), "Qwen3-VL: text at videos"),
+}
+"""Field of a run's ``data`` -> its values (:mod:`megatron_vl.config` takes too long to import for ``--help``) and what it says."""
+
+
+def add_video_rules(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--video-positions`` and ``--video-prompt``, for checkpoints that were trained under another rule."""
+    for name, (values, what) in VIDEO_RULES.items():
+        option = f"--{name.replace('_', '-')}"
+        text = f"{what}, as data.{name} of the training (default: released)"
+        parser.add_argument(option, choices=values, default="released", help=text)
+
+
 def chosen_platform(wanted: str, option: str = "--platform") -> str:
     """``cuda`` or ``cpu``, as ``wanted`` or (``auto``) as there is.
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.commands.arguments import add_video_rules
+
 if TYPE_CHECKING:
     from toolkit.evaluate.run import Result
 
@@ -71,6 +73,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--video-max-frames", type=int, metavar="N", help="most frames taken by frames a second (default: the checkpoint's)"
     )
+    add_video_rules(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer in tokens (default: 256)")
     parser.add_argument(
         "--logit-questions", type=int, default=4, metavar="N", help="prompts whose logits are compared (default: 4)"
@@ -108,7 +111,7 @@ def _evaluate(args: argparse.Namespace, lmu_data: Path) -> Result:
     roles = {"original": args.original, "converted": args.converted, "trained": args.trained}
     same = (
         "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
-        "keep_going video_fps video_max_frames"
+        "keep_going video_fps video_max_frames video_positions video_prompt"
     )
     options = Options(
         checkpoints={role: folder for role, folder in roles.items() if folder is not None},

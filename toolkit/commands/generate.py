@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from toolkit.commands.arguments import chosen_platform, numbers, positive
+from toolkit.commands.arguments import add_video_rules, chosen_platform, numbers, positive
 from toolkit.commands.weights import CHECKPOINT
 
 NOTES = """
@@ -73,6 +73,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--video-fps", type=float, default=2.0, metavar="F", help="frames a second taken from a video (default: 2)"
     )
     parser.add_argument("--video-max-frames", type=positive, default=32, metavar="N", help="most frames of a video (default: 32)")
+    add_video_rules(parser)
     parser.add_argument("--json", action="store_true", help="print JSON: text, tokens and prompt_tokens of each answer")
     parser.set_defaults(run=_run, inputs=("checkpoint", "hf", "prompt_file", "image", "video"))
 
@@ -105,7 +106,12 @@ def _run(args: argparse.Namespace) -> int:
         dtype=args.dtype or ("bfloat16" if platform == "cuda" else "float32"),
         platform=platform,
         batch=args.batch,
-        data=DataConfig(video_fps=args.video_fps, video_max_frames=args.video_max_frames),
+        data=DataConfig(
+            video_fps=args.video_fps,
+            video_max_frames=args.video_max_frames,
+            video_positions=args.video_positions,
+            video_prompt=args.video_prompt,
+        ),
     )
     answers = run_generate(request, lambda line: print(line, file=sys.stderr))
     if args.json:

@@ -13,20 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.hf import load_model, load_processor
+from megatron_vl.models.families import read_spec
+from toolkit.hf import follow_video_positions, load_model, load_processor, video_text
 
 PLACEHOLDER = re.compile(r"(<image>|<video>)")
 
 
 class Reference:
-    """A Hugging Face folder loaded with ``transformers`` in float32 on CPU."""
+    """A Hugging Face folder loaded with ``transformers`` in float32 on CPU; videos as the released models know them."""
 
     def __init__(self, folder: Path, *, video_fps: float, video_max_frames: int) -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
+        self.spec = read_spec(folder)
         self.processor = load_processor(folder)
-        self.model = load_model(folder, torch.float32)
+        self.model = follow_video_positions(load_model(folder, torch.float32), self.spec)
         self.sampling = {"fps": video_fps, "max_frames": video_max_frames}
 
     @torch.no_grad()
@@ -54,7 +56,7 @@ class Reference:
             extra |= {"videos": [frames for frames, _ in videos], "video_metadata": [facts for _, facts in videos]}
             # Released folders do not cap the pixels of a frame; transformers warns where that is not said.
             extra |= {"do_sample_frames": True, "cap_pixels_per_frame": False} | self.sampling
-        return self.processor(text=[text], return_tensors="pt", **extra)
+        return self.processor(text=[video_text(text, self.processor, self.spec)], return_tensors="pt", **extra)
 
     def _learnt(self, ids: Tensor) -> Tensor:
         """bool [tokens]: from behind each assistant header to its ``<|im_end|>``, that token included."""

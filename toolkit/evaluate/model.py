@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.pixels import PixelError, VideoInfo, open_image, probe_video, video_frames
-from toolkit.hf import load_model, load_processor
+from megatron_vl.models.families import read_spec
+from toolkit.hf import follow_video_positions, load_model, load_processor, video_text
 
 Part = Mapping[str, Any]
 """VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video may say how
@@ -29,7 +30,7 @@ class Checkpoint:
         settings: ``dtype``, ``device`` (``cpu``, ``cuda`` or ``auto``: spread over the visible GPUs), ``min_pixels`` and
             ``max_pixels`` of a picture or frame (None: the checkpoint's own), ``max_new_tokens``, ``largest_picture`` in pixels;
             for videos that do not say it themselves, ``video_fps`` frames a second, ``video_max_frames`` at most (None or left
-            out: the checkpoint's own).
+            out: the checkpoint's own), and the rules ``video_positions`` and ``video_prompt`` (left out: ``released``).
         roots: folders that pictures and videos are read from.
     """
 
@@ -38,6 +39,8 @@ class Checkpoint:
 
         self.roots = [root.resolve() for root in roots]
         self.largest = settings["largest_picture"]
+        self.spec = read_spec(folder)
+        self.prompt_rule = settings.get("video_prompt", "released")
         self.processor = load_processor(folder)
         size = self.processor.image_processor.size
         low, high = settings["min_pixels"] or size["shortest_edge"], settings["max_pixels"] or size["longest_edge"]
@@ -48,6 +51,7 @@ class Checkpoint:
             self.processor.video_processor.max_frames = settings["video_max_frames"]
         device = settings["device"]
         self.model = load_model(folder, getattr(torch, settings["dtype"]), "auto" if device == "auto" else None)
+        follow_video_positions(self.model, self.spec, settings.get("video_positions", "released"))
         if device != "auto":
             self.model.to(device)
         self.latest: tuple[Any, Any] = (None, None)
@@ -67,6 +71,7 @@ class Checkpoint:
             content = [self._part(part, images, videos) for part in turn["content"]]
             messages.append({"role": turn["role"], "content": content})
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = video_text(text, self.processor, self.spec, self.prompt_rule)
         more: dict[str, Any] = {"images": images} if images else {}
         if videos:
             # Released folders do not cap the pixels of a frame; transformers warns where that is not said.

@@ -57,6 +57,9 @@ class Options:
     video_fps: float | None = None
     """Frames a second of videos, where the data set's name does not say how many."""
     video_max_frames: int | None = None
+    video_positions: str = "released"
+    video_prompt: str = "released"
+    """Rules for videos, as ``data.video_positions`` and ``data.video_prompt`` of a training."""
     largest_picture: int = 128_000_000
     max_new_tokens: int = 256
     logit_questions: int = 4
@@ -213,6 +216,8 @@ def _settings(options: Options) -> dict[str, Any]:
         "largest_picture": options.largest_picture,
         "video_fps": options.video_fps,
         "video_max_frames": options.video_max_frames,
+        "video_positions": options.video_positions,
+        "video_prompt": options.video_prompt,
         "max_new_tokens": options.max_new_tokens,
         "judge": options.judge,
         "versions": {package: version(package) for package in PACKAGES} | {"python": platform.python_version()},

@@ -73,6 +73,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
             dtype=request.dtype,
             platform=request.platform,
             batch=request.batch,
+            video_positions=request.data.video_positions,
         )
         write_job(job, work / "job.json")
         ranks = layout.tp * layout.pp * layout.least_dp

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig
+from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig, VideoPositions
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
@@ -50,6 +50,8 @@ class Job:
     platform: str = "cpu"
     batch: int = 8
     """Prompts that are answered together."""
+    video_positions: VideoPositions = "released"
+    """As in ``data.video_positions`` of a run."""
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +86,7 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
         given = samples[start : start + job.batch]
         # Where experts are spread over more ranks than a replica has, every replica answers its share, as many as the others.
         shared = given + given[-1:] * (-len(given) % grid.dp)
-        prompts = prepare(shared[grid.dp_rank :: grid.dp], spec) if grid.owns_loader else None
+        prompts = prepare(shared[grid.dp_rank :: grid.dp], spec, job.video_positions) if grid.owns_loader else None
         mine = generate(chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop))
         answers += _all_answers(mine, grid)[: len(given)]
     return answers
@@ -100,10 +102,10 @@ def _all_answers(mine: list[list[int]], grid: Grid) -> list[list[int]]:
     return [answer for row in zip(*shares, strict=True) for answer in row]
 
 
-def prepare(samples: list[Sample], spec: ModelSpec) -> list[Prompt]:
+def prepare(samples: list[Sample], spec: ModelSpec, video_positions: VideoPositions = "released") -> list[Prompt]:
     """Prompts as rows of one length."""
     length = ROW_UNIT * math.ceil(max(map(len, samples)) / ROW_UNIT)
-    return [Prompt(pack_row([sample], spec, length), len(sample)) for sample in samples]
+    return [Prompt(pack_row([sample], spec, length, video_positions=video_positions), len(sample)) for sample in samples]
 
 
 def write_job(job: Job, path: Path) -> None:

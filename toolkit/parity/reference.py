@@ -22,6 +22,7 @@ from converters.convert import convert
 from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.data.pixels import PixelNorm, read_pixel_norm
 from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.models.rope import mrope_positions
 from megatron_vl.weights import WeightReader
 from toolkit.hf import load_model
 
@@ -34,7 +35,8 @@ def load_hf(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str 
 def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "cpu") -> dict[str, Any]:
     """The keyword arguments of the Hugging Face model for one sample.
 
-    ``mm_token_type_ids`` must be given: without it transformers 5.17 silently falls back to plain positions.
+    ``mm_token_type_ids`` must be given: without it transformers 5.17 silently falls back to plain positions. So must the
+    positions of a sample with videos: transformers 5.3 to 5.23 lets text go on within a video, other than the released models.
     """
     ids = sample.token_ids[None]
     types = (ids == spec.image_token_id).int() + 2 * (ids == spec.video_token_id).int()
@@ -46,6 +48,10 @@ def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "c
             inputs[grid] = torch.tensor([[item.grid.t, item.grid.h, item.grid.w] for item in items])
             if kind == "video" and spec.vision.tokens_per_second:
                 inputs["second_per_grid_ts"] = torch.tensor([item.grid.second_per_grid for item in items])
+
+    grids = [item.grid for item in sample.media]
+    if any(grid.kind == "video" for grid in grids):
+        inputs["position_ids"] = mrope_positions(sample.token_ids, grids, spec)[:, None]
     return {name: value.to(device) for name, value in inputs.items()}
 
 
