@@ -210,15 +210,18 @@ VIDEO_CONVERSATIONS = {
 }
 
 
+@pytest.mark.parametrize("rule", ["released", "transformers_5_10"])
 @pytest.mark.parametrize("name", VIDEO_CONVERSATIONS)
-def test_times_before_frames_equal_the_hf_processor(name):
+def test_times_before_frames_equal_the_hf_processor(name, rule):
     """Qwen3VLProcessor's own text for each video, put in by the processor's own code, tokenized as a whole."""
     from types import SimpleNamespace
 
     from tests.tiny import tiny_checkpoint
+    from toolkit.hf import video_text
 
     folder = tiny_checkpoint("qwen3_vl")
-    processor, ours = AutoProcessor.from_pretrained(folder), ChatEncoder(folder, read_spec(folder))
+    spec = read_spec(folder)
+    processor, ours = AutoProcessor.from_pretrained(folder), ChatEncoder(folder, spec, rule)
     messages, grids = VIDEO_CONVERSATIONS[name]
     clips = [grid for grid in grids if grid.kind == "video"]
     # Frame numbers at 1000 frames a second whose means are the times.
@@ -226,12 +229,73 @@ def test_times_before_frames_equal_the_hf_processor(name):
     videos = {"video_grid_thw": torch.tensor([[g.t, g.h, g.w] for g in clips]), "video_metadata": metadata}
     written = [processor.replace_video_token(videos, i) for i in range(len(clips))]
     pictures = [processor.image_token * grid.tokens(2) for grid in grids if grid.kind == "image"]
-    expanded, _ = processor.get_text_with_replacements([ours.render(messages)], pictures, written)
+    rendered = video_text(ours.render(messages), processor, spec, rule)
+    expanded, _ = processor.get_text_with_replacements([rendered], pictures, written)
+
     ids, mask = ours.encode(messages, grids)
     assert ids.tolist() == processor.tokenizer(expanded[0])["input_ids"]
-    learnt = ours.tokenizer.decode(ids[mask])
-    answers = "A road, 12 seconds.<|im_end|>This: <|vision_start|><|vision_end|> and this.<|im_end|>"
-    assert learnt == (answers if name == "with images" else "")
+    prompt = processor.tokenizer(expanded[0] + "<|im_start|>assistant\n")["input_ids"]
+    assert ours.encode_prompt(messages, grids).tolist() == prompt
+
+    # What stands for a video is nothing that the assistant says, but for the pair of the former rule.
+    pair = "<|vision_start|><|vision_end|>" if rule == "transformers_5_10" else ""
+    answers = f"A road, 12 seconds.<|im_end|>This: {pair} and this.<|im_end|>"
+    assert ours.tokenizer.decode(ids[mask]) == (answers if name == "with images" else "")
+
+
+SYSTEM_TURN = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+CLIP = Grid(3, 4, 6, "video", timestamps=(0.2, 1.0, 12.3))
+SIX = "<|video_pad|>" * 6
+GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time in ("0.2", "1.0", "12.3"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "before", "after", "frames", "last"),
+    [
+        # 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14 + 7 and spans 3 columns, so that
+        # its <|vision_end|> is at 24. Seven tokens (25 to 31) later the second one, eight (36 to 43: 12 is two) later the third;
+        # <|vision_end|> is at 47, "Who?" at 48 and 49.
+        ("released", "", "", [21, 32, 44], 49),
+        # One more token before, and one after.
+        ("transformers_5_10", "<|vision_start|>", "<|vision_end|>", [22, 33, 45], 51),
+    ],
+)
+def test_a_video_prompt_written_by_hand(rule, before, after, frames, last):
+    """With the released vocabulary: text and positions."""
+    from megatron_vl.models.rope import mrope_positions
+    from tests.data.helpers import spec_of
+
+    spec = spec_of("qwen3_vl")
+    ours = ChatEncoder(released_tokenizer_folder(), spec, rule)
+    ids = ours.encode_prompt([{"role": "user", "content": [VIDEO, text("Who?")]}], [CLIP])
+    end = "<|im_end|>\n<|im_start|>assistant\n"
+    assert ours.tokenizer.decode(ids) == f"{SYSTEM_TURN}<|im_start|>user\n{before}{GROUPS}{after}Who?{end}"
+
+    positions = mrope_positions(ids, [CLIP], spec)
+    pads = positions[:, ids == spec.video_token_id]
+    assert pads[0].tolist() == [first for first in frames for _ in range(6)]
+    assert pads[1].tolist() == [first + row for first in frames for row in (0, 0, 0, 1, 1, 1)]
+    assert pads[2].tolist() == [first + column for first in frames for _ in (0, 1) for column in (0, 1, 2)]
+    tail = len(ours.tokenizer(end)["input_ids"])
+    assert positions[:, -tail - 1].tolist() == [last] * 3 and positions[:, -1].tolist() == [last + tail] * 3
+
+
+def test_one_pair_is_left_out_for_each_video_and_none_for_images():
+    """Without a pair in the template, the placeholder alone is replaced; the pair of an image stays."""
+    from tests.tiny import tiny_checkpoint
+
+    folder = tiny_checkpoint("qwen3_vl")
+    ours = ChatEncoder(folder, read_spec(folder))
+    messages = [{"role": "user", "content": [IMAGE, VIDEO, text("and"), VIDEO]}]
+    grids = [Grid(1, 2, 2), CLIP, Grid(1, 2, 2, "video", timestamps=(0.5,))]
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    second = "<0.5 seconds><|vision_start|><|video_pad|><|vision_end|>"
+    written = ours.tokenizer.decode(ours.encode(messages, grids)[0])
+    assert written == f"{SYSTEM_TURN}<|im_start|>user\n{image}{GROUPS}and{second}<|im_end|>\n"
+
+    ours.template = "{% for part in messages[0].content %}{% if part.type == 'video' %}<|video_pad|>{% endif %}{% endfor %}"
+    bare = [{"role": "user", "content": [VIDEO]}]
+    assert ours.tokenizer.decode(ours.encode(bare, [CLIP])[0]) == GROUPS
 
 
 def test_a_video_without_times_is_refused():

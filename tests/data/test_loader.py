@@ -11,24 +11,31 @@ from itertools import islice
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
 
-from megatron_vl.config import DataConfig
+from megatron_vl.config import RULES_BEFORE, DataConfig
 from megatron_vl.data.loader import LoaderError, build_loader, pack_greedily
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.data.state import StateError, from_json, to_json
 from megatron_vl.models.families import read_spec
+from megatron_vl.models.rope import Grid
 from tests.tiny import tiny_checkpoint
+from toolkit.hf import video_text
 
 from .datasets import converted, mixed_records
+from .helpers import positions_one_by_one
 from .media import encoded, video, write
 
 PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
 VOLUME = 4 * 56 * 56
 """Most pixels of all frames of a video together, for the family that limits these."""
 COUNT = 20
+CUTS_SECONDS = Version(transformers.__version__) < Version("5.18")
+"""Whether the installed transformers cuts the seconds of a frame group before it multiplies them."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,7 @@ def stored(path):
     return {key: (json.loads(parts["json"]), parts) for key, parts in out.items()}
 
 
-def hf_inputs(folder, record, parts):
+def hf_inputs(folder, record, parts, video_prompt):
     """What the HF processor makes of a stored conversation, with this loader's limits."""
     from PIL import Image
 
@@ -73,6 +80,7 @@ def hf_inputs(folder, record, parts):
         extra = {"videos": [frames for frames, _ in clips], "video_metadata": metadata}
         extra |= {"do_sample_frames": True, "fps": 2.0, "max_frames": 32}
     text = processor.apply_chat_template(record["messages"], tokenize=False)
+    text = video_text(text, processor, read_spec(folder), video_prompt)
     limits: dict = dict(PIXELS)
     if type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor":  # its areas are those of all frames together
         limits = {"images_kwargs": {"size": {"shortest_edge": PIXELS["min_pixels"], "longest_edge": PIXELS["max_pixels"]}}}
@@ -94,8 +102,23 @@ def _frames(data: bytes) -> torch.Tensor:
         )
 
 
+def hf_grids(hf, record):
+    """The grids that the HF processor made, in the order of the text."""
+    seconds = iter(hf.get("second_per_grid_ts", []))
+    grids = {kind: iter(torch.as_tensor(hf.get(f"{kind}_grid_thw", [])).tolist()) for kind in ("image", "video")}
+    found = []
+    for medium in record["media"]:
+        kind = medium["kind"]
+        found.append(Grid(*next(grids[kind]), kind, float(next(seconds, 1.0)) if kind == "video" else 1.0))
+    return found
+
+
+RELEASED = {"video_positions": "released", "video_prompt": "released"}
+
+
+@pytest.mark.parametrize("rules", [RELEASED, RULES_BEFORE], ids=["released", "former"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_rows_equal_the_hf_processor(dataset, family):
+def test_rows_equal_the_hf_processor(dataset, family, rules):
     """Tokens, M-RoPE positions and pixels of every sample of the rows, and all samples are there."""
     folder = tiny_checkpoint(family)
     spec, norm, samples = read_spec(folder), read_pixel_norm(folder), stored(dataset)
@@ -103,19 +126,23 @@ def test_rows_equal_the_hf_processor(dataset, family):
         from transformers import AutoConfig
 
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).model
-    rows = list(loader(dataset, family, split="val", video_max_pixels=VOLUME if family == "qwen3_vl" else 0))
+    rows = list(loader(dataset, family, split="val", video_max_pixels=VOLUME if family == "qwen3_vl" else 0, **rules))
     seen = [key for row in rows for key in row.keys]
     assert len(seen) == len(set(seen)) == 4 and any(row.num_samples > 1 for row in rows)
     for row in rows:
         features = pixel_table(row, spec, norm)
         for i, key in enumerate(row.keys):
             start, end = row.cu_seqlens[i], row.cu_seqlens[i + 1]
-            hf = hf_inputs(folder, *samples[key])
+            hf = hf_inputs(folder, *samples[key], rules["video_prompt"])
             assert row.tokens[start:end].tolist() == hf["input_ids"][0].tolist()
             names = ("image_grid_thw", "video_grid_thw") + (("second_per_grid_ts",) if family == "qwen2_5_vl" else ())
             grids = {n: torch.as_tensor(hf[n]) for n in names if n in hf}
-            positions = model.get_rope_index(hf["input_ids"], mm_token_type_ids=hf["mm_token_type_ids"], **grids)[0]
-            assert torch.equal(row.position_ids[:, start:end], positions[:, 0])
+            ours = row.position_ids[:, start:end]
+            if rules == RELEASED:
+                assert ours.T.tolist() == positions_one_by_one(hf["input_ids"][0], hf_grids(hf, samples[key][0]), spec)
+            elif CUTS_SECONDS or "second_per_grid_ts" not in grids:
+                positions = model.get_rope_index(hf["input_ids"], mm_token_type_ids=hf["mm_token_type_ids"], **grids)[0]
+                assert torch.equal(ours, positions[:, 0])
             for token, name in ((spec.image_token_id, "pixel_values"), (spec.video_token_id, "pixel_values_videos")):
                 places = (row.tokens[start:end] == token).nonzero().flatten() + start
                 if len(places):
@@ -170,6 +197,29 @@ def same(a, b) -> bool:
         and all(torch.equal(getattr(a, n), getattr(b, n)) for n in tensors)
         and all(torch.equal(getattr(a.vision, n), getattr(b.vision, n)) for n in vision)
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "former"),
+    [("qwen2_5_vl", "video_positions", "transformers_5_3"), ("qwen3_vl", "video_prompt", "transformers_5_10")],
+)
+def test_a_state_of_another_rule_for_videos_is_refused(dataset, family, field, former):
+    """A state from before the field existed follows the former rule; the message names the switch."""
+    state = loader(dataset, family, **{field: former}).state_dict()
+    assert state["identity"][field] == former
+    del state["identity"][field]
+    message = rf"{field} = '{former}', this loader has 'released'.* set data\.{field} to that$"
+    with pytest.raises(StateError, match=message):
+        loader(dataset, family).load_state_dict(state)
+    loader(dataset, family, **{field: former}).load_state_dict(state)
+
+    state = loader(dataset, family).state_dict()
+    with pytest.raises(StateError, match=rf"{field} = 'released', this loader has '{former}'"):
+        loader(dataset, family, **{field: former}).load_state_dict(state)
+
+    # The other family's rule means nothing to this model.
+    other = next(name for name in RULES_BEFORE if name != field)
+    loader(dataset, family, **{other: RULES_BEFORE[other]}).load_state_dict(state)
 
 
 def test_a_state_of_another_topology_is_refused(dataset):
