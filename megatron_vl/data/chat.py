@@ -3,12 +3,12 @@
 The text is what ``apply_chat_template`` renders (in transformers' sandbox) and the tokens are those of the whole text; the
 placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
 
-Where the family writes times into the text (Qwen3-VL), a video becomes ``<1.5 seconds><|vision_start|>...<|vision_end|>`` for each
-frame group. The ``<|vision_start|>`` and ``<|vision_end|>`` that the template writes around the video go away, by the rule
-``released`` of ``data.video_prompt``: so does the ``Qwen3VLProcessor`` that Qwen added to transformers for the release (4.57, which
-the model's README and fine-tuning code ask for), and so did Qwen's implementation in vLLM. transformers writes the second pair since
-its processors were rewritten in 5.10, and vLLM follows it where it finds 5.10 or later (issue 46817 there): the rule
-``transformers_5_10``.
+Where the family writes times into the text (Qwen3-VL), a video becomes ``<1.5 seconds><|vision_start|>...<|vision_end|>``
+for each frame group. What of the ``<|vision_start|>`` and ``<|vision_end|>`` that the template writes around the whole video
+is a rule, ``data.video_prompt``. By the default, ``released``, they go away: the processor does so that Qwen added to
+transformers for the release (4.57, which the model's README and fine-tuning code ask for), and so did Qwen's code in vLLM.
+By ``transformers_5_10`` they stay: the processors of transformers keep them since they were rewritten in 5.10, and vLLM
+follows where it finds 5.10 or later (its issue 46817).
 
 Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the newline behind
 it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the text rendered with and

@@ -54,7 +54,7 @@ CUTS_SECONDS = Version(transformers.__version__) < Version("5.18")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_mrope_positions_equal_get_rope_index(family, case):
-    """By the released rule and by the former one, where the installed transformers has them: always in text, images and Qwen3-VL."""
+    """Under both rules, as far as the installed transformers has them; in text, images and Qwen3-VL there is one."""
     spec = spec_of(family)
     sample = sample_of(spec, CASES[case])
     grids = [item.grid for item in sample.media]

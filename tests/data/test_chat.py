@@ -252,9 +252,9 @@ GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time
 @pytest.mark.parametrize(
     ("rule", "before", "after", "frames", "last"),
     [
-        # 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14 + 7 and spans 3 columns, so that
-        # its <|vision_end|> is at 24. Seven tokens (25 to 31) later the second one, eight (36 to 43: 12 is two) later the third;
-        # <|vision_end|> is at 47, "Who?" at 48 and 49.
+        # There are 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14 + 7. It spans
+        # 3 columns, so that its <|vision_end|> is at 24. The second one is seven tokens later (25 to 31), the third one eight
+        # (36 to 43: 12 is two). Its <|vision_end|> is at 47, "Who?" at 48 and 49.
         ("released", "", "", [21, 32, 44], 49),
         # One more token before, and one after.
         ("transformers_5_10", "<|vision_start|>", "<|vision_end|>", [22, 33, 45], 51),

@@ -1,8 +1,8 @@
 """M-RoPE positions at videos: numbers worked out by hand from the released models' rule, not from any library.
 
-The rule is that of ``get_rope_index_2`` and ``get_rope_index_25`` in Qwen's fine-tuning code, of ``get_rope_index`` in the releases
-of transformers that brought the models (4.45, 4.49), and of vLLM: a medium at position p spans p + (time, row, column), and what
-follows goes on one behind the largest of these positions. Group i of a video is at time i in Qwen2-VL, and at
+The rule is that of ``get_rope_index_2`` and ``get_rope_index_25`` in Qwen's fine-tuning code, of ``get_rope_index`` in the
+releases of transformers that brought the models (4.45, 4.49), and of vLLM: a medium at position p spans p + (time, row,
+column), and what follows goes on one after the largest of these positions. Group i of a video is at time i in Qwen2-VL, and at
 int(i x seconds of a group x tokens_per_second) in Qwen2.5-VL (2 in all released sizes).
 """
 
@@ -48,16 +48,16 @@ WORKED_OUT = {
     ("qwen2_vl", "long"): ([2, MINUTE, 2], [0, 1, 2], [list(range(3, 19))], [19, 20, 21]),
     # Frames of 4 x 4 units: time alone reaches 18, rows and columns reach 6.
     ("qwen2_vl", "long and small"): ([2, SMALL_MINUTE, 2], [0, 1, 2], [list(range(3, 19))], [19, 20, 21]),
-    # First video at 3: times 0, 2, 4 -> 7. End 8, text 9, start 10. Image of 2 x 4 units at 11 -> 14. End 15, text 16 and 17,
-    # start 18. Second video at 19: times 0 and int(2.5 x 2) = 5 -> 24. End 25, text 26 and 27.
+    # First video at 3: times 0, 2, 4 -> 7. End 8, text 9, start 10. Image of 2 x 4 units at 11 -> 14. End 15, text 16
+    # and 17, start 18. Second video at 19: times 0 and int(2.5 x 2) = 5 -> 24. End 25, text 26 and 27.
     ("qwen2_5_vl", "two with an image between"): (
         [2, Grid(3, 4, 4, "video", 1.0), 1, Grid(1, 4, 8), 2, Grid(2, 4, 4, "video", 2.5), 2],
         [0, 1, 2],
         [[3, 5, 7], [11], [19, 24]],
         [8, 9, 10, 15, 16, 17, 18, 25, 26, 27],
     ),
-    # First video at 3: times 0, 1, 2 -> 5. End 6, text 7, start 8. Image at 9 -> 12. End 13, text 14 and 15, start 16. Second video
-    # at 17: times 0 and 1, two rows and columns -> 18. End 19, text 20 and 21.
+    # First video at 3: times 0, 1, 2 -> 5. End 6, text 7, start 8. Image at 9 -> 12. End 13, text 14 and 15, start 16.
+    # Second video at 17: times 0 and 1, two rows and columns -> 18. End 19, text 20 and 21.
     ("qwen2_vl", "two with an image between"): (
         [2, Grid(3, 4, 4, "video", 1.0), 1, Grid(1, 4, 8), 2, Grid(2, 4, 4, "video", 2.5), 2],
         [0, 1, 2],

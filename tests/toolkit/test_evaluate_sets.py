@@ -237,10 +237,12 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
         size = {"shortest_edge": 64 * 64 * times, "longest_edge": (limits["max_pixels"] or 0) * times}
         size["longest_edge"] = size["longest_edge"] or processor.video_processor.size["longest_edge"]
         content = [{"type": "video"}, {"type": "text", "text": "Who?"}]
+        messages = [{"role": "user", "content": content}]
+        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if family == "qwen3_vl":  # the pair around the whole video, which the released model does not know
+            text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
         wanted = processor(
-            text=[
-                processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
-            ],
+            text=[text],
             videos=[frames.permute(0, 3, 1, 2)],
             video_metadata=[VideoMetadata(total_num_frames=len(frames), fps=8.0)],
             do_sample_frames=True,

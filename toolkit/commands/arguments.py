@@ -35,7 +35,7 @@ VIDEO_RULES = {
     "video_positions": (("released", "transformers_5_3"), "Qwen2-VL and Qwen2.5-VL: positions at videos"),
     "video_prompt": (("released", "transformers_5_10"), "Qwen3-VL: text at videos"),
 }
-"""Field of a run's ``data`` -> its values (:mod:`megatron_vl.config` takes too long to import for ``--help``) and what it says."""
+"""Field of a run's ``data`` -> its values, and what it is about. (The config takes too long to import for ``--help``.)"""
 
 
 def add_video_rules(parser: argparse.ArgumentParser) -> None:

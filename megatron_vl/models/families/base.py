@@ -2,6 +2,9 @@
 
 A family reads a Hugging Face ``config.json`` and answers with a :class:`ModelSpec`: plain numbers and flags, no
 torch. Everything else (model building, the tensor table, conversion, FLOP counts) is derived from the spec.
+
+A field that the file leaves out is refused by name where it is a size, and otherwise read as transformers' config classes of
+that family read it (5.17 to 5.23): the same folder must mean the same model to both.
 """
 
 from __future__ import annotations
@@ -164,6 +167,10 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
+TEXT = "the text fields (text_config, or the top of the file)"
+"""Where the language model's fields are, for messages."""
+
+
 def require(config: dict[str, Any], name: str, where: str) -> Any:
     """``config[name]``, or a :class:`ConfigError` that says which field is missing where."""
     if config.get(name) is None:
@@ -171,13 +178,21 @@ def require(config: dict[str, Any], name: str, where: str) -> Any:
     return config[name]
 
 
-def read_language(config: dict[str, Any]) -> LanguageSpec:
+def read_language(
+    config: dict[str, Any], *, norm_eps: float, rope_theta: float, head_dim: int | None = None, tied: bool | None = None
+) -> LanguageSpec:
     """The language model's fields, flat or nested, old or new rope names.
+
+    Args:
+        norm_eps, rope_theta: what the family's config class has where the file leaves these out.
+        head_dim: the same; None: the width divided by the heads.
+        tied: whether embedding and output layer are one; None: as the file says in either place.
 
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
     text = text_config(config)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    # Of a file with both, transformers takes the older name.
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("mrope", "default"):
         raise ConfigError(f"config.json: rope type {kind!r} is not supported; valid: 'mrope', 'default'")
@@ -187,28 +202,31 @@ def read_language(config: dict[str, Any]) -> LanguageSpec:
         raise ConfigError(f"config.json: hidden_act {text['hidden_act']!r} is not supported; valid: 'silu'")
     if "mrope_section" not in rope:
         raise ConfigError("config.json: mrope_section is missing in rope_scaling / rope_parameters")
-    hidden, heads = require(text, "hidden_size", "the text fields"), require(text, "num_attention_heads", "the text fields")
-    head_dim = text.get("head_dim") or hidden // heads
+
+    hidden, heads = require(text, "hidden_size", TEXT), require(text, "num_attention_heads", TEXT)
+    if "num_key_value_heads" not in text:  # null means as many as heads; transformers' default is another model's number
+        require(text, "num_key_value_heads", TEXT)
+    head_dim = text.get("head_dim", head_dim) or hidden // heads
     section = tuple(int(n) for n in rope["mrope_section"])
     if len(section) != 3 or sum(section) != head_dim // 2:
         raise ConfigError(
             f"config.json: mrope_section {section} must be three numbers that add up to head_dim/2 = {head_dim // 2}"
         )
-    tied = config.get("tie_word_embeddings")
     if tied is None:
-        tied = text.get("tie_word_embeddings", False)
+        tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+
     return LanguageSpec(
         hidden_size=hidden,
-        num_layers=require(text, "num_hidden_layers", "the text fields"),
-        ffn_hidden_size=require(text, "intermediate_size", "the text fields"),
+        num_layers=require(text, "num_hidden_layers", TEXT),
+        ffn_hidden_size=require(text, "intermediate_size", TEXT),
         num_heads=heads,
-        num_kv_heads=text.get("num_key_value_heads") or heads,
+        num_kv_heads=text["num_key_value_heads"] or heads,
         head_dim=head_dim,
-        vocab_size=require(text, "vocab_size", "the text fields"),
-        norm_eps=text.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1000000.0))),
+        vocab_size=require(text, "vocab_size", TEXT),
+        norm_eps=text.get("rms_norm_eps", norm_eps),
+        rope_theta=float(rope.get("rope_theta", text.get("rope_theta", rope_theta))),
         mrope_section=section,
-        tied_embeddings=bool(tied),
+        tied_embeddings=tied,
         mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
     )
 
@@ -226,7 +244,10 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
         raise ConfigError(f"config.json: vision head dimension {vision.head_dim} must divide by 4 for 2D RoPE")
     deep = vision.deepstack_layers
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
-        raise ConfigError(f"config.json: DeepStack layers {list(deep)} must ascend within the {vision.num_layers} vision layers")
+        raise ConfigError(
+            f"config.json: DeepStack layers {list(deep)} (deepstack_visual_indexes; 8, 16, 24 where the field is left out) must "
+            f"ascend within the {vision.num_layers} vision layers"
+        )
     if len(deep) > language.num_layers:
         raise ConfigError(
             f"config.json: {len(deep)} DeepStack layers need as many decoder layers; there are {language.num_layers}"

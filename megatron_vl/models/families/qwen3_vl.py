@@ -9,7 +9,7 @@ import dataclasses
 from math import isqrt
 from typing import Any
 
-from .base import ConfigError, LanguageSpec, ModelSpec, VisionSpec, assemble, read_language, require, text_config
+from .base import ConfigError, LanguageSpec, ModelSpec, VisionSpec, assemble, read_language, require
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "quick_gelu": "quick_gelu"}
 
@@ -49,10 +49,13 @@ def read_vision(config: dict[str, Any]) -> VisionSpec:
     )
 
 
-def read_text(config: dict[str, Any]) -> LanguageSpec:
-    """The language model's fields."""
-    text = text_config(config)
+def read_text(config: dict[str, Any], head_dim: int | None = 128) -> LanguageSpec:
+    """The language model's fields; ``head_dim`` is that of a file that leaves it out, None: the width divided by the heads."""
+    text = require(config, "text_config", "config.json")
     if text.get("attention_bias"):
         raise ConfigError("config.json: attention_bias=true is not supported; set it to false")
+    # transformers looks at the top of the file alone; its text config has a value of its own, which nothing reads.
+    tied = bool(config.get("tie_word_embeddings"))
+    language = read_language(config, norm_eps=1e-6, rope_theta=5e5, head_dim=head_dim, tied=tied)
     # transformers knows the interleaved order only, whatever the config says.
-    return dataclasses.replace(read_language(config), qkv_bias=False, qk_norm=True, mrope_interleaved=True)
+    return dataclasses.replace(language, qkv_bias=False, qk_norm=True, mrope_interleaved=True)

@@ -19,19 +19,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .base import ConfigError, ModelSpec, MoeSpec, assemble, require, text_config
+from .base import TEXT, ConfigError, ModelSpec, MoeSpec, assemble, require, text_config
 from .qwen3_vl import read_text, read_vision
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
     """The spec of a Qwen3-VL-MoE ``config.json``. Raises :class:`ConfigError` on a missing or impossible field."""
-    language = dataclasses.replace(read_text(config), moe=read_moe(config))
+    language = dataclasses.replace(read_text(config, head_dim=None), moe=read_moe(config))
     return assemble("qwen3_vl_moe", config, read_vision(config), language)
 
 
 def read_moe(config: dict[str, Any]) -> MoeSpec:
     """The experts' fields."""
-    text, where = text_config(config), "the text fields"
+    text, where = text_config(config), TEXT
     experts = text.get("num_local_experts") or require(text, "num_experts", where)
     top_k = require(text, "num_experts_per_tok", where)
     if not 1 <= top_k <= experts:

@@ -1,0 +1,102 @@
+"""Videos in transformers as the released models know them: positions given to it, and the text for its processors."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.models.families import read_spec
+from megatron_vl.models.rope import Grid
+from tests.data.helpers import positions_one_by_one, sample_of, spec_of
+from toolkit.commands.arguments import VIDEO_RULES
+from toolkit.hf import follow_video_positions, load_model, video_text
+from toolkit.parity.batches import make_sample
+from toolkit.parity.reference import hf_inputs, load_hf
+
+LONG = Grid(6, 4, 4, "video", 3.75)
+FAST = Grid(3, 4, 8, "video", 0.75)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_of_a_padded_batch(family: str) -> None:
+    """Two prompts of different lengths, media of both kinds in each, padded in front: positions, and where new tokens go on."""
+    spec = spec_of(family)
+    samples = [sample_of(spec, [2, LONG, 1, Grid(1, 8, 4), 2, FAST, 3]), sample_of(spec, [1, Grid(1, 4, 4), FAST, 4])]
+    longest = max(map(len, samples))
+    ids, mask = torch.zeros(2, longest, dtype=torch.int64), torch.zeros(2, longest, dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        ids[row, longest - len(sample) :], mask[row, longest - len(sample) :] = sample.token_ids, 1
+
+    model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
+    by_kind = {kind: [m.grid for s in samples for m in s.media if m.grid.kind == kind] for kind in ("image", "video")}
+    positions, deltas = model.model.get_rope_index(
+        ids,
+        mm_token_type_ids=torch.zeros_like(ids),
+        image_grid_thw=torch.tensor([[g.t, g.h, g.w] for g in by_kind["image"]]),
+        video_grid_thw=torch.tensor([[g.t, g.h, g.w] for g in by_kind["video"]]),
+        second_per_grid_ts=torch.tensor([g.second_per_grid for g in by_kind["video"]]),
+        attention_mask=mask,
+    )
+    for row, sample in enumerate(samples):
+        counted = positions_one_by_one(sample.token_ids, [m.grid for m in sample.media], spec)
+        assert positions[:, row, mask[row].bool()].T.tolist() == counted
+        assert len(sample) + int(deltas[row]) == max(map(max, counted)) + 1
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_generate_of_transformers_goes_on_after_the_largest_position(family: str, tiny_checkpoint) -> None:
+    """Its logits with keys and values kept, token for token, are those of one pass over everything with explicit positions."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    sample = make_sample("video_between", spec, 3)
+    for item in sample.media:
+        item.grid = dataclasses.replace(item.grid, second_per_grid=3.75)
+    inputs = {name: value for name, value in hf_inputs(sample, spec, norm).items() if name != "position_ids"}
+
+    model = follow_video_positions(load_model(hf, torch.float32), spec)
+    step = {"max_new_tokens": 4, "do_sample": False, "repetition_penalty": 1.0, "eos_token_id": None}
+    done = model.generate(**inputs, **step, output_logits=True, return_dict_in_generate=True)
+    new = done.sequences[0, len(sample) :]
+    whole = torch.cat([sample.token_ids, new])
+    positions = positions_one_by_one(whole, [item.grid for item in sample.media], spec)
+
+    plain = load_hf(hf).eval()
+    media = {name: value for name, value in inputs.items() if "pixel" in name or "grid" in name}
+    with torch.no_grad():
+        logits = plain(input_ids=whole[None], position_ids=torch.tensor(positions).T[:, None], **media, use_cache=False).logits[0]
+    kept = torch.cat(done.logits)
+    assert torch.allclose(logits[len(sample) - 1 : -1], kept, atol=2e-4, rtol=0)
+    assert kept.argmax(-1).tolist() == new.tolist()
+
+
+def test_parity_gives_positions_where_there_are_videos(tiny_checkpoint) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    assert "position_ids" not in hf_inputs(make_sample("two_images", spec, 0), spec, norm)
+    sample = make_sample("mixed", spec, 0)
+    given = hf_inputs(sample, spec, norm)["position_ids"]
+    assert given[:, 0].T.tolist() == positions_one_by_one(sample.token_ids, [item.grid for item in sample.media], spec)
+
+
+def test_the_pair_goes_away_where_the_rule_says_so() -> None:
+    tokens = {"video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+    processor = SimpleNamespace(**tokens)
+    video, image = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("video", "image"))
+    text = f"a{video}b{image}{video}c"
+    assert video_text(text, processor, spec_of("qwen3_vl")) == f"a<|video_pad|>b{image}<|video_pad|>c"
+    assert video_text(text, processor, spec_of("qwen3_vl"), "transformers_5_10") == text
+    assert video_text(text, processor, spec_of("qwen2_5_vl")) == text
+
+
+def test_options_are_those_of_a_run() -> None:
+    hints = typing.get_type_hints(DataConfig)
+    for name, (values, _) in VIDEO_RULES.items():
+        assert typing.get_args(hints[name]) == values
+        assert getattr(DataConfig(), name) == values[0] == "released"
