@@ -10,16 +10,32 @@ SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 # Run by `make docs`, hence not again by `make test`.
 DOC_TESTS := tests/test_docs.py tests/test_examples.py
 
-.PHONY: help demo test check lint types docs setup eval lock clean
+# The newest transformers that pyproject.toml allows; constraints.txt has the oldest. What follows its rules for positions,
+# prompts, processors and configs is tested with both.
+NEWEST := $(VENV)/transformers-5.23.0
+RULES  := tests/models/test_video_positions.py tests/models/test_absent_fields.py tests/data/test_assemble.py \
+          tests/data/test_chat.py tests/data/test_pixels.py tests/data/test_loader.py tests/toolkit/test_hf_videos.py
+
+.PHONY: help demo test test-transformers check lint types docs setup eval lock clean
 
 help:            ## what can be made
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
 
 demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face, every step checked (.demo/)
 	$(BIN)/megatron-vl demo --dir .demo
 
 test: $(READY)   ## the tests, real multi-process groups on CPU included
 	$(PYTEST) $(SPREAD) $(addprefix --ignore=,$(DOC_TESTS)) --durations=10 $(ARGS)
+
+test-transformers: $(NEWEST) ## the tests of its rules with the newest transformers instead of that of constraints.txt
+	PYTHONPATH=$(abspath $(NEWEST)) $(BIN)/python -c "import sys, transformers; sys.exit('$(NEWEST)' not in transformers.__file__)"
+	PYTHONPATH=$(abspath $(NEWEST)) $(PYTEST) $(RULES) $(ARGS)
+
+# Beside the environment, which keeps its own; tokenizers and huggingface_hub of constraints.txt suit both.
+$(NEWEST): $(READY)
+	rm -rf $@.part
+	$(BIN)/python -m pip install --no-deps --target $@.part transformers==$(subst $(VENV)/transformers-,,$@)
+	rm -rf $@ && mv $@.part $@
 
 check: lint types docs ## what the pre-commit hooks run
 
