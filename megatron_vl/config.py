@@ -29,7 +29,7 @@ VideoPositions = Literal["released", "transformers_5_3"]
 VideoPrompt = Literal["released", "transformers_5_10"]
 """The rules for the text around a video; :attr:`DataConfig.video_prompt` explains them."""
 RULES_BEFORE = {"video_positions": "transformers_5_3", "video_prompt": "transformers_5_10"}
-"""What runs did before these fields of :class:`DataConfig` existed: a checkpoint that does not name a rule follows these."""
+"""The rules of checkpoints that name none: of the time before these fields of :class:`DataConfig`."""
 
 
 class RunConfigError(ValueError):
@@ -143,13 +143,14 @@ class DataConfig:
     checkpoint's video processor decides)."""
     video_positions: VideoPositions = "released"
     """M-RoPE positions at videos of Qwen2-VL and Qwen2.5-VL. released: text goes on after the video's largest
-    position, its time included, as in the released models' own code and in vLLM. transformers_5_3: text goes on after
-    the video's height and width alone, and the seconds of a frame group are cut to whole ones, as in transformers 5.3
-    to 5.17; for runs that began before this field existed."""
+    position, its time included, as in the released models' own code and in vLLM. transformers_5_3: text goes
+    on after the video's height and width alone, and the seconds of a frame group are cut to whole ones, as in
+    transformers 5.3 to 5.17; for runs that began before this field existed."""
     video_prompt: VideoPrompt = "released"
-    """Text at videos of Qwen3-VL. released: <|vision_start|> and <|vision_end|> stand around each frame group only, as
-    the processor writes them that the model was released with (transformers 4.57). transformers_5_10: a second pair
-    stands around the whole video, as in transformers from 5.10 on; for runs that began before this field existed."""
+    """Text at videos of Qwen3-VL. released: <|vision_start|> and <|vision_end|> stand around each frame group
+    only, as the processor writes them that the model was released with (transformers 4.57).
+    transformers_5_10: a second pair stands around the whole video, as in transformers from 5.10 on; for runs
+    that began before this field existed."""
     num_workers: int = 2
     """Loader processes of each data-parallel rank; 0: in the training process."""
     shuffle_buffer: int = 1000

@@ -68,14 +68,14 @@ def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = 
     return model.eval()
 
 
-# ------------------------------------------------------------------------------------ videos as the models were trained
+# -------------------------------------------------------------------------- videos as the models were trained
 
 
 def video_text(text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPrompt = "released") -> str:
-    """A rendered conversation, ready for the checkpoint's processor, which then writes videos by the rule ``video_prompt``.
+    """A rendered conversation for the checkpoint's processor, which then writes videos by ``video_prompt``.
 
-    Qwen3-VL's processor puts the frame groups in the place of the bare placeholder (transformers from 5.10 on). By the rule
-    ``released``, the pair around it goes away with it, as in transformers 4.57.
+    Qwen3-VL's processor puts the frame groups in the place of the bare placeholder (transformers from 5.10
+    on). By the rule ``released``, the pair around it goes away with it, as in transformers 4.57.
     """
     if not spec.vision.video_timestamps or video_prompt != "released":
         return text
@@ -84,10 +84,10 @@ def video_text(text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPr
 
 
 def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPositions = "released") -> Any:
-    """Gives the transformers model our positions in place of its own, in its forward pass and in ``generate``.
+    """Gives the transformers model our positions instead of its own, in ``forward`` and in ``generate``.
 
-    transformers 5.3 to 5.23 lets text go on within a video (issue 45381 there), and up to 5.17 it cuts the seconds of a frame
-    group to whole ones. Qwen3-VL has one rule everywhere and is left as it is.
+    transformers 5.3 to 5.23 lets text go on within a video (issue 45381 there), and up to 5.17 it cuts the
+    seconds of a frame group to whole ones. Qwen3-VL has one rule everywhere and is left as it is.
 
     Args:
         model: a ``...ForConditionalGeneration`` of ``spec``; it is changed, and returned.
@@ -102,15 +102,17 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
         attention_mask: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Positions int64 [3, B, S] and what is added to a place for the position of a new token, int64 [B, 1]."""
+        """Positions int64 [3, B, S], and how far a new token's is from its place, int64 [B, 1]."""
         images = iter(_grids("image", image_grid_thw, None))
         videos = iter(_grids("video", video_grid_thw, second_per_grid_ts))
         positions = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
         deltas = torch.zeros(len(input_ids), 1, dtype=torch.int64)
 
         for number, row in enumerate(input_ids.cpu()):
-            real = torch.ones_like(row).bool() if attention_mask is None else attention_mask[number].cpu().bool()
+            mask = torch.ones_like(row) if attention_mask is None else attention_mask[number].cpu()
+            real = mask.bool()
             tokens = row[real]
+
             found = mrope_positions(tokens, _in_order(tokens, images, videos, spec), spec, video_positions)
             positions[:, number, real] = found
             deltas[number] = found[:, -1].max() + 1 - len(tokens)
@@ -123,7 +125,7 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
 
 
 def _grids(kind: Any, sizes: Tensor | None, seconds: Iterable[Any] | None) -> list[Grid]:
-    """The grids of all media of a kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
+    """All media of a kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
     shapes = [] if sizes is None else sizes.tolist()
     each = [1.0] * len(shapes) if seconds is None else [float(value) for value in seconds]
     return [Grid(t, h, w, kind, second) for (t, h, w), second in zip(shapes, each, strict=True)]

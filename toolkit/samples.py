@@ -26,7 +26,8 @@ class SampleEncoder:
 
     Args:
         hf_dir: config, tokenizer, chat template and image processor are read from it.
-        data: limits of pictures and videos that replace the folder's own, and the rule for the text at videos.
+        data: limits of pictures and videos that replace the folder's own, and the rule for the text at
+        videos.
 
     Raises:
         FileNotFoundError, ChatError, PixelError, ConfigError: the folder cannot be used.

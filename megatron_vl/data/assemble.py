@@ -85,7 +85,11 @@ def pack_row(
     tail = seq_len - used
     tokens = pad(torch.cat([sample.token_ids for sample in samples]), (0, tail), value=filler)
     labels, loss_mask = _targets(samples, seq_len)
-    positions = [mrope_positions(s.token_ids, [m.grid for m in s.media], spec, video_positions) for s in samples]
+    grids = [[item.grid for item in sample.media] for sample in samples]
+    positions = [
+        mrope_positions(sample.token_ids, own, spec, video_positions)
+        for sample, own in zip(samples, grids, strict=True)
+    ]
     segments = lengths if not tail else torch.cat([lengths, torch.tensor([tail])])
     media = [item for sample in samples for item in sample.media]
     return Row(

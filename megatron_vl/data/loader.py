@@ -385,8 +385,8 @@ class RowLoader:
             before = saved.get(name, RULES_BEFORE.get(name))
             if before != value:
                 raise StateError(
-                    f"the loader state was saved with {name} = {before!r}, this loader has {value!r} and would not make the same "
-                    f"rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
+                    f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
+                    f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
                 )
         energon = from_json(state["energon"])
         self._loader.restore_state_rank(energon)

@@ -1,10 +1,10 @@
 """Positions: M-RoPE of the language model, 2D positions and attention segments of the vision tower.
 
 Pure torch on the CPU, computed by the loader: a training step never derives a position or a segment on the device.
-References: for M-RoPE, ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning code. They compute what
-``get_rope_index`` of transformers computed when the models were released (4.45 for Qwen2-VL, 4.49 for Qwen2.5-VL, 4.57 for
-Qwen3-VL), and what vLLM computes. For the tower, ``get_vision_position_ids``, ``get_vision_window_index`` and
-``get_vision_cu_seqlens`` of ``transformers.vision_utils`` (5.17).
+References: for M-RoPE, ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning code. They compute
+what ``get_rope_index`` of transformers computed when the models were released (4.45 for Qwen2-VL, 4.49 for
+Qwen2.5-VL, 4.57 for Qwen3-VL), and what vLLM computes. For the tower, ``get_vision_position_ids``,
+``get_vision_window_index`` and ``get_vision_cu_seqlens`` of ``transformers.vision_utils`` (5.17).
 
 A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches are in
 merge-unit order throughout (frame, unit row, unit column, row in unit, column in unit), as HF's processors emit them.
@@ -90,13 +90,14 @@ def mrope_positions(
 ) -> Tensor:
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
-    Text counts up in all three rows. A medium at position ``p`` spans ``p + (time, row, column)`` in merge units, and the
-    text after it goes on after the largest of these positions. Frame groups are 1 apart in time in Qwen2-VL. In Qwen2.5-VL,
-    group ``i`` is at ``int(i * second_per_grid * tokens_per_second)``. In Qwen3-VL, each is a medium of its own, with text
-    between.
+    Text counts up in all three rows. A medium at position ``p`` spans ``p + (time, row, column)`` in merge
+    units, and the text after it goes on after the largest of these positions. Frame groups are 1 apart in
+    time in Qwen2-VL. In Qwen2.5-VL, group ``i`` is at ``int(i * second_per_grid * tokens_per_second)``. In
+    Qwen3-VL, each is a medium of its own, with text between.
 
-    By the rule ``transformers_5_3``, text goes on at ``p + max(rows, columns)``, which may lie within the video, and
-    ``second_per_grid`` is cut to whole seconds first, so that clips of less than a second a group stand still.
+    By the rule ``transformers_5_3``, text goes on at ``p + max(rows, columns)``, which may lie within the
+    video, and ``second_per_grid`` is cut to whole seconds first, so that clips of less than a second a group
+    stand still.
 
     Args:
         token_ids: int64 [S], placeholders already expanded.

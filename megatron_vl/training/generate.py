@@ -1,7 +1,7 @@
 """Greedy text from prompts with pictures and videos, under any layout, with the chunks of a training.
 
 Prompts go through the pipeline as rows, one each; then all of them together get one token a pass, with keys and values
-kept (:mod:`megatron_vl.models.kv_cache`). Positions of new tokens are those that the training gives to the tokens of an answer.
+kept (:mod:`megatron_vl.models.kv_cache`). New tokens have the positions that an answer has in training.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Prompt:
 
     @property
     def next_position(self) -> int:
-        """The position of the first new token: that of the training, one behind the prompt's last token, which is text."""
+        """The position of the first new token, as in training: one after the last token's, which is text."""
         return int(self.row.position_ids[:, self.length - 1].max()) + 1
 
 

@@ -77,7 +77,7 @@ def positions_one_by_one(tokens: torch.Tensor, grids: list[Grid], spec: ModelSpe
             here += 1
             continue
         grid = next(media)
-        # The product is one of float32, as it is of tensors: 5 groups of 0.9 seconds are at 9, not at 8.9999998.
+        # Multiplied in float32, as tensors are: group 5 of 0.9 seconds each is at 9, not at 8.9999998.
         timed = spec.vision.tokens_per_second and grid.kind == "video"
         speed = np.float32(grid.second_per_grid) * np.float32(2) if timed else np.float32(1)
         medium = [

@@ -54,7 +54,7 @@ CUTS_SECONDS = Version(transformers.__version__) < Version("5.18")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_mrope_positions_equal_get_rope_index(family, case):
-    """Under both rules, as far as the installed transformers has them; in text, images and Qwen3-VL there is one."""
+    """Under both rules, as far as the installed transformers has them; text, images and Qwen3-VL have one."""
     spec = spec_of(family)
     sample = sample_of(spec, CASES[case])
     grids = [item.grid for item in sample.media]

@@ -252,9 +252,10 @@ GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time
 @pytest.mark.parametrize(
     ("rule", "before", "after", "frames", "last"),
     [
-        # There are 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14 + 7. It spans
-        # 3 columns, so that its <|vision_end|> is at 24. The second one is seven tokens later (25 to 31), the third one eight
-        # (36 to 43: 12 is two). Its <|vision_end|> is at 47, "Who?" at 48 and 49.
+        # There are 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14
+        # + 7. It spans 3 columns, so that its <|vision_end|> is at 24. The second one is seven tokens later
+        # (25 to 31), the third one eight (36 to 43: 12 is two). Its <|vision_end|> is at 47, "Who?" at 48 and
+        # 49.
         ("released", "", "", [21, 32, 44], 49),
         # One more token before, and one after.
         ("transformers_5_10", "<|vision_start|>", "<|vision_end|>", [22, 33, 45], 51),
@@ -293,7 +294,7 @@ def test_one_pair_is_left_out_for_each_video_and_none_for_images():
     written = ours.tokenizer.decode(ours.encode(messages, grids)[0])
     assert written == f"{SYSTEM_TURN}<|im_start|>user\n{image}{GROUPS}and{second}<|im_end|>\n"
 
-    ours.template = "{% for part in messages[0].content %}{% if part.type == 'video' %}<|video_pad|>{% endif %}{% endfor %}"
+    ours.template = "{% for part in messages[0].content %}<|video_pad|>{% endfor %}"
     bare = [{"role": "user", "content": [VIDEO]}]
     assert ours.tokenizer.decode(ours.encode(bare, [CLIP])[0]) == GROUPS
 

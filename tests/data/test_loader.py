@@ -105,7 +105,8 @@ def _frames(data: bytes) -> torch.Tensor:
 def hf_grids(hf, record):
     """The grids that the HF processor made, in the order of the text."""
     seconds = iter(hf.get("second_per_grid_ts", []))
-    grids = {kind: iter(torch.as_tensor(hf.get(f"{kind}_grid_thw", [])).tolist()) for kind in ("image", "video")}
+    sizes = {kind: torch.as_tensor(hf.get(f"{kind}_grid_thw", [])) for kind in ("image", "video")}
+    grids = {kind: iter(each.tolist()) for kind, each in sizes.items()}
     found = []
     for medium in record["media"]:
         kind = medium["kind"]
@@ -126,7 +127,8 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
         from transformers import AutoConfig
 
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).model
-    rows = list(loader(dataset, family, split="val", video_max_pixels=VOLUME if family == "qwen3_vl" else 0, **rules))
+    volume = VOLUME if family == "qwen3_vl" else 0
+    rows = list(loader(dataset, family, split="val", video_max_pixels=volume, **rules))
     seen = [key for row in rows for key in row.keys]
     assert len(seen) == len(set(seen)) == 4 and any(row.num_samples > 1 for row in rows)
     for row in rows:
@@ -139,10 +141,11 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
             grids = {n: torch.as_tensor(hf[n]) for n in names if n in hf}
             ours = row.position_ids[:, start:end]
             if rules == RELEASED:
-                assert ours.T.tolist() == positions_one_by_one(hf["input_ids"][0], hf_grids(hf, samples[key][0]), spec)
+                media = hf_grids(hf, samples[key][0])
+                assert ours.T.tolist() == positions_one_by_one(hf["input_ids"][0], media, spec)
             elif CUTS_SECONDS or "second_per_grid_ts" not in grids:
-                positions = model.get_rope_index(hf["input_ids"], mm_token_type_ids=hf["mm_token_type_ids"], **grids)[0]
-                assert torch.equal(ours, positions[:, 0])
+                given = {"mm_token_type_ids": hf["mm_token_type_ids"], **grids}
+                assert torch.equal(ours, model.get_rope_index(hf["input_ids"], **given)[0][:, 0])
             for token, name in ((spec.image_token_id, "pixel_values"), (spec.video_token_id, "pixel_values_videos")):
                 places = (row.tokens[start:end] == token).nonzero().flatten() + start
                 if len(places):
@@ -201,7 +204,10 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize(
     ("family", "field", "former"),
-    [("qwen2_5_vl", "video_positions", "transformers_5_3"), ("qwen3_vl", "video_prompt", "transformers_5_10")],
+    [
+        ("qwen2_5_vl", "video_positions", "transformers_5_3"),
+        ("qwen3_vl", "video_prompt", "transformers_5_10"),
+    ],
 )
 def test_a_state_of_another_rule_for_videos_is_refused(dataset, family, field, former):
     """A state from before the field existed follows the former rule; the message names the switch."""

@@ -1,4 +1,4 @@
-"""A field that a config.json leaves out: read as transformers' own config classes read it, or refused by name."""
+"""A field that a config.json leaves out is read as transformers' own config classes read it, or refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from transformers import AutoConfig
 from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
-RELEASED = ["Qwen2-VL-2B", "Qwen2-VL-72B", "Qwen2.5-VL-3B", "Qwen2.5-VL-72B", "Qwen3-VL-2B", "Qwen3-VL-32B", "Qwen3-VL-30B-A3B"]
+RELEASED = [
+    "Qwen2-VL-2B",
+    "Qwen2-VL-72B",
+    "Qwen2.5-VL-3B",
+    "Qwen2.5-VL-72B",
+    "Qwen3-VL-2B",
+    "Qwen3-VL-32B",
+    "Qwen3-VL-30B-A3B",
+]
 
 
 def released(name: str) -> dict[str, Any]:
@@ -54,10 +62,15 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         sizes["ffn_hidden_size"] = int(vision.embed_dim * vision.mlp_ratio)
     else:
         names = ("hidden_size", "out_hidden_size")
-        sizes = {name: getattr(vision, name) for name in names} | {"ffn_hidden_size": vision.intermediate_size}
+        sizes = {name: getattr(vision, name) for name in names} | {
+            "ffn_hidden_size": vision.intermediate_size
+        }
     found |= {f"vision.{name}": value for name, value in sizes.items()}
     if config["model_type"] == "qwen2_5_vl":
-        found |= {"vision.window_size": vision.window_size, "vision.tokens_per_second": vision.tokens_per_second}
+        found |= {
+            "vision.window_size": vision.window_size,
+            "vision.tokens_per_second": vision.tokens_per_second,
+        }
         found["vision.full_attention_layers"] = tuple(vision.fullatt_block_indexes)
     if third:
         found["vision.position_table_side"] = vision.num_position_embeddings**0.5
@@ -70,7 +83,9 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
             "language.moe.ffn_hidden_size": text.moe_intermediate_size,
             "language.moe.aux_loss_coef": text.router_aux_loss_coef,
             "language.moe.dense_layers": tuple(
-                i for i in range(text.num_hidden_layers) if i in text.mlp_only_layers or (i + 1) % text.decoder_sparse_step
+                i
+                for i in range(text.num_hidden_layers)
+                if i in text.mlp_only_layers or (i + 1) % text.decoder_sparse_step
             ),
         }
     return found
@@ -156,7 +171,9 @@ def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: b
     config = released(name)
     if not isinstance(config.get("text_config"), dict):  # as transformers 5 saves it
         vision = config["vision_config"]
-        kept = {k: v for k, v in config.items() if k not in ("vision_config", "model_type", "tie_word_embeddings")}
+        kept = {
+            k: v for k, v in config.items() if k not in ("vision_config", "model_type", "tie_word_embeddings")
+        }
         config = {"model_type": config["model_type"], "vision_config": vision, "text_config": kept}
     for section, value in ((config, outer), (config["text_config"], inner)):
         section.pop("tie_word_embeddings", None)

@@ -1,9 +1,10 @@
-"""M-RoPE positions at videos: numbers worked out by hand from the released models' rule, not from any library.
+"""M-RoPE positions at videos: numbers worked out by hand from the released models' rule, from no library.
 
-The rule is that of ``get_rope_index_2`` and ``get_rope_index_25`` in Qwen's fine-tuning code, of ``get_rope_index`` in the
-releases of transformers that brought the models (4.45, 4.49), and of vLLM: a medium at position p spans p + (time, row,
-column), and what follows goes on one after the largest of these positions. Group i of a video is at time i in Qwen2-VL, and at
-int(i x seconds of a group x tokens_per_second) in Qwen2.5-VL (2 in all released sizes).
+The rule is that of ``get_rope_index_2`` and ``get_rope_index_25`` in Qwen's fine-tuning code, of
+``get_rope_index`` in the releases of transformers that brought the models (4.45, 4.49), and of vLLM: a medium
+at position p spans p + (time, row, column), and what follows goes on one after the largest of these
+positions. Group i of a video is at time i in Qwen2-VL, and at int(i x seconds of a group x tokens_per_second)
+in Qwen2.5-VL (2 in all released sizes).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def positions_of(family, parts, rule="released"):
     return mrope_positions(sample.token_ids, grids, spec, rule), sample
 
 
-# Of each text token, and of <|vision_start|> and <|vision_end|>, its position; of a medium the positions of its frame groups.
-# Parts with a number are so many text tokens; each medium has its start and end token around it.
+# Of each text token, and of <|vision_start|> and <|vision_end|>, its position; of a medium the positions of
+# its frame groups. Parts with a number are so many text tokens; each medium has its start and end token
+# around it.
 WORKED_OUT = {
     # p = 4. Times 0, int(1.5) = 1, int(3.0) = 3: the largest position is 4 + 3. (Rows reach 5, columns 6.)
     ("qwen2_5_vl", "short"): ([3, SHORT, 2], [0, 1, 2, 3], [[4, 5, 7]], [8, 9, 10]),
@@ -48,23 +50,25 @@ WORKED_OUT = {
     ("qwen2_vl", "long"): ([2, MINUTE, 2], [0, 1, 2], [list(range(3, 19))], [19, 20, 21]),
     # Frames of 4 x 4 units: time alone reaches 18, rows and columns reach 6.
     ("qwen2_vl", "long and small"): ([2, SMALL_MINUTE, 2], [0, 1, 2], [list(range(3, 19))], [19, 20, 21]),
-    # First video at 3: times 0, 2, 4 -> 7. End 8, text 9, start 10. Image of 2 x 4 units at 11 -> 14. End 15, text 16
-    # and 17, start 18. Second video at 19: times 0 and int(2.5 x 2) = 5 -> 24. End 25, text 26 and 27.
+    # First video at 3: times 0, 2, 4 -> 7. End 8, text 9, start 10. Image of 2 x 4 units at 11 -> 14. End 15,
+    # text 16 and 17, start 18. Second video at 19: times 0 and int(2.5 x 2) = 5 -> 24. End 25, text 26 and
+    # 27.
     ("qwen2_5_vl", "two with an image between"): (
         [2, Grid(3, 4, 4, "video", 1.0), 1, Grid(1, 4, 8), 2, Grid(2, 4, 4, "video", 2.5), 2],
         [0, 1, 2],
         [[3, 5, 7], [11], [19, 24]],
         [8, 9, 10, 15, 16, 17, 18, 25, 26, 27],
     ),
-    # First video at 3: times 0, 1, 2 -> 5. End 6, text 7, start 8. Image at 9 -> 12. End 13, text 14 and 15, start 16.
-    # Second video at 17: times 0 and 1, two rows and columns -> 18. End 19, text 20 and 21.
+    # First video at 3: times 0, 1, 2 -> 5. End 6, text 7, start 8. Image at 9 -> 12. End 13, text 14 and 15,
+    # start 16. Second video at 17: times 0 and 1, two rows and columns -> 18. End 19, text 20 and 21.
     ("qwen2_vl", "two with an image between"): (
         [2, Grid(3, 4, 4, "video", 1.0), 1, Grid(1, 4, 8), 2, Grid(2, 4, 4, "video", 2.5), 2],
         [0, 1, 2],
         [[3, 4, 5], [9], [17, 18]],
         [6, 7, 8, 13, 14, 15, 16, 19, 20, 21],
     ),
-    # A video, then another one, with nothing but their tokens between: 1 + int(7 x 0.5 x 2) = 8; the second one at 11, not at 4.
+    # A video, then another one, with nothing but their tokens between: 1 + int(7 x 0.5 x 2) = 8; the second
+    # one at 11, not at 4.
     ("qwen2_5_vl", "two in a row"): (
         [Grid(8, 4, 4, "video", 0.5), Grid(2, 4, 4, "video", 0.5), 1],
         [0],
@@ -86,7 +90,12 @@ def test_positions_are_those_worked_out_by_hand(family, name):
     parts, before, times, after = WORKED_OUT[family, name]
     positions, sample = positions_of(family, parts)
     is_text = sample.token_ids < 151655
-    assert positions[0, is_text].tolist() == positions[1, is_text].tolist() == positions[2, is_text].tolist() == [*before, *after]
+    assert (
+        positions[0, is_text].tolist()
+        == positions[1, is_text].tolist()
+        == positions[2, is_text].tolist()
+        == [*before, *after]
+    )
 
     media = positions[:, ~is_text]
     done = 0
@@ -114,7 +123,10 @@ def test_the_former_rule_is_kept_for_runs_that_began_under_it():
 
 
 def test_images_and_times_in_the_text_have_one_rule():
-    for family, parts in (("qwen2_5_vl", [3, Grid(1, 8, 12), 2, Grid(1, 4, 4), 1]), ("qwen3_vl", [2, MINUTE, 3])):
+    for family, parts in (
+        ("qwen2_5_vl", [3, Grid(1, 8, 12), 2, Grid(1, 4, 4), 1]),
+        ("qwen3_vl", [2, MINUTE, 3]),
+    ):
         assert torch.equal(positions_of(family, parts)[0], positions_of(family, parts, "transformers_5_3")[0])
 
 

@@ -1,4 +1,4 @@
-"""Videos in transformers as the released models know them: positions given to it, and the text for its processors."""
+"""Videos in transformers as the released models know them: its positions, and the text for its processors."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ FAST = Grid(3, 4, 8, "video", 0.75)
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_positions_of_a_padded_batch(family: str) -> None:
-    """Two prompts of different lengths, media of both kinds in each, padded in front: positions, and where new tokens go on."""
+    """Two prompts of different lengths with media of both kinds, padded in front; where new tokens go on."""
     spec = spec_of(family)
-    samples = [sample_of(spec, [2, LONG, 1, Grid(1, 8, 4), 2, FAST, 3]), sample_of(spec, [1, Grid(1, 4, 4), FAST, 4])]
+    samples = [
+        sample_of(spec, [2, LONG, 1, Grid(1, 8, 4), 2, FAST, 3]),
+        sample_of(spec, [1, Grid(1, 4, 4), FAST, 4]),
+    ]
     longest = max(map(len, samples))
     ids, mask = torch.zeros(2, longest, dtype=torch.int64), torch.zeros(2, longest, dtype=torch.int64)
     for row, sample in enumerate(samples):
         ids[row, longest - len(sample) :], mask[row, longest - len(sample) :] = sample.token_ids, 1
 
     model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
-    by_kind = {kind: [m.grid for s in samples for m in s.media if m.grid.kind == kind] for kind in ("image", "video")}
+    by_kind = {
+        kind: [m.grid for s in samples for m in s.media if m.grid.kind == kind] for kind in ("image", "video")
+    }
     positions, deltas = model.model.get_rope_index(
         ids,
         mm_token_type_ids=torch.zeros_like(ids),
@@ -52,7 +57,7 @@ def test_positions_of_a_padded_batch(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_generate_of_transformers_goes_on_after_the_largest_position(family: str, tiny_checkpoint) -> None:
-    """Its logits with keys and values kept, token for token, are those of one pass over everything with explicit positions."""
+    """Its logits, token by token with keys and values kept, are those of one pass with explicit positions."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     sample = make_sample("video_between", spec, 3)
@@ -70,7 +75,9 @@ def test_generate_of_transformers_goes_on_after_the_largest_position(family: str
     plain = load_hf(hf).eval()
     media = {name: value for name, value in inputs.items() if "pixel" in name or "grid" in name}
     with torch.no_grad():
-        logits = plain(input_ids=whole[None], position_ids=torch.tensor(positions).T[:, None], **media, use_cache=False).logits[0]
+        logits = plain(
+            input_ids=whole[None], position_ids=torch.tensor(positions).T[:, None], **media, use_cache=False
+        ).logits[0]
     kept = torch.cat(done.logits)
     assert torch.allclose(logits[len(sample) - 1 : -1], kept, atol=2e-4, rtol=0)
     assert kept.argmax(-1).tolist() == new.tolist()
@@ -82,11 +89,17 @@ def test_parity_gives_positions_where_there_are_videos(tiny_checkpoint) -> None:
     assert "position_ids" not in hf_inputs(make_sample("two_images", spec, 0), spec, norm)
     sample = make_sample("mixed", spec, 0)
     given = hf_inputs(sample, spec, norm)["position_ids"]
-    assert given[:, 0].T.tolist() == positions_one_by_one(sample.token_ids, [item.grid for item in sample.media], spec)
+    assert given[:, 0].T.tolist() == positions_one_by_one(
+        sample.token_ids, [item.grid for item in sample.media], spec
+    )
 
 
 def test_the_pair_goes_away_where_the_rule_says_so() -> None:
-    tokens = {"video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+    tokens = {
+        "video_token": "<|video_pad|>",
+        "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
+    }
     processor = SimpleNamespace(**tokens)
     video, image = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("video", "image"))
     text = f"a{video}b{image}{video}c"

@@ -35,11 +35,11 @@ VIDEO_RULES = {
     "video_positions": (("released", "transformers_5_3"), "Qwen2-VL and Qwen2.5-VL: positions at videos"),
     "video_prompt": (("released", "transformers_5_10"), "Qwen3-VL: text at videos"),
 }
-"""Field of a run's ``data`` -> its values, and what it is about. (The config takes too long to import for ``--help``.)"""
+"""Field of a run's ``data`` -> its values, and what it is about; the config takes too long to import here."""
 
 
 def add_video_rules(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--video-positions`` and ``--video-prompt``, for checkpoints that were trained under another rule."""
+    """Adds ``--video-positions`` and ``--video-prompt``, for checkpoints trained under other rules."""
     for name, (values, what) in VIDEO_RULES.items():
         option = f"--{name.replace('_', '-')}"
         text = f"{what}, as data.{name} of the training (default: released)"

@@ -20,7 +20,7 @@ PLACEHOLDER = re.compile(r"(<image>|<video>)")
 
 
 class Reference:
-    """A Hugging Face folder loaded with ``transformers`` in float32 on CPU; videos as the released models know them."""
+    """A Hugging Face folder in ``transformers``, float32 on CPU; videos as the released models know them."""
 
     def __init__(self, folder: Path, *, video_fps: float, video_max_frames: int) -> None:
         from transformers.utils import logging
@@ -56,7 +56,8 @@ class Reference:
             extra |= {"videos": [frames for frames, _ in videos], "video_metadata": [facts for _, facts in videos]}
             # Released folders do not cap the pixels of a frame; transformers warns where that is not said.
             extra |= {"do_sample_frames": True, "cap_pixels_per_frame": False} | self.sampling
-        return self.processor(text=[video_text(text, self.processor, self.spec)], return_tensors="pt", **extra)
+        text = video_text(text, self.processor, self.spec)
+        return self.processor(text=[text], return_tensors="pt", **extra)
 
     def _learnt(self, ids: Tensor) -> Tensor:
         """bool [tokens]: from behind each assistant header to its ``<|im_end|>``, that token included."""

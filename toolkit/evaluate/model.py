@@ -30,7 +30,8 @@ class Checkpoint:
         settings: ``dtype``, ``device`` (``cpu``, ``cuda`` or ``auto``: spread over the visible GPUs), ``min_pixels`` and
             ``max_pixels`` of a picture or frame (None: the checkpoint's own), ``max_new_tokens``, ``largest_picture`` in pixels;
             for videos that do not say it themselves, ``video_fps`` frames a second, ``video_max_frames`` at most (None or left
-            out: the checkpoint's own), and the rules ``video_positions`` and ``video_prompt`` (left out: ``released``).
+            out: the checkpoint's own), and the rules ``video_positions`` and ``video_prompt`` (left out:
+            ``released``).
         roots: folders that pictures and videos are read from.
     """
 

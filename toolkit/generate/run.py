@@ -86,7 +86,8 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
         given = samples[start : start + job.batch]
         # Where experts are spread over more ranks than a replica has, every replica answers its share, as many as the others.
         shared = given + given[-1:] * (-len(given) % grid.dp)
-        prompts = prepare(shared[grid.dp_rank :: grid.dp], spec, job.video_positions) if grid.owns_loader else None
+        share = shared[grid.dp_rank :: grid.dp]
+        prompts = prepare(share, spec, job.video_positions) if grid.owns_loader else None
         mine = generate(chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop))
         answers += _all_answers(mine, grid)[: len(given)]
     return answers
@@ -102,10 +103,13 @@ def _all_answers(mine: list[list[int]], grid: Grid) -> list[list[int]]:
     return [answer for row in zip(*shares, strict=True) for answer in row]
 
 
-def prepare(samples: list[Sample], spec: ModelSpec, video_positions: VideoPositions = "released") -> list[Prompt]:
+def prepare(
+    samples: list[Sample], spec: ModelSpec, video_positions: VideoPositions = "released"
+) -> list[Prompt]:
     """Prompts as rows of one length."""
     length = ROW_UNIT * math.ceil(max(map(len, samples)) / ROW_UNIT)
-    return [Prompt(pack_row([sample], spec, length, video_positions=video_positions), len(sample)) for sample in samples]
+    rows = [pack_row([sample], spec, length, video_positions=video_positions) for sample in samples]
+    return [Prompt(row, len(sample)) for row, sample in zip(rows, samples, strict=True)]
 
 
 def write_job(job: Job, path: Path) -> None:

@@ -35,8 +35,9 @@ def load_hf(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str 
 def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "cpu") -> dict[str, Any]:
     """The keyword arguments of the Hugging Face model for one sample.
 
-    ``mm_token_type_ids`` must be given: without it transformers 5.17 silently falls back to plain positions. So must the
-    positions of a sample with videos: transformers 5.3 to 5.23 lets text go on within a video, other than the released models.
+    ``mm_token_type_ids`` must be given: without it transformers 5.17 silently falls back to plain positions.
+    So must the positions of a sample with videos: transformers 5.3 to 5.23 lets text go on within a video,
+    other than the released models.
     """
     ids = sample.token_ids[None]
     types = (ids == spec.image_token_id).int() + 2 * (ids == spec.video_token_id).int()

@@ -3,8 +3,8 @@
 A family reads a Hugging Face ``config.json`` and answers with a :class:`ModelSpec`: plain numbers and flags, no
 torch. Everything else (model building, the tensor table, conversion, FLOP counts) is derived from the spec.
 
-A field that the file leaves out is refused by name where it is a size, and otherwise read as transformers' config classes of
-that family read it (5.17 to 5.23): the same folder must mean the same model to both.
+A field that the file leaves out is refused by name where it is a size, and otherwise read as transformers'
+config classes of that family read it (5.17 to 5.23): the same folder must mean the same model to both.
 """
 
 from __future__ import annotations
@@ -179,7 +179,12 @@ def require(config: dict[str, Any], name: str, where: str) -> Any:
 
 
 def read_language(
-    config: dict[str, Any], *, norm_eps: float, rope_theta: float, head_dim: int | None = None, tied: bool | None = None
+    config: dict[str, Any],
+    *,
+    norm_eps: float,
+    rope_theta: float,
+    head_dim: int | None = None,
+    tied: bool | None = None,
 ) -> LanguageSpec:
     """The language model's fields, flat or nested, old or new rope names.
 
@@ -204,7 +209,7 @@ def read_language(
         raise ConfigError("config.json: mrope_section is missing in rope_scaling / rope_parameters")
 
     hidden, heads = require(text, "hidden_size", TEXT), require(text, "num_attention_heads", TEXT)
-    if "num_key_value_heads" not in text:  # null means as many as heads; transformers' default is another model's number
+    if "num_key_value_heads" not in text:  # a null means as many as heads
         require(text, "num_key_value_heads", TEXT)
     head_dim = text.get("head_dim", head_dim) or hidden // heads
     section = tuple(int(n) for n in rope["mrope_section"])
@@ -245,8 +250,8 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
     deep = vision.deepstack_layers
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
         raise ConfigError(
-            f"config.json: DeepStack layers {list(deep)} (deepstack_visual_indexes; 8, 16, 24 where the field is left out) must "
-            f"ascend within the {vision.num_layers} vision layers"
+            f"config.json: DeepStack layers {list(deep)} (deepstack_visual_indexes; 8, 16, 24 without it) "
+            f"must ascend within the {vision.num_layers} vision layers"
         )
     if len(deep) > language.num_layers:
         raise ConfigError(

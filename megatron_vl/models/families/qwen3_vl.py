@@ -50,11 +50,11 @@ def read_vision(config: dict[str, Any]) -> VisionSpec:
 
 
 def read_text(config: dict[str, Any], head_dim: int | None = 128) -> LanguageSpec:
-    """The language model's fields; ``head_dim`` is that of a file that leaves it out, None: the width divided by the heads."""
+    """The language model's fields; ``head_dim`` as in :func:`~.base.read_language`."""
     text = require(config, "text_config", "config.json")
     if text.get("attention_bias"):
         raise ConfigError("config.json: attention_bias=true is not supported; set it to false")
-    # transformers looks at the top of the file alone; its text config has a value of its own, which nothing reads.
+    # transformers looks at the top of the file alone: nothing reads what its text config has.
     tied = bool(config.get("tie_word_embeddings"))
     language = read_language(config, norm_eps=1e-6, rope_theta=5e5, head_dim=head_dim, tied=tied)
     # transformers knows the interleaved order only, whatever the config says.
