@@ -3,13 +3,14 @@
 The text is what ``apply_chat_template`` renders (in transformers' sandbox) and the tokens are those of the whole text; the
 placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
 
-Where the family writes times into the text (Qwen3-VL), a video becomes, for each frame group, ``<1.5
-seconds><|vision_start|>...<|vision_end|>``. The template writes a ``<|vision_start|>`` and a
-``<|vision_end|>`` around the whole video too; whether they stay is a rule, ``data.video_prompt``. By the
-default, ``released``, they go away. The processor does so that Qwen added to transformers for the release
-(4.57, which the model's README and fine-tuning code ask for), and so did Qwen's code in vLLM. By
-``transformers_5_10``, they stay. The processors of transformers keep them since they were rewritten in 5.10,
-and vLLM follows where it finds 5.10 or later (its issue 46817).
+Where the family writes times into the text (Qwen3-VL), a video becomes, for each frame group,
+``<1.5 seconds><|vision_start|>...<|vision_end|>``. The template writes a ``<|vision_start|>`` and a
+``<|vision_end|>`` around the whole video too; whether they stay is a rule, ``data.video_prompt``:
+
+* ``released``, the default: they go away. The processor does so that Qwen added to transformers for the
+  release (4.57, which the model's README and fine-tuning code ask for), and so did Qwen's code in vLLM.
+* ``transformers_5_10``: they stay. The processors of transformers keep them since they were rewritten in 5.10,
+  and vLLM follows where it finds 5.10 or later (its issue 46817).
 
 Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the newline behind
 it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the text rendered with and
@@ -63,8 +64,7 @@ class ChatEncoder:
 
         around = self.tokenizer.convert_ids_to_tokens([spec.vision_start_token_id, spec.vision_end_token_id])
         self._group = f"{around[0]}{self.video_token}{around[1]}"
-        # Frame groups take the place of the video with its pair where it has one, or of the placeholder
-        # alone.
+        # Frame groups take the place of the video with its pair, where it has one, or of the placeholder.
         whole = [self._group] if video_prompt == "released" else []
         self._replaced = re.compile("|".join(map(re.escape, (*whole, self.image_token, self.video_token))))
 

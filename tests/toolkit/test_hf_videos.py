@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +60,6 @@ def test_generate_of_transformers_goes_on_after_the_largest_position(family: str
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     sample = make_sample("video_between", spec, 3)
-    for item in sample.media:
-        item.grid = dataclasses.replace(item.grid, second_per_grid=3.75)
     inputs = {name: value for name, value in hf_inputs(sample, spec, norm).items() if name != "position_ids"}
 
     model = follow_video_positions(load_model(hf, torch.float32), spec)

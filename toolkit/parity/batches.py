@@ -11,6 +11,8 @@ from megatron_vl.models.rope import Grid, placeholder_runs
 IMAGE_A, IMAGE_B = (1, 10, 14), (1, 4, 6)
 """Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a window."""
 VIDEO = (2, 6, 10)
+SECONDS = 3.75
+"""Of a frame group: in Qwen2.5-VL, time then reaches further than rows and columns, and text goes on after it."""
 
 KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "text": ["text"],
@@ -56,7 +58,7 @@ def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Ten
 def _medium(spec: ModelSpec, kind: str, thw: tuple[int, int, int], generator: torch.Generator) -> tuple[torch.Tensor, MediaItem]:
     v = spec.vision
     t, h, w = thw
-    grid = Grid(t, h, w, kind=kind, second_per_grid=1.0)  # type: ignore[arg-type]
+    grid = Grid(t, h, w, kind=kind, second_per_grid=SECONDS)  # type: ignore[arg-type]
     frames = t * v.temporal_patch_size if kind == "video" else 1
     planes = torch.randint(0, 256, (frames, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8)
     pad = spec.image_token_id if kind == "image" else spec.video_token_id
