@@ -164,6 +164,16 @@ class DataConfig:
     """Seed of the sample order."""
 
 
+def video_rule(data: DataConfig, timestamps: bool) -> dict[str, str]:
+    """The field, with its value, of the rule that a model's videos follow; the other one means nothing to it.
+
+    Args:
+        timestamps: whether the family writes times into the text (``VisionSpec.video_timestamps``).
+    """
+    name = "video_prompt" if timestamps else "video_positions"
+    return {name: getattr(data, name)}
+
+
 @dataclass
 class OptimizerConfig:
     """AdamW, schedules, and learning rates of the model's parts."""

@@ -42,7 +42,7 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ..config import RULES_BEFORE, DataConfig
+from ..config import RULES_BEFORE, DataConfig, video_rule
 from ..models.families import ModelSpec
 from ..models.rope import Grid
 from ..signals import shield_loader_worker
@@ -463,15 +463,9 @@ def build_loader(
         # Lengths of samples follow from these, and rows from lengths.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
-        **_video_rule(data, spec),
+        **video_rule(data, spec.vision.video_timestamps),
     }
     return RowLoader(loader, identity, samples)
-
-
-def _video_rule(data: DataConfig, spec: ModelSpec) -> dict[str, str]:
-    """The rule of videos that this model's rows follow; the other one means nothing to it, and may change."""
-    name = "video_prompt" if spec.vision.video_timestamps else "video_positions"
-    return {name: getattr(data, name)}
 
 
 def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split: str) -> Any:

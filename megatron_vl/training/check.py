@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.config import RULES_BEFORE, RunConfigError, TrainConfig, validate, video_rule
 from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.layout import Layout, run_layout
 
@@ -56,6 +57,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             steps = ", ".join(map(str, checkpoint.saved_steps(Path(config.checkpoint.dir)))) or "none"
             raise RunConfigError(f"checkpoint.step {step} is not in {config.checkpoint.dir}; steps that are: {steps}")
         checkpoint.check_resumable(source, run_facts(config, dp), config.checkpoint.restart_data)
+        check_video_rule(config, spec, source)
     if config.eval.interval:
         from megatron_vl.data.loader import split_size
 
@@ -114,6 +116,29 @@ def step_to_resume(config: TrainConfig) -> int | None:
 def run_facts(config: TrainConfig, dp: int) -> dict[str, Any]:
     """What must be equal for a resumed run to read the same samples."""
     return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
+
+
+def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None:
+    """Refuses another rule for videos than that of the step folder ``source``, with ``restart_data`` too.
+
+    Raises:
+        RunConfigError: names the field, both rules, and what to do.
+    """
+    path = source / "loader" / "dp_00000.json"
+    if not path.is_file():
+        return
+    try:
+        identity = dict(json.loads(path.read_text())["identity"])
+    except (ValueError, KeyError, TypeError):  # a damaged one is told, by its hash, where it is needed
+        return
+
+    for name, now in video_rule(config.data, spec.vision.video_timestamps).items():
+        before = identity.get(name, RULES_BEFORE[name])
+        if before != now:
+            raise RunConfigError(
+                f"data.{name} is {now!r}, but {source} was trained under {before!r}: set data.{name} to {before!r} to go "
+                f"on with this run, or start a new one from its weights (model.checkpoint) under {now!r}"
+            )
 
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:

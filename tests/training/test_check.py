@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.loader import LoaderError, split_size
 from megatron_vl.training.check import check, remarks
+from megatron_vl.training.checkpoint import _FORMAT, manifest_digest
 
 HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
 
@@ -29,6 +31,32 @@ def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_pa
     wanted = parse_config([*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.step", "7"])
     with pytest.raises(RunConfigError, match=r"checkpoint.step 7 is not in .*run; steps that are: 20, 40$"):
         check(wanted, 1)
+
+
+@pytest.mark.parametrize("restart", ["true", "false"])
+def test_another_rule_for_videos_is_refused_before_anything_starts(
+    fields: list[str], tmp_path: Path, restart: str
+) -> None:
+    """Of a checkpoint that names no rule, it is the former one; the rule of another family is not looked at."""
+    step = tmp_path / "run" / "step_00000020"
+    (step / "loader").mkdir(parents=True)
+    facts = {"dp": 1, "num_workers": 2, "seq_len": 4096, "format": _FORMAT, "step": 20, "layout": {}, "files": {}}
+    (step / "run.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
+    command = [*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.restart_data", restart]
+    former = ["--data.video_positions", "transformers_5_3"]
+
+    def says(identity: dict[str, str], *options: str) -> str:
+        (step / "loader" / "dp_00000.json").write_text(json.dumps({"identity": identity}))
+        try:
+            check(parse_config([*command, "--checkpoint.step", "20", *options]), 1)
+        except RunConfigError as error:
+            return str(error)
+        return ""
+
+    assert "set data.video_positions to 'transformers_5_3'" in says({})
+    assert says({}, *former) == ""
+    assert "set data.video_positions to 'released'" in says({"video_positions": "released"}, *former)
+    assert says({"video_positions": "released"}, "--data.video_prompt", "transformers_5_10") == ""
 
 
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])
