@@ -9,8 +9,8 @@ Where the family writes times into the text (Qwen3-VL), a video becomes, for eac
 
 * ``released``, the default: they go away. The processor does so that Qwen added to transformers for the
   release (4.57, which the model's README and fine-tuning code ask for), and so did Qwen's code in vLLM.
-* ``transformers_5_10``: they stay. The processors of transformers keep them since they were rewritten in 5.10,
-  and vLLM follows where it finds 5.10 or later (its issue 46817).
+* ``transformers_5_10``: they stay. The processors of transformers keep them since they were rewritten in
+  5.10, and vLLM follows where it finds 5.10 or later (its issue 46817).
 
 Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the newline behind
 it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the text rendered with and

@@ -136,8 +136,8 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None
         before = identity.get(name, RULES_BEFORE[name])
         if before != now:
             raise RunConfigError(
-                f"data.{name} is {now!r}, but {source} was trained under {before!r}: set data.{name} to {before!r} to go "
-                f"on with this run, or start a new one from its weights (model.checkpoint) under {now!r}"
+                f"data.{name} is {now!r}, but {source} was trained under {before!r}: set data.{name} to {before!r} "
+                f"to go on with this run, or start a new one from its weights (model.checkpoint) under {now!r}"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,10 +38,11 @@ def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_pa
 def test_another_rule_for_videos_is_refused_before_anything_starts(
     fields: list[str], tmp_path: Path, restart: str
 ) -> None:
-    """Of a checkpoint that names no rule, it is the former one; the rule of another family is not looked at."""
+    """A checkpoint that names no rule has the former one; the rule of another family is not looked at."""
     step = tmp_path / "run" / "step_00000020"
     (step / "loader").mkdir(parents=True)
-    facts = {"dp": 1, "num_workers": 2, "seq_len": 4096, "format": _FORMAT, "step": 20, "layout": {}, "files": {}}
+    facts: dict[str, Any] = {"dp": 1, "num_workers": 2, "seq_len": 4096}
+    facts |= {"format": _FORMAT, "step": 20, "layout": {}, "files": {}}
     (step / "run.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
     command = [*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.restart_data", restart]
     former = ["--data.video_positions", "transformers_5_3"]

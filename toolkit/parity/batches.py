@@ -12,7 +12,7 @@ IMAGE_A, IMAGE_B = (1, 10, 14), (1, 4, 6)
 """Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a window."""
 VIDEO = (2, 6, 10)
 SECONDS = 3.75
-"""Of a frame group: in Qwen2.5-VL, time then reaches further than rows and columns, and text goes on after it."""
+"""Of a frame group. In Qwen2.5-VL, time then reaches further than rows and columns do."""
 
 KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "text": ["text"],
