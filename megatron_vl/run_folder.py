@@ -366,8 +366,8 @@ def _done(done: RollBack, step: int, branch: str, attempt: int) -> bool:
 
 def _done_line(tip: Saved, done: RollBack, checkpoints: list[Saved]) -> str:
     line = (
-        f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} is "
-        f"saved up to step {tip.step}: going on from there"
+        f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} "
+        f"is saved up to step {tip.step}: going on from there"
     )
     if Point(done.branch, done.step) not in [saved.point for saved in checkpoints]:
         return f"{line}. Step {done.step} itself is no longer there (checkpoint.keep)"

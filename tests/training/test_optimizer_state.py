@@ -151,7 +151,7 @@ def test_without_an_index_headers_are_read_once(tmp_path: Path, opened: list[str
 
 
 def test_where_several_files_hold_the_same_each_rank_reads_its_own(tmp_path: Path, opened: list[str]) -> None:
-    """Optimizer state that is not spread: every replica has all of it, and thousands must not read the first one's."""
+    """State that is not spread over replicas: thousands of ranks must not read the first one's file."""
     files, slices = {}, {}
     for rank in range(3):
         tensors = {f"column[0:144]/{kind}": full(INFOS[0], kind).reshape(-1) for kind in KINDS}
