@@ -21,8 +21,9 @@ from megatron_vl.data.description import DescriptionError, LoaderError, differen
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.state import StateError
 from megatron_vl.models.families import read_spec
+from tests.data.programs import shared_facts
+from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
-from tests.training.process import run_ranks
 
 from .datasets import converted
 
@@ -291,29 +292,11 @@ def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tm
     assert len(longest) < 39 and description.LARGEST >= 48 * 4_000_000
 
 
-SHARED = """
-import torch.distributed as dist
-from megatron_vl.config import TrainConfig
-from megatron_vl.training import loop
-
-dist.init_process_group("gloo")
-reads, read = [], loop.read_data
-loop.read_data = lambda config: reads.append(1) or read(config)
-config = TrainConfig()
-config.data.path = PATH
-identity = loop.share_data(config)["train"].identity
-config.eval.interval, config.eval.split = 1, "test"
-try:
-    told = str(loop.share_data(config))
-except ValueError as error:
-    told = str(error)
-RESULT = [None, None]
-dist.all_gather_object(RESULT, [len(reads), identity, told])
-"""
 
 
+@pytest.mark.ranks
 def test_one_rank_reads_and_all_end_alike(parts):
-    first, second = run_ranks(2, SHARED, PATH=str(parts / "birds"))
+    first, second = call(shared_facts, 2, path=str(parts / "birds"))
     assert (first[0], second[0]) == (2, 0), "who has read how often"
     assert first[1] == second[1] == identity(parts / "birds")
     assert first[2] == second[2] and "the split 'test' is empty" in first[2]

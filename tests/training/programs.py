@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import RecomputeConfig, TrainConfig
+from megatron_vl.config import RecomputeConfig, TrainConfig, parse_config
 from megatron_vl.data.assemble import pack_row
 from megatron_vl.models.families import read_spec
 from megatron_vl.models.names import LiveTensor
@@ -22,7 +24,9 @@ from megatron_vl.parallel.grid import init_distributed, make_grid
 from megatron_vl.parallel.layout import make_layout
 from megatron_vl.platform import get_platform
 from megatron_vl.training import feed, metrics
+from megatron_vl.training.check import check
 from megatron_vl.training.feed import StepData
+from megatron_vl.training.loop import train
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import optimizer_slices, snapshot
 from megatron_vl.training.step import StepResult, run_schedule, train_step
@@ -155,7 +159,7 @@ def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
 
 
 def rows_over_the_wire(hf: str) -> list[list[Any]]:
-    """[fields that arrive otherwise than they left, whether room of the right size is made] of a row with pictures and of one without."""
+    """[fields that do not arrive as they left, whether the room made is right] of a row with pictures and one without."""
     get_platform("cpu")
     spec = read_spec(hf)
     results = []
@@ -268,3 +272,19 @@ def tally_of_one_rank() -> list[Any]:
     total = Tally(tokens=2**53 - 1, language_flops=0.1, data_wait_s=0.3).reduced(platform.device)
     types = [type(value).__name__ for value in vars(total).values()]
     return [total.tokens, total.language_flops, total.data_wait_s, types]
+
+
+def what_trainings_say(starts: list[list[str]]) -> list[str]:
+    """What each start of the trainer printed, one after another in one process, and the message that it ended with."""
+    said = []
+    for words in starts:
+        out, problem = io.StringIO(), ""
+        with contextlib.redirect_stdout(out):
+            try:
+                config = parse_config(words)
+                check(config)
+                train(config)
+            except (ValueError, OSError, RuntimeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+        said.append(out.getvalue() + problem)
+    return said

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.commands.checkpoint import describe, lineage_lines, lineage_of, verify_checkpoint
 
 from converters.convert import convert
 from megatron_vl.json_files import manifest_digest
 from megatron_vl.run_folder import step_folder
 from megatron_vl.weights import find_weights
-from tests.training.process import run_single
-from tests.training.small_run import command, metrics, prepare, train
+from tests.support.ranks import call
+from tests.training.programs import what_trainings_say
+from tests.training.small_run import metrics, options_of, prepare, train
+from toolkit.checkpoint.contents import describe, lineage_lines, lineage_of, verify_checkpoint
 
 QUICK = [
     "--data.num_workers",
@@ -34,23 +35,6 @@ QUICK = [
     "true",
 ]
 
-TRAININGS = """
-import contextlib, io
-from megatron_vl.config import parse_config
-from megatron_vl.training.check import check
-from megatron_vl.training.loop import train
-RESULT = []
-for words in STARTS:
-    out, problem = io.StringIO(), ""
-    with contextlib.redirect_stdout(out):
-        try:
-            config = parse_config(words)
-            check(config)
-            train(config)
-        except (ValueError, OSError, RuntimeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-    RESULT.append(out.getvalue() + problem)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +45,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
 
 def trainings(prepared: dict[str, Path], *starts: tuple[Path, list[str]]) -> list[str]:
     """What each start of the trainer printed, and the message that it ended with."""
-    words = [command(prepared, run, *QUICK, *options) for run, options in starts]
-    return run_single(TRAININGS, STARTS=[w[w.index("megatron_vl.train") + 1 :] for w in words])
+    words = [options_of(prepared, run, *QUICK, *options) for run, options in starts]
+    return call(what_trainings_say, starts=words)
 
 
 def rows(run: Path) -> list[tuple[int, Any]]:
@@ -239,7 +223,7 @@ def test_bad_samples_are_counted_on_after_a_resume(prepared: dict[str, Path], tm
         assert saved_counts(run, step) == saved_counts(whole, step) == dropped(whole, step), step
 
 
-@pytest.mark.distributed
+@pytest.mark.ranks
 def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_them(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -1,0 +1,36 @@
+"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_vl.config import TrainConfig
+from megatron_vl.training import loop
+
+
+def shared_facts(path: str) -> list[Any]:
+    """By rank: how often it read the description, the identity that it got, and what it says of an empty split."""
+    dist.init_process_group("gloo")
+    reads: list[int] = []
+    read = loop.read_data
+
+    def counted(config: TrainConfig) -> Any:
+        reads.append(1)
+        return read(config)
+
+    loop.read_data = counted
+    config = TrainConfig()
+    config.data.path = path
+    identity = loop.share_data(config)["train"].identity
+    config.eval.interval, config.eval.split = 1, "test"
+    try:
+        told = str(loop.share_data(config))
+    except ValueError as error:
+        told = str(error)
+
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, [len(reads), identity, told])
+    dist.destroy_process_group()
+    return by_rank
