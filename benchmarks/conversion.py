@@ -26,10 +26,10 @@ import torch
 
 from converters import rules_for
 from converters.hf import INDEX
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.tensors import Cut
-from megatron_vl.tensor_files import TensorWriter, make_header, row_windows
-from megatron_vl.weights import WeightReader
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.tensors import Cut
+from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.tensor_files import TensorWriter, make_header, row_windows
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2_5_vl",

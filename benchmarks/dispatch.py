@@ -73,7 +73,7 @@ def dispatchers(platform: Platform, options: argparse.Namespace) -> dict[str, An
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_vl.models.dispatch import OncePerRankDispatcher
+    from megatron_vl.models.moe.dispatch import OncePerRankDispatcher
 
     class Core(MoEAlltoAllTokenDispatcher):
         """Core's; its split sizes are numbers on CPU too, where core 0.19.2 leaves tensors."""
@@ -175,7 +175,7 @@ def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
 
 def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> None:
     """The movements of one rank: tokens to ranks, received rows to experts, tokens to experts where one rank has all."""
-    from megatron_vl.models.rows import positions, scatter_rows, sum_rows
+    from megatron_vl.kernels.token_copies import positions, scatter_rows, sum_rows
 
     x, _, chosen, _ = draw(platform, tokens, options)
     x = x.detach()[:, 0]

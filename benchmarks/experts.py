@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
 from torch import Tensor
 
-from megatron_vl.models.grouped_gemm import (
+from megatron_vl.kernels.grouped_gemm import (
     ROWS_CONFIG,
     WEIGHT_CONFIG,
     Addresses,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.models.tensors import Cut, TensorInfo
+from megatron_vl.spec.tensors import Cut, TensorInfo
 from megatron_vl.training import optimizer_state
 from megatron_vl.training.optimizer_state import (
     INDEX,

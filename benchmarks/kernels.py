@@ -22,8 +22,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from megatron_vl.models.swiglu import swiglu
-from megatron_vl.models.window_attention import window_attention
+from megatron_vl.kernels.swiglu import swiglu
+from megatron_vl.kernels.window_attention import window_attention
 
 PATCHES, HEADS, DIM = 22_208, 16, 80
 

@@ -23,8 +23,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from megatron_vl.models import tower_attention as kernels
-from megatron_vl.models.tower_attention import TILES, Tile
+from megatron_vl.kernels import tower_attention as kernels
+from megatron_vl.kernels.tower_attention import TILES, Tile
 
 LENGTHS = [900, 1600, 1250, 980, 1444, 1024, 1156, 1330, 900, 1600, 1088, 1200, 1296, 1000, 952]
 FORWARD = [TILES.forward, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)]

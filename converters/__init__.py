@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_vl.models.families import ModelSpec
+from megatron_vl.spec.families import ModelSpec
 
 from . import qwen2_5_vl, qwen2_vl, qwen3_vl
 from .rules import RELEASED, ExpertStyle, Rule, check_cover

@@ -16,11 +16,27 @@ import torch
 from torch import Tensor
 
 from megatron_vl import __version__, durable
-from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.tensors import WHOLE, Cut, TensorInfo, tensor_table
-from megatron_vl.parallel.layout import Layout, make_layout
-from megatron_vl.tensor_files import TensorWriter, WeightsError, Window, dtype_name, make_header, matrix_shape, read_header
-from megatron_vl.weights import WeightReader, expert_file_name, file_entry, gather, part_blocks, rank_file_name, write_manifest
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.tensors import WHOLE, Cut, TensorInfo, tensor_table
+from megatron_vl.weights.store import (
+    WeightReader,
+    expert_file_name,
+    file_entry,
+    gather,
+    part_blocks,
+    rank_file_name,
+    write_manifest,
+)
+from megatron_vl.weights.tensor_files import (
+    TensorWriter,
+    WeightsError,
+    Window,
+    dtype_name,
+    make_header,
+    matrix_shape,
+    read_header,
+)
 
 from .hf import HfCheckpoint
 from .restart import Output, writing

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
-from megatron_vl.models.tensors import EMBEDDING
-from megatron_vl.tensor_files import TensorReader, WeightsError, Window, read_header, row_windows
-from megatron_vl.weights import UNFINISHED, Block, gather
+from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.spec.tensors import EMBEDDING
+from megatron_vl.weights.store import UNFINISHED, Block, gather
+from megatron_vl.weights.tensor_files import TensorReader, WeightsError, Window, read_header, row_windows
 
 from . import rules_for
 from .rules import DOWN, GATE_UP, HF_OUTPUT, RELEASED, ExpertStyle, Rule

@@ -7,8 +7,8 @@ Names: ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGenerat
 
 from __future__ import annotations
 
-from megatron_vl.models.families import ModelSpec, VisionSpec
-from megatron_vl.models.tensors import tensor_table
+from megatron_vl.spec.families import ModelSpec, VisionSpec
+from megatron_vl.spec.tensors import tensor_table
 
 from .rules import RELEASED, ExpertStyle, Rule, language_rules, padded_columns, padded_rows, same, vision_rules
 

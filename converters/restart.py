@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.tensor_files import TensorWriter, WeightsError, partial_path
-from megatron_vl.weights import FORMAT, MANIFEST, UNFINISHED
+from megatron_vl.weights.store import FORMAT, MANIFEST, UNFINISHED
+from megatron_vl.weights.tensor_files import TensorWriter, WeightsError, partial_path
 
 MEGATRON_FILES = r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
 HF_FILES = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"

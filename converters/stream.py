@@ -1,6 +1,6 @@
 """Moving tensors from a source to files, a few megabytes at a time, several at once, with progress.
 
-Memory is bounded by :data:`~megatron_vl.weights.CHUNK_BYTES` times a small constant times the number of workers,
+Memory is bounded by :data:`~megatron_vl.weights.store.CHUNK_BYTES` times a small constant times the number of workers,
 whatever the size of the model: windows of mapped files are read, and files are filled in place.
 """
 
@@ -20,7 +20,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-from megatron_vl.tensor_files import TensorWriter, Window, matrix_shape, row_windows
+from megatron_vl.weights.tensor_files import TensorWriter, Window, matrix_shape, row_windows
 
 
 class Progress:

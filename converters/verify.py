@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.run_folder import LATEST
-from megatron_vl.tensor_files import CODES, WeightsError, Window, matrix_shape, row_windows
-from megatron_vl.weights import MANIFEST, WeightReader
+from megatron_vl.weights.run_folder import LATEST
+from megatron_vl.weights.store import MANIFEST, WeightReader
+from megatron_vl.weights.tensor_files import CODES, WeightsError, Window, matrix_shape, row_windows
 
 from .hf import TensorFolder, short_name
 from .stream import Progress, default_workers

@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from megatron_vl.config_file import ConfigFileError, field_lines
 from megatron_vl.errors import UserError
-
-from .config_file import ConfigFileError, field_lines
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""

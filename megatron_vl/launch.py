@@ -15,7 +15,7 @@ import signal
 import sys
 from types import FrameType
 
-from megatron_vl.open_files import raise_open_files
+from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.processes import children
 
 RANK_PROGRAM = "megatron_vl.train"

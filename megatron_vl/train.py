@@ -11,21 +11,21 @@ from __future__ import annotations
 import faulthandler
 import sys
 
-from megatron_vl import failures
 from megatron_vl.config import parse
 from megatron_vl.errors import describe, exit_code, is_fixable
+from megatron_vl.parallel import failures
 from megatron_vl.signals import take_stop_signals
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parses, checks, trains. Returns the exit code: 0 done, 1 stopped with a message.
 
-    Where several ranks run and one fails, all of them end with its message (see :mod:`megatron_vl.failures`).
+    Where several ranks run and one fails, all of them end with its message (see :mod:`megatron_vl.parallel.failures`).
     """
     config = parse(argv)
     faulthandler.enable()  # a crash in native code tells where Python was
     try:
-        from megatron_vl.training.check import check
+        from megatron_vl.training.preflight import check
 
         check(config)
         take_stop_signals()

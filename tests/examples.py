@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.spec.families import ModelSpec, read_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 HF_CONFIGS = ROOT / "tests" / "hf_configs"

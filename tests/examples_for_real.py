@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron_vl.config import ParallelConfig, parse_config
-from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.demo.data import write_raw_data
 from toolkit.tiny import write_tiny_checkpoint
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_vl import durable
-from megatron_vl.tensor_files import TensorWriter, make_header
 from megatron_vl.training.optimizer_state import write_hashed
+from megatron_vl.weights.tensor_files import TensorWriter, make_header
 from tests.disk import Disk
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from converters.hf import TensorFolder
 from megatron_vl.config import VideoPositions, VideoPrompt
-from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
-from megatron_vl.models.rope import Grid, mrope_positions
+from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.spec.positions import Grid, mrope_positions
 
 SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 """For every ``from_pretrained`` in this project."""

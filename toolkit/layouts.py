@@ -48,7 +48,7 @@ class LayoutSpec:
 
     @property
     def model_parallel(self) -> dict[str, Any]:
-        """The arguments of :func:`megatron_vl.parallel.layout.make_layout`."""
+        """The arguments of :func:`megatron_vl.spec.layout.make_layout`."""
         layers = list(self.layers) if self.layers is not None else None
         return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "layers": layers, "ep": self.ep, "etp": self.etp}
 

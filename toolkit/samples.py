@@ -17,8 +17,8 @@ from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.loader import grid_of, planes_of
 from megatron_vl.data.pixels import MAX_PIXELS, read_pixel_settings
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.rope import Grid
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.positions import Grid
 
 
 class SampleEncoder:

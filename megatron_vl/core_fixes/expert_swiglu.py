@@ -1,7 +1,7 @@
 """Experts' SwiGLU without torch.compile (Megatron-core 0.19.2).
 
 The grouped experts call core's jitted SwiGLU, whose backward is several times slower than memory allows (see
-:mod:`megatron_vl.models.swiglu`) and is compiled again when the number of routed tokens changes. Can go when core has
+:mod:`megatron_vl.kernels.swiglu`) and is compiled again when the number of routed tokens changes. Can go when core has
 a kernel of its own on this path.
 """
 
@@ -18,7 +18,7 @@ def use_fused_swiglu() -> None:
 
 def _weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False) -> Tensor:
     """Core's signature: x [T, 2 * F], weights [T, 1] -> [T, F]."""
-    from megatron_vl.models.swiglu import swiglu
+    from megatron_vl.kernels.swiglu import swiglu
 
     if bias is not None or fp8_input_store:
         raise NotImplementedError("experts have no bias and keep no fp8 input here")

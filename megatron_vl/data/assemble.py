@@ -14,12 +14,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_vl.config import VideoPositions
+from megatron_vl.data.row import Row, VisionBatch
 from megatron_vl.errors import UserError
-
-from ..models.families import ModelSpec
-from ..models.families.base import text_config
-from ..models.rope import Grid, mrope_positions, patch_positions, placeholder_positions, placeholder_runs, window_order
-from .row import Row, VisionBatch
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families.base import text_config
+from megatron_vl.spec.positions import (
+    Grid,
+    mrope_positions,
+    patch_positions,
+    placeholder_positions,
+    placeholder_runs,
+    window_order,
+)
 
 
 class PackError(UserError, ValueError):
@@ -73,7 +79,7 @@ def pack_row(
 
     Args:
         pad_token_id: fills the tail; None: the model's own.
-        video_positions: as in :func:`~megatron_vl.models.rope.mrope_positions`.
+        video_positions: as in :func:`~megatron_vl.spec.positions.mrope_positions`.
 
     Raises:
         PackError: no sample, or more tokens than ``seq_len``.

@@ -32,9 +32,8 @@ from torch import Tensor
 
 from megatron_vl.config import VideoPrompt
 from megatron_vl.errors import UserError
-
-from ..models.families import ModelSpec
-from ..models.rope import Grid, placeholder_runs
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.positions import Grid, placeholder_runs
 
 
 class ChatError(UserError, ValueError):

@@ -41,20 +41,28 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ..config import RULES_BEFORE, DataConfig, video_rule
-from ..models.families import ModelSpec
-from ..models.rope import Grid
-from ..signals import shield_loader_worker
-from . import assemble
-from .bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
-from .chat import ChatEncoder
-from .description import LoaderError, SplitFacts, difference, read_description
-from .packing import RowPacking, fill_row, pack_greedily
-from .pixels import PixelSettings, VideoInfo, image_grid, image_planes, read_pixel_settings, video_grid, video_planes
-from .reading import BROKEN, crc_differs, make_tolerant
-from .row import Row
-from .shuffling import GIB, ShuffleBufferDataset, at_most
-from .state import StateError, from_json, to_json
+from megatron_vl.config import RULES_BEFORE, DataConfig, video_rule
+from megatron_vl.data import assemble
+from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
+from megatron_vl.data.chat import ChatEncoder
+from megatron_vl.data.description import LoaderError, SplitFacts, difference, read_description
+from megatron_vl.data.packing import RowPacking, fill_row, pack_greedily
+from megatron_vl.data.pixels import (
+    PixelSettings,
+    VideoInfo,
+    image_grid,
+    image_planes,
+    read_pixel_settings,
+    video_grid,
+    video_planes,
+)
+from megatron_vl.data.reading import BROKEN, crc_differs, make_tolerant
+from megatron_vl.data.row import Row
+from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset, at_most
+from megatron_vl.data.state import StateError, from_json, to_json
+from megatron_vl.signals import shield_loader_worker
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.positions import Grid
 
 log = logging.getLogger(__name__)
 

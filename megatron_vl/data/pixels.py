@@ -34,10 +34,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vl.config import DataConfig
 from megatron_vl.errors import UserError
-
-from ..config import DataConfig
-from ..models.rope import Grid
+from megatron_vl.spec.positions import Grid
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bad_samples import DroppedSample
+from megatron_vl.data.bad_samples import DroppedSample
 
 
 @dataclass
 class VisionBatch:
     """All images and video frames of a row, in the order in which the vision tower reads them.
 
-    Patches are already in window order (merge units grouped by window, see :func:`megatron_vl.models.rope.window_order`),
+    Patches are already in window order (merge units grouped by window, see :func:`megatron_vl.spec.positions.window_order`),
     so the tower never permutes; ``feature_index`` undoes the order when features are placed.
     """
 

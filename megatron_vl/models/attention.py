@@ -5,7 +5,7 @@ packed path (``thd``) restarts the rotary frequencies at each sequence and so ca
 ``sbhd`` with a batch of one, applies RoPE from the position ids as they are, and calls :class:`PackedAttention`.
 
 Backends: ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2 in torch),
-``flash_attn`` (the package) and ``triton`` (:mod:`megatron_vl.models.tower_attention`, for towers).
+``flash_attn`` (the package) and ``triton`` (:mod:`megatron_vl.kernels.tower_attention`, for towers).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError
-
-from .kv_cache import CacheUse
-from .tower_heads import has_kernels, kernels_are_fastest
+from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
+from megatron_vl.models.kv_cache import CacheUse
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
 
@@ -201,7 +200,7 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: Segments, c
 
 
 def _triton(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
-    from .tower_attention import attention
+    from megatron_vl.kernels.tower_attention import attention
 
     assert not causal, "for towers only"
     return attention(query, key, value, segments.cu_seqlens)

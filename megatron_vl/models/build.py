@@ -13,20 +13,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
-from megatron_vl.models.families import ModelSpec
+from megatron_vl.models.attention import choose_backend
+from megatron_vl.models.deepstack import levels_before
+from megatron_vl.models.layer_specs import block_spec
+from megatron_vl.models.names import LiveTensor, named_tensors
+from megatron_vl.models.rotary_embedding import MRope
+from megatron_vl.models.transformer_configs import language_config, vision_config
+from megatron_vl.models.vision import VisionTower
+from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel import tp_overlap
-from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform
-
-from .attention import choose_backend
-from .deepstack import levels_before
-from .modules import block_spec
-from .names import LiveTensor, named_tensors
-from .rotary import MRope
-from .tensors import OUTPUT, TensorInfo, part_of, tensor_table
-from .transformer_configs import language_config, vision_config
-from .vision import VisionTower
-from .vlm import VisionLanguageModel
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import OUTPUT, TensorInfo, part_of, tensor_table
 
 for _name in ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel"):
     # GPTModel announces its deprecation, DDP that it computes a layout: at every start, on every rank.

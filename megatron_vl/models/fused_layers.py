@@ -16,11 +16,11 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from .attention import PackedRow
+from megatron_vl.models.attention import PackedRow
 
 
 class TowerSelfAttention(SelfAttention):
-    """Core's SelfAttention; :mod:`megatron_vl.models.window_attention` and :mod:`megatron_vl.models.tower_attention` take
+    """Core's SelfAttention; :mod:`megatron_vl.kernels.window_attention` and :mod:`megatron_vl.kernels.tower_attention` take
     what they are made for.
 
     Args:
@@ -45,8 +45,8 @@ class TowerSelfAttention(SelfAttention):
 
     def _kernel(self, row: PackedRow) -> Callable[[Tensor], Tensor] | None:
         """From the fused QKV output [P, heads * 3 * d] to [P, heads * d], if there is a kernel for this layer."""
-        from .tower_attention import tower_attention
-        from .window_attention import MAX_WINDOW, window_attention
+        from megatron_vl.kernels.tower_attention import tower_attention
+        from megatron_vl.kernels.window_attention import MAX_WINDOW, window_attention
 
         assert row.cos_sin is not None
         (cos, sin), dim = row.cos_sin, self.hidden_size_per_attention_head
@@ -91,7 +91,7 @@ class FusedMLP(MLP):
         if not self.config.gated_linear_unit:
             return self.activation_func(hidden)
         if hidden.is_cuda:
-            from .swiglu import swiglu
+            from megatron_vl.kernels.swiglu import swiglu
 
             return swiglu(hidden)
         gate, up = hidden.chunk(2, -1)

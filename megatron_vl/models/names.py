@@ -1,7 +1,7 @@
 """Canonical tensor names of the live modules, whichever platform built them.
 
 Transformer Engine fuses a norm into the linear that follows and numbers layers per chunk; the local modules keep the
-norm apart. Canonical names (see :mod:`megatron_vl.models.tensors`) follow the fused style with global numbers.
+norm apart. Canonical names (see :mod:`megatron_vl.spec.tensors`) follow the fused style with global numbers.
 
 A canonical expert tensor is a stack of all experts; live, each expert is a parameter of its own, ``weight3`` of a grouped
 linear or ``local_experts.3`` of a list. :class:`LiveTensor` says which of the stack a parameter is.
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .tensors import EMBEDDING, OUTPUT
-from .vlm import VisionLanguageModel
+from megatron_vl.models.vision_language import VisionLanguageModel
+from megatron_vl.spec.tensors import EMBEDDING, OUTPUT
 
 _LAYER = re.compile(r"^language_model\.decoder\.layers\.(\d+)\.")
 _LOCAL_NORMS = (

@@ -8,11 +8,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import Fp8Config, RecomputeConfig, RunConfigError
-from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.modules import ACTIVATIONS
-from megatron_vl.models.moe import moe_settings
-from megatron_vl.parallel.layout import Layout
+from megatron_vl.models.layer_specs import ACTIVATIONS
+from megatron_vl.models.moe.router import moe_settings
 from megatron_vl.platform import Platform
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
 
 
 def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: float) -> dict[str, Any]:

@@ -16,13 +16,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vl.models.families import VisionSpec
+from megatron_vl.models.attention import Segments, packed_row
+from megatron_vl.models.layer_specs import block_spec, linears, norm
+from megatron_vl.models.rotary_embedding import vision_angles
+from megatron_vl.models.transformer_configs import fp8_rows
 from megatron_vl.platform import Platform
-
-from .attention import Segments, packed_row
-from .modules import block_spec, linears, norm
-from .rotary import vision_angles
-from .transformer_configs import fp8_rows
+from megatron_vl.spec.families import VisionSpec
 
 
 @dataclass
@@ -123,7 +122,7 @@ class VisionTower(nn.Module):
     Args:
         pixel_mean, pixel_std: per channel, for pixels scaled to 0..1.
         pg: process groups of the tower; only ``tp`` and ``cp`` matter.
-        fused_windows, recompute_activation: see :func:`megatron_vl.models.modules.block_spec`.
+        fused_windows, recompute_activation: see :func:`megatron_vl.models.layer_specs.block_spec`.
         frozen: the blocks and the embeddings of patches and positions take no gradient; the mergers may.
     """
 

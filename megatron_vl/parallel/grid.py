@@ -14,14 +14,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_vl import failures
-from megatron_vl.models.tensors import Cut, TensorInfo
-from megatron_vl.open_files import raise_open_files
+from megatron_vl.parallel import failures, tp_overlap
+from megatron_vl.parallel.groups import core_keeps_groups, end_groups, kept_group
+from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.platform import Platform
-
-from . import tp_overlap
-from .groups import core_keeps_groups, end_groups, kept_group
-from .layout import Layout
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import Cut, TensorInfo
 
 
 @dataclass(frozen=True)

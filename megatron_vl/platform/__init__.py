@@ -68,7 +68,7 @@ def get_platform(name: str = "auto") -> Platform:
 
 def _make(name: str) -> Platform:
     if name == "cpu":
-        from . import cpu
+        from megatron_vl.platform import cpu
 
         cpu.install()
         return Platform("cpu", "gloo", False)

@@ -1,6 +1,6 @@
 """Saving and resuming one's own run.
 
-    DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.run_folder`)
+    DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.weights.store.run_folder`)
     DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their hashes, lineage
     DIR/step_00000120/lineage.json      what it was trained from, small enough to be read of every checkpoint
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
@@ -40,12 +40,24 @@ from megatron_vl import durable
 from megatron_vl.data.bad_samples import BadSampleMeter, add_pending
 from megatron_vl.json_files import manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
-from megatron_vl.models.families import ModelSpec
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.models.tensors import tensor_table
 from megatron_vl.parallel.grid import Grid
-from megatron_vl.parallel.layout import Layout, read_layout
-from megatron_vl.run_folder import (
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, read_layout
+from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training.optimizer_state import (
+    INDEX,
+    OptimizerReader,
+    check_hash,
+    host_copy,
+    index_of_headers,
+    restore,
+    slices_of,
+    snapshot,
+    write_hashed,
+    write_index,
+)
+from megatron_vl.weights.run_folder import (
     LATEST,
     LINEAGE,
     CheckpointError,
@@ -61,20 +73,7 @@ from megatron_vl.run_folder import (
     step_folder,
     write_lineage,
 )
-from megatron_vl.weights import WeightReader, write_expert_file, write_manifest, write_rank_file
-
-from .optimizer_state import (
-    INDEX,
-    OptimizerReader,
-    check_hash,
-    host_copy,
-    index_of_headers,
-    restore,
-    slices_of,
-    snapshot,
-    write_hashed,
-    write_index,
-)
+from megatron_vl.weights.store import WeightReader, write_expert_file, write_manifest, write_rank_file
 
 __all__ = ["CheckpointError", "CheckpointSaver", "Restored", "Snapshot", "load", "load_weights", "take_snapshot"]
 
@@ -156,7 +155,7 @@ class CheckpointSaver:
         keep: latest checkpoints kept; 0 keeps all. Only those that the present weights were trained from are counted and
             deleted: what a roll-back left behind is its owner's to delete.
         keep_every: checkpoints of multiples of this step are kept for good; 0: none.
-        lineage: of what is saved (see :func:`megatron_vl.run_folder.choose`); None: a branch that begins here.
+        lineage: of what is saved (see :func:`megatron_vl.weights.store.run_folder.choose`); None: a branch that begins here.
     """
 
     def __init__(
@@ -387,7 +386,7 @@ def load(
     """Restores weights, optimizer and random numbers of a step folder in this run's layout, whatever layout wrote it. Collective.
 
     Args:
-        run: facts that decide which samples are read (see :func:`megatron_vl.training.check.run_facts`); they must be equal.
+        run: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.run_facts`); they must be equal.
         restart_data: the data set starts anew instead; the facts may then differ.
 
     Raises:

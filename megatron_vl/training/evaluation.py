@@ -25,13 +25,12 @@ from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.data.description import SplitFacts
 from megatron_vl.data.row import Row
 from megatron_vl.errors import describe
-from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
-
-from .feed import Feed
-from .generate import Prompt, generate, inference
-from .step import reduce_losses, run_schedule
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.training.feed import Feed
+from megatron_vl.training.generate import Prompt, generate, inference
+from megatron_vl.training.step import reduce_losses, run_schedule
 
 
 @dataclass

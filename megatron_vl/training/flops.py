@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
-from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 
 
 @dataclass(frozen=True)

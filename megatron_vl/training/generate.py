@@ -20,13 +20,12 @@ from megatron_vl.data.row import Row
 from megatron_vl.models.attention import Segments
 from megatron_vl.models.kv_cache import CacheUse, KVCache
 from megatron_vl.models.transformer_configs import fp8_rows
-from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
+from megatron_vl.models.vision_language import DeviceRow, VisionLanguageModel
 from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
-
-from .feed import Feed
-from .step import run_schedule
+from megatron_vl.training.feed import Feed
+from megatron_vl.training.step import run_schedule
 
 
 @dataclass

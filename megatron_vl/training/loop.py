@@ -10,25 +10,32 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_vl import failures
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.description import LoaderError, SplitFacts
 from megatron_vl.errors import UserError
 from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason, build_chunks, check_tensors, chunk_tensors
-from megatron_vl.models.families import ModelSpec
+from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
-from megatron_vl.parallel.layout import Layout
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.run_folder import by_branch, latest
 from megatron_vl.signals import asked_to_stop
-
-from . import checkpoint
-from .check import Start, check, check_start_weights, plan_start, read_data, remarks, run_facts
-from .evaluation import Evaluator
-from .feed import Feed
-from .metrics import MetricsLog, say
-from .optimizer import build_optimizer, set_learning_rates
-from .step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
+from megatron_vl.training import checkpoint
+from megatron_vl.training.evaluation import Evaluator
+from megatron_vl.training.feed import Feed
+from megatron_vl.training.metrics import MetricsLog, say
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.preflight import (
+    Start,
+    check,
+    check_start_weights,
+    plan_start,
+    read_data,
+    remarks,
+    run_facts,
+)
+from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
+from megatron_vl.weights.run_folder import by_branch, latest
 
 
 class TrainingStopped(UserError, RuntimeError):

@@ -15,17 +15,16 @@ import torch
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.bad_samples import DROPPED, BadSampleMeter
-from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform
-
-from .evaluation import Evaluation
-from .feed import StepData
-from .flops import peak_tflops, row_flops
-from .mailbox import Mailbox
-from .optimizer import Rates
-from .step import SKIPPED, StepResult
-from .tally import Tally
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.training.evaluation import Evaluation
+from megatron_vl.training.feed import StepData
+from megatron_vl.training.flops import peak_tflops, row_flops
+from megatron_vl.training.mailbox import Mailbox
+from megatron_vl.training.optimizer import Rates
+from megatron_vl.training.step import SKIPPED, StepResult
+from megatron_vl.training.tally import Tally
 
 LISTED_BYTES = 4 << 20
 """Most bytes of lists of samples that a printed line collects from all ranks together."""

@@ -21,12 +21,11 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.models.moe import begin_step, expert_load, report_directly
-from megatron_vl.models.vlm import DeviceRow, VisionLanguageModel
+from megatron_vl.models.moe.router import begin_step, expert_load, report_directly
+from megatron_vl.models.vision_language import DeviceRow, VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_tower
 from megatron_vl.parallel.grid import Grid
-
-from .optimizer import update
+from megatron_vl.training.optimizer import update
 
 NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
 SKIPPED = {NOT_FINITE: "loss or gradient is not finite", NO_LOSS_TOKENS: "no token of the step bears loss"}

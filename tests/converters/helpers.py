@@ -13,7 +13,7 @@ from torch import Tensor
 
 from converters.convert import convert, export, reshard
 from converters.hf import INDEX, SINGLE, TensorFolder
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 
 CONFIGS = Path(__file__).resolve().parent.parent / "hf_configs"
 SIZES = sorted(path.stem for path in CONFIGS.glob("*.json"))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import tensor_files
+from megatron_vl.weights import tensor_files
 from toolkit.cli import main
 
 from .helpers import assert_same_folder

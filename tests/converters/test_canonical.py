@@ -17,10 +17,10 @@ from torch import Tensor
 from converters import rules_for
 from converters.convert import convert
 from converters.hf import short_name
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.tensors import EMBEDDING, OUTPUT, tensor_table
-from megatron_vl.tensor_files import matrix_shape
-from megatron_vl.weights import WeightReader
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, tensor_table
+from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.tensor_files import matrix_shape
 
 from .helpers import CONFIGS, SIZES, experts_apart, hf_model, released_folder, released_tensors, small_config, tp_sizes, write_hf
 

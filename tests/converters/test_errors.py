@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from converters.convert import convert, export, reshard
 from converters.hf import INDEX, SINGLE
-from megatron_vl.models.families import ConfigError
-from megatron_vl.models.tensors import LayoutError
-from megatron_vl.tensor_files import WeightsError
-from megatron_vl.weights import MANIFEST, WeightReader, write_manifest, write_rank_file
+from megatron_vl.spec.families import ConfigError
+from megatron_vl.spec.tensors import LayoutError
+from megatron_vl.weights.store import MANIFEST, WeightReader, write_manifest, write_rank_file
+from megatron_vl.weights.tensor_files import WeightsError
 
 from .helpers import assert_same_folder, experts_apart, read_tensors, released_tensors, small_config, write_hf
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from converters import rules_for
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 
 from .helpers import small_config
 

@@ -14,8 +14,8 @@ import pytest
 from converters.convert import convert, export, reshard
 from converters.hf import HfCheckpoint, TensorFolder
 from converters.restart import Journal
-from megatron_vl.tensor_files import WeightsError
-from megatron_vl.weights import MANIFEST, UNFINISHED, WeightReader
+from megatron_vl.weights.store import MANIFEST, UNFINISHED, WeightReader
+from megatron_vl.weights.tensor_files import WeightsError
 from toolkit.cli import main
 
 from .helpers import assert_same_folder, released_folder

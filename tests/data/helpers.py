@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample
-from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.models.rope import Grid, placeholder_runs
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.positions import Grid, placeholder_runs
 
 VOCAB = 151_700
 

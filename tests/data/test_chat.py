@@ -13,8 +13,8 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer
 
 from megatron_vl.data.chat import ChatEncoder, ChatError
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.rope import Grid
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.positions import Grid
 
 
 def text(content):
@@ -263,7 +263,7 @@ GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time
 )
 def test_a_video_prompt_written_by_hand(rule, before, after, frames, last):
     """With the released vocabulary: text and positions."""
-    from megatron_vl.models.rope import mrope_positions
+    from megatron_vl.spec.positions import mrope_positions
     from tests.data.helpers import spec_of
 
     spec = spec_of("qwen3_vl")

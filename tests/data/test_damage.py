@@ -17,7 +17,7 @@ from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter
 from megatron_vl.data.loader import LoaderError, build_loader
 from megatron_vl.data.packing import fill_row, pack_greedily
 from megatron_vl.data.reading import crc_differs, with_crc
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
 from .datasets import converted, mixed_records

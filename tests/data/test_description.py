@@ -20,7 +20,7 @@ from megatron_vl.data import description
 from megatron_vl.data.description import DescriptionError, LoaderError, difference, read_description
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.state import StateError
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from tests.data.programs import shared_facts
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint

@@ -21,8 +21,8 @@ from megatron_vl.config import RULES_BEFORE, DataConfig
 from megatron_vl.data.loader import LoaderError, build_loader, pack_greedily
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.data.state import StateError, from_json, to_json
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.rope import Grid
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.positions import Grid
 from tests.tiny import tiny_checkpoint
 from toolkit.hf import video_text
 

@@ -12,7 +12,7 @@ from megatron_vl.config import DataConfig, RunConfigError, TrainConfig, validate
 from megatron_vl.data import loader as loader_module
 from megatron_vl.data.loader import build_loader, stored_bytes
 from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset, at_most
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
 from .datasets import converted, mixed_records

@@ -30,11 +30,18 @@ import torch
 
 from converters.convert import convert
 from megatron_vl.config import parse_config
-from megatron_vl.models.tensors import WHOLE, Cut, tensor_table
-from megatron_vl.parallel.layout import make_layout
-from megatron_vl.run_folder import latest
-from megatron_vl.tensor_files import WeightsError, read_header
-from megatron_vl.weights import MANIFEST, WeightReader, manifest_digest, shard, write_manifest, write_rank_file
+from megatron_vl.spec.layout import make_layout
+from megatron_vl.spec.tensors import WHOLE, Cut, tensor_table
+from megatron_vl.weights.run_folder import latest
+from megatron_vl.weights.store import (
+    MANIFEST,
+    WeightReader,
+    manifest_digest,
+    shard,
+    write_manifest,
+    write_rank_file,
+)
+from megatron_vl.weights.tensor_files import WeightsError, read_header
 from toolkit.cli import main as command
 from toolkit.tiny import write_tiny_checkpoint
 
@@ -325,9 +332,9 @@ class Bench:
     def _as_four_ranks(self) -> None:
         """The run's checkpoints as TP2 x PP2 would have written them."""
         from megatron_vl.json_files import write_json
-        from megatron_vl.run_folder import parse_lineage, step_folder, write_lineage
         from megatron_vl.training.checkpoint import read_run
         from megatron_vl.training.optimizer_state import INDEX, KINDS, OptimizerReader, slices_of, write_hashed, write_index
+        from megatron_vl.weights.run_folder import parse_lineage, step_folder, write_lineage
 
         layout, table = make_layout(self.run.spec, tp=2, pp=2), tensor_table(self.run.spec)
         for step in (1, 2):
@@ -401,8 +408,8 @@ class Bench:
     def resume(self, checkpoint: Path) -> str:
         """The trainer's own function, into a model and optimizer full of other numbers."""
         from megatron_vl.training import checkpoint as saved
-        from megatron_vl.training.check import run_facts
         from megatron_vl.training.optimizer_state import optimizer_slices
+        from megatron_vl.training.preflight import run_facts
 
         run, parameters = self.run, saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
         torch.manual_seed(0)

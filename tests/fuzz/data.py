@@ -29,7 +29,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.reading import with_crc
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from tests.data.datasets import mixed_records
 from tests.data.media import encoded, video
 from tests.tiny import tiny_checkpoint

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from megatron_vl.data.assemble import pack_row
-from megatron_vl.models import build, tower_attention
+from megatron_vl.kernels import tower_attention
+from megatron_vl.models import build
 from megatron_vl.models.build import check_tensors, chunk_tensors
 from megatron_vl.training.optimizer import build_optimizer
 from megatron_vl.training.step import run_schedule, token_loss, train_step, wrap
@@ -93,7 +94,7 @@ def _row(trainer: TinyTrainer, *kinds: str) -> Any:
 
 def step_with_and_without_kernels(hf: str) -> list[list[float]]:
     """[loss, gradient norm, calls of the kernels] of a step with torch's attention, and with ours in Triton's interpreter."""
-    from tests.models.triton_checks import mend_interpreter
+    from tests.kernels.triton_checks import mend_interpreter
 
     mend_interpreter()
     trainer = tiny_trainer(hf)
@@ -121,11 +122,11 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
     """Writes the whole gradients of named parity cases, and their experts' load, to ``out``."""
     import torch.distributed as dist
 
-    from megatron_vl.models.moe import expert_load
-    from megatron_vl.models.tensors import tensor_table
+    from megatron_vl.models.moe.router import expert_load
     from megatron_vl.parallel.grid import end_distributed, init_distributed
     from megatron_vl.platform import get_platform
-    from megatron_vl.weights import unshard
+    from megatron_vl.spec.tensors import tensor_table
+    from megatron_vl.weights.store import unshard
     from toolkit.parity.worker import Case, collect_gradients, draw
     from toolkit.parity.worker import build as build_case
 

@@ -10,10 +10,10 @@ import torch
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from megatron_vl.models.deepstack import levels_before
-from megatron_vl.models.families import ConfigError, read_spec
-from megatron_vl.models.rope import Grid, patch_positions
-from megatron_vl.models.rotary import MRope
+from megatron_vl.models.rotary_embedding import MRope
 from megatron_vl.models.vision import PositionTable
+from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.spec.positions import Grid, patch_positions
 
 
 @pytest.mark.parametrize("side", [6, 48])

@@ -14,11 +14,11 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_vl.models.families import read_spec
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.parallel.grid import end_distributed, init_distributed, make_grid
-from megatron_vl.parallel.layout import make_layout
 from megatron_vl.platform import get_platform
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.layout import make_layout
 
 
 class Several(torch.nn.Module):

@@ -19,7 +19,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.description import DescriptionError
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.reading import CRC_FIELD, with_crc
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
 from tests.data_tools.test_convert import bomb
 from tests.tiny import tiny_checkpoint

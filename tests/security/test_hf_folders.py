@@ -15,8 +15,8 @@ from converters.verify import compare
 from megatron_vl.config import DataConfig
 from megatron_vl.data.chat import ChatEncoder, ChatError
 from megatron_vl.data.pixels import read_pixel_settings
-from megatron_vl.models.families import ConfigError, read_spec
-from megatron_vl.tensor_files import WeightsError
+from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.weights.tensor_files import WeightsError
 from toolkit.demo.reference import Reference
 from toolkit.evaluate.model import Checkpoint
 from toolkit.hf import check_folder, load_model, load_processor

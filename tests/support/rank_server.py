@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 PRELOADED = (
     "megatron_vl.train",
-    "megatron_vl.training.check",
+    "megatron_vl.training.preflight",
     "megatron_vl.training.loop",
     "toolkit.parity.worker",
     "toolkit.cli",

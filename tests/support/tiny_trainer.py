@@ -14,10 +14,10 @@ from typing import Any
 from megatron_vl.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_vl.data.assemble import pack_row
 from megatron_vl.models.build import build_chunks
-from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
-from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.platform import Platform, get_platform
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.training.feed import Feed
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import train_step, wrap

@@ -9,10 +9,10 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
 from megatron_vl.config import parse_config
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.moe import routers
+from megatron_vl.models.moe.router import routers
 from megatron_vl.parallel.grid import init_distributed, make_grid
 from megatron_vl.platform import get_platform
+from megatron_vl.spec.families import read_spec
 from megatron_vl.training.feed import Feed
 
 Stages = list[list[list[Any]]]

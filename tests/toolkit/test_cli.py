@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.weights import FORMAT, MANIFEST, VERSION, manifest_digest
+from megatron_vl.weights.store import FORMAT, MANIFEST, VERSION, manifest_digest
 from toolkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import yaml
 
 from converters.convert import convert
 from megatron_vl.config import parse_config
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from tests.training.small_run import prepare
 from toolkit.doctor import Finding
 from toolkit.doctor.before_start import _resume, check_checkpoint, check_data, check_run

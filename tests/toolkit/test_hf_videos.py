@@ -11,8 +11,8 @@ import torch
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.rope import Grid
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.positions import Grid
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
 from toolkit.hf import follow_video_positions, load_model, video_text
 from toolkit.parity.batches import make_sample

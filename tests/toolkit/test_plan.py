@@ -14,9 +14,9 @@ import torch
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.models.attention import choose_backend
-from megatron_vl.models.families import ModelSpec, MoeSpec, read_spec
-from megatron_vl.models.tensors import tensor_table
-from megatron_vl.parallel.layout import make_layout
+from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
+from megatron_vl.spec.layout import make_layout
+from megatron_vl.spec.tensors import tensor_table
 from tests.examples import EXAMPLES, HF_CONFIGS, read_example
 from tests.support.ranks import call
 from tests.toolkit.programs import built_examples

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from toolkit.parity import reference
 from toolkit.parity.batches import make_sample
 

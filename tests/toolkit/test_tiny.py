@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.tensors import LayoutError, check_tp
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.tensors import LayoutError, check_tp
 from toolkit.tiny import SPECIAL_TOKENS, write_tiny_checkpoint
 
 CASES = [

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_vl import failures
+from megatron_vl.parallel import failures
 
 
 def wait_for_nobody() -> None:

@@ -17,18 +17,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vl.config import RecomputeConfig, TrainConfig, parse_config
 from megatron_vl.data.assemble import pack_row
-from megatron_vl.models.families import read_spec
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.models.tensors import part_of
 from megatron_vl.parallel.grid import init_distributed, make_grid
-from megatron_vl.parallel.layout import make_layout
 from megatron_vl.platform import get_platform
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.layout import make_layout
+from megatron_vl.spec.tensors import part_of
 from megatron_vl.training import feed, metrics
-from megatron_vl.training.check import check
 from megatron_vl.training.feed import StepData
 from megatron_vl.training.loop import train
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import optimizer_slices, snapshot
+from megatron_vl.training.preflight import check
 from megatron_vl.training.step import StepResult, run_schedule, train_step
 from megatron_vl.training.tally import Tally
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vl.models.tensors import WHOLE, Cut, TensorInfo
-from megatron_vl.run_folder import CheckpointError
+from megatron_vl.spec.tensors import WHOLE, Cut, TensorInfo
 from megatron_vl.training import optimizer_state
 from megatron_vl.training.optimizer_state import (
     INDEX,
@@ -25,7 +24,8 @@ from megatron_vl.training.optimizer_state import (
     write_hashed,
     write_index,
 )
-from megatron_vl.weights import shard
+from megatron_vl.weights.run_folder import CheckpointError
+from megatron_vl.weights.store import shard
 
 INFOS = [
     TensorInfo("column", (24, 6), "column", "layer"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from converters.convert import convert, export
-from megatron_vl.weights import WeightReader
+from megatron_vl.weights.store import WeightReader
 from tests.training.small_run import metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 
@@ -39,7 +39,7 @@ def test_a_changed_balancing_loss_is_told_on_resume(tiny_checkpoint) -> None:
     from types import SimpleNamespace
 
     from megatron_vl.config import ModelConfig
-    from megatron_vl.models.families import read_spec
+    from megatron_vl.spec.families import read_spec
     from megatron_vl.training.loop import _changed_aux_loss
 
     def told(saved: dict, **fields: float) -> str:

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
 from megatron_vl.errors import UsageError
-from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.parallel.layout import Layout, run_layout
-from megatron_vl.training.check import check_data_path
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import Layout, run_layout
+from megatron_vl.training.preflight import check_data_path
 from toolkit import options as command_line
 from toolkit.options import CommandOptions, option
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
-from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.tensors import tensor_table
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.flops import Flops, recompute_flops, row_flops
 
 from .options import Options

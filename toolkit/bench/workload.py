@@ -12,8 +12,8 @@ import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample, pack_row
 from megatron_vl.data.row import Row
-from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.rope import Grid
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.positions import Grid
 
 COCO_SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (640, 360), (500, 375), (640, 640))
 """Width and height in pixels of pictures with a long side of (mostly) 640, as in COCO."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from toolkit.hf import follow_video_positions, load_model, load_processor, video_text
 
 PLACEHOLDER = re.compile(r"(<image>|<video>)")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
-from megatron_vl.models.families import ConfigError, ModelSpec, read_spec
-from megatron_vl.models.families.base import text_config
-from megatron_vl.models.tensors import LayoutError, tensor_table
-from megatron_vl.parallel.layout import Layout
-from megatron_vl.training.check import check, check_start_weights, read_data, remarks, step_to_resume
+from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.spec.families.base import text_config
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import LayoutError, tensor_table
+from megatron_vl.training.preflight import check, check_start_weights, read_data, remarks, step_to_resume
 from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.machine import Gpu, check_disk
 from toolkit.plan.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, estimate, peak_gib
@@ -114,7 +114,7 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
 
 def _spec_alone(config: TrainConfig) -> tuple[ModelSpec, Layout] | None:
     """Model and layout where something else of the run is wrong."""
-    from megatron_vl.parallel.layout import run_layout
+    from megatron_vl.spec.layout import run_layout
 
     try:
         spec = read_spec(config.model.hf)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.pixels import PixelError, VideoInfo, open_image, probe_video, video_frames
-from megatron_vl.models.families import read_spec
+from megatron_vl.spec.families import read_spec
 from toolkit.hf import follow_video_positions, load_model, load_processor, video_text
 
 Part = Mapping[str, Any]

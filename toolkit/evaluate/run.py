@@ -268,7 +268,7 @@ def _settings(options: Options) -> dict[str, Any]:
 
 def _own_dtype(folder: Path) -> str:
     """The type that most weights of a folder have, in torch's name."""
-    from megatron_vl.tensor_files import DTYPES, dtype_name
+    from megatron_vl.weights.tensor_files import DTYPES, dtype_name
 
     tensors = check_folder(folder)
     codes = [tensors.code(name) for name in tensors.where]

@@ -17,8 +17,8 @@ from megatron_vl.data.assemble import Sample
 from megatron_vl.data.chat import ChatError, stop_tokens
 from megatron_vl.data.pixels import PixelError
 from megatron_vl.errors import UserError
-from megatron_vl.parallel.layout import make_layout
-from megatron_vl.weights import WeightReader
+from megatron_vl.spec.layout import make_layout
+from megatron_vl.weights.store import WeightReader
 from toolkit.launch import end_of, run_group
 from toolkit.samples import SampleEncoder, write_samples
 
@@ -39,7 +39,7 @@ class Request:
     checkpoint: Path
     conversations: list[Prompt]
     layout: dict[str, Any] = field(default_factory=dict)
-    """Arguments of :func:`megatron_vl.parallel.layout.make_layout`."""
+    """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
     max_new_tokens: int = 128
     dtype: str = "float32"
     platform: str = "cpu"

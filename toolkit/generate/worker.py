@@ -21,13 +21,13 @@ from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig, VideoPo
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
-from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed, make_grid
-from megatron_vl.parallel.layout import make_layout
 from megatron_vl.platform import get_platform
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import make_layout
 from megatron_vl.training import checkpoint
 from megatron_vl.training.generate import Prompt, generate
-from megatron_vl.weights import WeightReader
+from megatron_vl.weights.store import WeightReader
 from toolkit.samples import read_samples
 
 ROW_UNIT = 64
@@ -43,7 +43,7 @@ class Job:
     samples: str
     """File of :func:`toolkit.samples.write_samples`: the prompts."""
     layout: dict[str, Any]
-    """Arguments of :func:`megatron_vl.parallel.layout.make_layout`."""
+    """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
     max_new_tokens: int
     stop: list[int]
     dtype: str = "float32"

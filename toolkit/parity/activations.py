@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vl.models.families import ModelSpec
 from megatron_vl.parallel.grid import Grid
-from megatron_vl.parallel.layout import Layout
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
 from megatron_vl.training.feed import StepData
 
 from .gather import StoredTensors, gather_on_first

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample
-from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.rope import Grid, placeholder_runs
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.positions import Grid, placeholder_runs
 
 IMAGE_A, IMAGE_B = (1, 10, 14), (1, 4, 6)
 """Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a window."""

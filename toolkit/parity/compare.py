@@ -18,10 +18,10 @@ from data_tools.formats import read_conversation
 from megatron_vl.config import ParallelConfig
 from megatron_vl.data.assemble import Sample
 from megatron_vl.errors import UserError
-from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.models.tensors import LayoutError, tensor_table
-from megatron_vl.parallel.layout import run_layout
-from megatron_vl.weights import WeightReader
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import run_layout
+from megatron_vl.spec.tensors import LayoutError, tensor_table
+from megatron_vl.weights.store import WeightReader
 from toolkit.hf import check_folder
 from toolkit.launch import end_of, run_group
 from toolkit.layouts import LayoutSpec

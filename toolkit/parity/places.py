@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megatron_vl.models.families import ModelSpec
-from megatron_vl.models.tensors import EMBEDDING
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import EMBEDDING
 
 COMPONENTS = ("patch embedding", "vision layers", "mergers", "embeddings", "decoder layers", "head")
 PATCH, MERGER, EMBEDDED, NORM, LOGITS = "patch embedding", "merger", "embeddings", "final norm", "logits"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_vl.data.assemble import Sample
 from megatron_vl.data.pixels import open_image, read_pixel_norm
-from megatron_vl.models.families import ModelSpec, read_spec
+from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.hf import load_processor
 from toolkit.samples import read_samples
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from megatron_vl.data.assemble import Sample
 from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.families import read_spec
-from megatron_vl.models.tensors import WHOLE, TensorInfo, tensor_table
 from megatron_vl.platform import Platform
-from megatron_vl.run_folder import step_folder
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.tensors import WHOLE, TensorInfo, tensor_table
 from megatron_vl.training.checkpoint import CheckpointSaver, read_run, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import OptimizerReader
 from megatron_vl.training.step import train_step
-from megatron_vl.weights import WeightReader
+from megatron_vl.weights.run_folder import step_folder
+from megatron_vl.weights.store import WeightReader
 
 from .gather import StoredTensors
 from .reference import backward, canonical, fingerprint, load_hf, remembered

@@ -30,17 +30,17 @@ from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, Paralle
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
-from megatron_vl.models.families import ModelSpec, read_spec
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.models.tensors import part_of, tensor_table
 from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed, make_grid
-from megatron_vl.parallel.layout import Layout, make_layout
 from megatron_vl.platform import Platform, get_platform
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.tensors import part_of, tensor_table
 from megatron_vl.training import checkpoint
 from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.optimizer import build_optimizer
 from megatron_vl.training.step import reduce_losses, run_schedule, wrap
-from megatron_vl.weights import WeightReader, unshard
+from megatron_vl.weights.store import WeightReader, unshard
 from toolkit.samples import read_samples
 
 from .activations import Recorder

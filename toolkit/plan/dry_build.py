@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_vl.config import Fp8Config, TrainConfig, parse_config, validate
-from megatron_vl.models.families import ModelSpec, read_spec
-from megatron_vl.parallel.layout import Layout, run_layout
 from megatron_vl.platform import Platform, get_platform
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import Layout, run_layout
 
 
 @dataclass(frozen=True)

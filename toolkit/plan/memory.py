@@ -25,11 +25,11 @@ import math
 from dataclasses import dataclass
 
 from megatron_vl.config import TrainConfig, validate
-from megatron_vl.models.families import LanguageSpec, ModelSpec, VisionSpec
-from megatron_vl.models.families.base import MoeSpec
-from megatron_vl.models.tensors import EMBEDDING, TensorInfo, part_of, tensor_table
-from megatron_vl.models.tower_heads import kernels_are_fastest
-from megatron_vl.parallel.layout import Layout, run_layout
+from megatron_vl.kernels.tower_heads import kernels_are_fastest
+from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.spec.families.base import MoeSpec
+from megatron_vl.spec.layout import Layout, run_layout
+from megatron_vl.spec.tensors import EMBEDDING, TensorInfo, part_of, tensor_table
 
 GIB = 2**30
 GPU_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}

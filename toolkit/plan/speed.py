@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_vl.config import TrainConfig, validate
-from megatron_vl.models.families import ModelSpec
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.flops import recompute_flops, row_flops
 
 PEAK = 989e12

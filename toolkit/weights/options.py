@@ -33,7 +33,7 @@ class LayoutOptions(CommandOptions):
 
     @property
     def layout(self) -> dict[str, Any] | None:
-        """Arguments of :func:`megatron_vl.parallel.layout.make_layout`; None when no layout is given."""
+        """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
         given = {name: getattr(self, name) for name in (*SIZES, "layers") if getattr(self, name) is not None}
         if self.config is None and not given:
             return None

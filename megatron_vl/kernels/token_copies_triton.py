@@ -1,0 +1,105 @@
+"""Triton kernels that copy rows to several places and sum them again (:mod:`megatron_vl.kernels.token_copies`).
+
+A program has one row (or 2,048 columns of it). It goes from copy to copy by the smallest place above the last one, so what
+is not there costs neither memory traffic nor a step, and sums have a fixed order: by place. Nothing is atomic.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 2048
+"""Of a row, at most, a program: one warp holds them, in float32 too."""
+_SLOTS = 32
+"""Of a table's row, at least: what a warp holds, one in each lane, has its smallest found in one instruction."""
+_ELEMENTS = 1024
+_END = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _scatter(x, places, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Row i of x to all of places[i]."""
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    mine = tl.load(places + row * COPIES + slot, mask=slot < COPIES, other=-1)
+    value = tl.load(x + row * WIDTH + column, mask=mask)
+    place = tl.min(tl.where(mine >= 0, mine, _END), 0)
+    for _ in range(tl.sum((mine >= 0).to(tl.int32), 0)):
+        tl.store(out + place.to(tl.int64) * WIDTH + column, value, mask=mask)
+        place = tl.min(tl.where(mine > place, mine, _END), 0)
+
+
+@triton.jit
+def _sum(y, places, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Row i of out: the sum of y's rows places[i], in float32."""
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    mine = tl.load(places + row * COPIES + slot, mask=slot < COPIES, other=-1)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    place = tl.min(tl.where(mine >= 0, mine, _END), 0)
+    for _ in range(tl.sum((mine >= 0).to(tl.int32), 0)):
+        acc += tl.load(y + place.to(tl.int64) * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        place = tl.min(tl.where(mine > place, mine, _END), 0)
+    tl.store(out + row * WIDTH + column, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _parts(spread, places, packed, total, WIDTH: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Parts of WIDTH numbers from spread [parts, WIDTH] to packed[places], or back with zeros where a part has no place."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + index // WIDTH, mask=index < total, other=-1)
+    there = packed + place.to(tl.int64) * WIDTH + index % WIDTH
+    if PACK:
+        tl.store(there, tl.load(spread + index, mask=place >= 0), mask=place >= 0)
+    else:
+        tl.store(spread + index, tl.load(there, mask=place >= 0, other=0.0), mask=index < total)
+
+
+def _cut(places: Tensor, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and constants of a kernel over rows."""
+    block = min(triton.next_power_of_2(width), _COLUMNS)
+    slots = max(_SLOTS, triton.next_power_of_2(places.shape[1]))
+    sizes = {"WIDTH": width, "COPIES": places.shape[1], "SLOTS": slots, "BLOCK": block, "num_warps": 1}
+    return (places.shape[0], triton.cdiv(width, block)), sizes
+
+
+def scatter_rows(x: Tensor, places: Tensor, rows: int) -> Tensor:
+    """x [T, H], places int32 [T, K], contiguous -> [rows, H]; rows that no place names are undefined."""
+    out = x.new_empty(rows, x.shape[1])
+    if x.numel() and rows:
+        grid, sizes = _cut(places, x.shape[1])
+        _scatter[grid](x, places, out, **sizes)
+    return out
+
+
+def sum_rows(y: Tensor, places: Tensor) -> Tensor:
+    """y [N, H], places int32 [T, K], contiguous -> [T, H]."""
+    out = y.new_empty(places.shape[0], y.shape[1])
+    if out.numel():
+        grid, sizes = _cut(places, y.shape[1])
+        _sum[grid](y, places, out, **sizes)
+    return out
+
+
+def scatter_parts(x: Tensor, places: Tensor, rows: int) -> Tensor:
+    """x [T, K * W], places int32 [T, K], contiguous -> [rows, W]; rows that no place names are undefined."""
+    width = x.shape[1] // places.shape[1]
+    out = x.new_empty(rows, width)
+    if x.numel() and rows:
+        grid = (triton.cdiv(x.numel(), _ELEMENTS),)
+        _parts[grid](x, places, out, x.numel(), WIDTH=width, PACK=True, BLOCK=_ELEMENTS)
+    return out
+
+
+def gather_parts(y: Tensor, places: Tensor) -> Tensor:
+    """y [rows, W], places int32 [T, K], contiguous -> [T, K * W], zero without a place."""
+    out = torch.empty(places.shape[0], places.shape[1] * y.shape[1], dtype=y.dtype, device=y.device)
+    if out.numel():
+        grid = (triton.cdiv(out.numel(), _ELEMENTS),)
+        _parts[grid](out, places, y, out.numel(), WIDTH=y.shape[1], PACK=False, BLOCK=_ELEMENTS)
+    return out

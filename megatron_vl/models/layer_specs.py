@@ -1,0 +1,160 @@
+"""The building blocks of a layer per platform: Transformer Engine on CUDA, Megatron-core's own on CPU.
+
+Both give the same function and, through :mod:`megatron_vl.models.names`, the same tensor names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.activations import quick_gelu
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from megatron_vl.models.attention import PackedAttention
+from megatron_vl.models.deepstack import DeepStackLayer
+from megatron_vl.models.fused_layers import FusedMLP, TowerSelfAttention, with_bias
+from megatron_vl.models.moe.router import moe_layer
+from megatron_vl.platform import Platform
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "quick_gelu": quick_gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+class LocalRMSNorm(nn.Module):
+    """RMSNorm that sequence parallelism accepts (core's local spec refuses it). Statistics in fp32, as in HF."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # finalize_model_grads sums the gradients of marked parameters over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x32.to(x.dtype)
+
+
+class LocalLayerNorm(nn.LayerNorm):
+    """LayerNorm with core's constructor, marked for sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def local_norm(config: TransformerConfig) -> type[nn.Module]:
+    return LocalRMSNorm if config.normalization == "RMSNorm" else LocalLayerNorm
+
+
+def norm(platform: Platform, config: TransformerConfig, hidden_size: int) -> nn.Module:
+    """A stand-alone norm of ``config.normalization`` over ``hidden_size`` elements."""
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm(config=config, hidden_size=hidden_size, eps=config.layernorm_epsilon)
+    return local_norm(config)(config=config, hidden_size=hidden_size, eps=config.layernorm_epsilon)
+
+
+def linears(platform: Platform) -> tuple[Any, Any]:
+    """(column-parallel, row-parallel) linear classes with core's constructor."""
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        return TEColumnParallelLinear, TERowParallelLinear
+    return ColumnParallelLinear, RowParallelLinear
+
+
+def _mlp(config: TransformerConfig, pg_collection: Any, *, submodules: MLPSubmodules, recompute: bool, **kwargs: Any) -> FusedMLP:
+    """What core calls to build a layer's MLP."""
+    kwargs.pop("is_mtp_layer", None)
+    return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute=recompute, **kwargs)
+
+
+def block_spec(
+    platform: Platform,
+    config: TransformerConfig,
+    num_layers: int,
+    *,
+    attention_backend: str,
+    causal: bool,
+    windowed: Callable[[int], bool] = lambda layer: False,
+    deepstack: int = 0,
+    fused_windows: bool = False,
+    recompute_activation: bool = False,
+    experts: Sequence[bool] = (),
+) -> TransformerBlockSubmodules:
+    """The layers of one TransformerBlock: pre-norm self-attention and MLP (or experts), attention packed.
+
+    Args:
+        num_layers: layers of this block (of this pipeline chunk).
+        windowed: given the zero-based global layer, whether it attends within windows.
+        deepstack: levels of visual features that the model's first layers add to their output.
+        fused_windows: window layers take the fused kernel (CUDA).
+        recompute_activation: activations of the MLP are computed again in the backward pass.
+        experts: for each layer of this block, whether it has experts in place of the MLP; empty: none has.
+    """
+    column, row = linears(platform)
+    layer_norm: Any = local_norm(config)
+    expert_norm = layer_norm  # apart on all platforms, as the router reads what it gives, too
+    head_norm: Any = local_norm(config) if config.qk_layernorm else None
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        column, layer_norm, final_norm = TELayerNormColumnParallelLinear, IdentityOp, TENorm
+        expert_norm = TENorm
+        head_norm = TENorm if config.qk_layernorm else None
+        column, row = with_bias(column), with_bias(row)
+    else:
+        final_norm = layer_norm
+    own_kernels = fused_windows or attention_backend == "triton"
+    attention = partial(PackedAttention, backend=attention_backend, causal=causal, windowed=windowed)
+    layer = ModuleSpec(
+        module=DeepStackLayer if deepstack else TransformerLayer,
+        params={"deepstack": deepstack} if deepstack else {},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=layer_norm,
+            self_attention=ModuleSpec(
+                module=TowerSelfAttention if own_kernels else SelfAttention,
+                params={
+                    "attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask,
+                    **({"fused_windows": fused_windows} if own_kernels else {}),
+                },
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=attention,
+                    linear_proj=row,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=layer_norm,
+            mlp=partial(_mlp, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row), recompute=recompute_activation),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    layers = [layer] * num_layers
+    if any(experts):
+        submodules = replace(layer.submodules, pre_mlp_layernorm=expert_norm, mlp=moe_layer(platform))
+        layers = [replace(layer, submodules=submodules) if has_experts else layer for has_experts in experts]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)

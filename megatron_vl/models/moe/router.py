@@ -1,0 +1,192 @@
+"""Mixture of experts: what takes the place of a decoder layer's MLP, and what its routers count.
+
+A token goes to the ``top_k`` experts with the highest router probability, none is dropped. Experts are spread
+over expert-parallel ranks, which exchange tokens (:mod:`megatron_vl.models.moe.dispatch`); on CUDA a rank's run as one grouped
+GEMM. The router computes in float32.
+
+The load-balancing loss is ``transformers``' formula within each layer, averaged over the layers::
+
+    L = coefficient / layers * sum over layers of  E * sum over experts i of f_i * P_i
+
+``f_i`` is the number of a row's real tokens that go to expert ``i``, ``P_i`` the mean probability of ``i`` over them, both
+divided by the tokens. ``transformers`` averages ``f`` and ``P`` over all layers before it multiplies them, which lets one
+layer's favourites make up for another's; for one layer both are equal. Rows count by their real tokens, so the loss does
+not depend on how rows are spread over ranks.
+
+A row's padded tail goes to no expert: its part of the layer's output is zero, and it counts neither in this loss
+nor in the experts' load. Which tokens are padding comes with each row (``padding_mask``); a row without any has no
+mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
+from megatron_vl.models.moe.dispatch import ExpertsLayer
+from megatron_vl.parallel.ddp import ReplicaDDP
+from megatron_vl.platform import Platform
+from megatron_vl.spec.families import LanguageSpec
+from megatron_vl.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from megatron_vl.models.vision_language import DeviceRow
+
+
+def moe_settings(platform: Platform, language: LanguageSpec, layout: Layout, *, aux_loss: float) -> dict[str, Any]:
+    """Megatron-core's settings of the experts.
+
+    Args:
+        aux_loss: coefficient of the load-balancing loss in the sense of ``transformers``; 0: no such loss.
+    """
+    moe, cuda = language.moe, platform.name == "cuda"
+    assert moe is not None
+    layers = sum(language.has_experts(layer) for layer in range(language.num_layers))
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_router_dtype": "fp32",
+        # Softmax over the chosen logits is softmax over all, divided by the sum of the chosen.
+        "moe_router_pre_softmax": not moe.norm_topk_prob,
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
+        # Core divides f by top_k, transformers does not.
+        "moe_aux_loss_coeff": aux_loss * moe.top_k / layers,
+        # Gloo gathers no tensors of different lengths, which alltoall asks of the ranks that share an expert's matrices.
+        "moe_token_dispatcher_type": "alltoall" if cuda or layout.etp == 1 else "allgather",
+        "moe_grouped_gemm": cuda,
+        "moe_permute_fusion": cuda,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+class CountingRouter(TopKRouter):
+    """Core's router, which also counts the tokens of each expert and scales its load-balancing loss for this trainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.load: Tensor
+        """int64 [experts]: tokens of this rank in this step, by expert."""
+        self.register_buffer("load", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
+        self.loss_scale: Tensor | float = 1.0
+        """Loss tokens for each real token of the global batch, by which gradients will be divided."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As core's, [T, experts] each, but padding has no expert.
+
+        Args:
+            padding_mask: bool [S, 1], true for padding; None: there is none.
+        """
+        probs, routing_map = super().routing(logits, padding_mask)
+        if padding_mask is not None:
+            padding = padding_mask.reshape(-1, 1)
+            probs, routing_map = probs.masked_fill(padding, 0.0), routing_map & ~padding
+        if self.training and torch.is_grad_enabled():  # once, also where the layer is recomputed
+            self.load += routing_map.sum(dim=0)
+        return probs, routing_map
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """Attaches this row's loss, times its real tokens, to ``probs``.
+
+        Core 0.19.2 takes it that gradients are divided by all tokens of the batch, and that the ranks of a row hold equally
+        many real ones. Here they are divided by the loss tokens, and the last rank holds the padded tail.
+        """
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if not coefficient:
+            return probs
+        # Counted as with a mask in rows without padding, too: one way to count, and one rounding.
+        counts, _, tokens = get_tokens_per_expert_and_token_count(
+            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
+        )
+        loss = switch_load_balancing_loss_func(
+            scores_for_aux_loss, counts, tokens, self.topk, self.num_experts, coefficient, fused=self.config.moe_router_fusion
+        )
+        return MoEAuxLossAutoScaler.apply(probs, loss * tokens * self.loss_scale)
+
+
+def moe_layer(platform: Platform) -> Any:
+    """What builds a decoder layer's mixture of experts, in place of its MLP."""
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+        from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
+
+        from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear
+
+        class ColumnLinear(PlannedLinear, TEColumnParallelGroupedLinear):
+            pass
+
+        class RowLinear(PlannedLinear, TERowParallelGroupedLinear):
+            pass
+
+        use_fused_swiglu()
+        grouped = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        experts: Any = partial(GroupedExperts, submodules=grouped)
+        return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    experts = partial(SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
+
+
+def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
+    """The routers of a rank's chunks."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, CountingRouter):
+                yield module
+
+
+def report_directly(ddp: ReplicaDDP) -> None:
+    """Spares the grouped experts of a wrapped chunk DDP's hook for each weight (:mod:`megatron_vl.models.moe.experts`)."""
+    for module in ddp.module.modules():
+        if isinstance(module, MoELayer) and hasattr(module.experts, "report_to"):
+            module.experts.report_to(ddp)
+
+
+def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
+    """Sets the counts to zero and tells the routers the scale of their loss; collective over data parallel, no host sync.
+
+    Args:
+        rows: this replica's rows of the step.
+    """
+    mine = list(routers(chunks))
+    if not mine:
+        return
+    loss_tokens = torch.stack([row.loss_mask.sum() for row in rows]).sum(dtype=torch.float64)
+    counts = torch.stack((loss_tokens, torch.full_like(loss_tokens, sum(row.real_tokens for row in rows))))
+    dist.all_reduce(counts, group=mpu.get_data_parallel_group())
+    for router in mine:
+        router.load.zero_()
+        router.loss_scale = (counts[0] / counts[1]).float()
+
+
+def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int, device: torch.device) -> Tensor:
+    """Real tokens of the step by layer and expert, int64 [layers, experts] on ``device``; collective over all ranks.
+
+    Every rank routes tokens of its own (tensor-parallel ranks hold different parts of the sequence), so the sum
+    counts each once. Layers without experts are zero. A rank may have no layers, and chunks without parameters.
+    """
+    load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+    for router in routers(chunks):
+        load[router.layer_number - 1] = router.load
+    dist.all_reduce(load)
+    return load

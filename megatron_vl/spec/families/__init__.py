@@ -1,0 +1,50 @@
+"""Model families: one file each, one line each in :data:`FAMILIES`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.spec.families import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
+from megatron_vl.spec.families.base import ConfigError, LanguageSpec, ModelSpec, MoeSpec, VisionSpec
+
+FAMILIES = {
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
+}
+"""HF ``model_type`` -> the module that reads its config."""
+MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
+
+
+def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
+    """The :class:`ModelSpec` of an HF config: a dict, a ``config.json`` file, or a folder that holds one.
+
+    Raises:
+        FileNotFoundError: there is no ``config.json``.
+        ConfigError: the ``model_type`` is unknown or a field is missing or impossible.
+    """
+    if not isinstance(config, dict):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path} does not hold a JSON object")
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"config.json: model_type {kind!r} is not supported; valid: {', '.join(FAMILIES)}")
+    _check_counts(config)
+    return FAMILIES[kind].read(config)
+
+
+def _check_counts(config: dict[str, Any]) -> None:
+    """Raises ConfigError where a config from anybody would make lists of layers or experts that fill the memory."""
+    for part in (config, config.get("text_config"), config.get("vision_config")):
+        for name, most in MOST.items():
+            if isinstance(part, dict) and isinstance(part.get(name), (int, float)) and part[name] > most:
+                raise ConfigError(f"config.json: {name} {part[name]} is absurd; at most {most} are read")
+
+
+__all__ = ["FAMILIES", "ConfigError", "LanguageSpec", "ModelSpec", "MoeSpec", "VisionSpec", "read_spec"]

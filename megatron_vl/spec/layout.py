@@ -1,0 +1,143 @@
+"""Which decoder layers live on which pipeline stage.
+
+A layout is written as the number of decoder layers of each stage, in model order. With interleaving (VPP) entry
+``v * pp + p`` is virtual chunk ``v`` of pipeline rank ``p``. The vision tower and the embedding are on the first
+entry, the final norm and the output layer on the last; both may have fewer decoder layers, or none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vl.config import ParallelConfig
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import Cut, LayoutError, TensorInfo, check_cut
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor x pipeline x virtual-pipeline x expert layout of one model."""
+
+    tp: int
+    pp: int
+    vpp: int
+    layers: tuple[int, ...]
+    """Decoder layers of each of the ``pp * vpp`` entries, in model order."""
+    ep: int = 1
+    """Expert parallel size. The ranks of a stage, ``tp * dp`` of them, are ``etp * ep * expert-dp`` to the experts."""
+    etp: int = 1
+    """Expert tensor parallel size. Megatron-core's default is ``tp``; here it is 1, whole experts, as cutting small matrices
+    further costs more than it saves."""
+
+    @property
+    def cut(self) -> Cut:
+        """Into how many parts the tensors of a stage are cut."""
+        return Cut(self.tp, self.ep, self.etp)
+
+    @property
+    def least_dp(self) -> int:
+        """The fewest data-parallel ranks: the experts' ``ep * etp`` divide the ``tp * dp`` of a stage."""
+        experts = self.ep * self.etp
+        return experts // math.gcd(self.tp, experts)
+
+    def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
+        """Global zero-based number of the first decoder layer of this chunk."""
+        return sum(self.layers[: vp_stage * self.pp + pp_rank])
+
+    def chunk_layers(self, pp_rank: int, vp_stage: int = 0) -> range:
+        """Global decoder layers of one chunk."""
+        first = self.first_layer(pp_rank, vp_stage)
+        return range(first, first + self.layers[vp_stage * self.pp + pp_rank])
+
+    def stage_of(self, info: TensorInfo) -> int:
+        """The pipeline rank that holds a tensor."""
+        if info.place in ("vision", "embedding"):
+            return 0
+        if info.place == "head":
+            return self.pp - 1
+        end = 0
+        for entry, count in enumerate(self.layers):
+            end += count
+            if info.layer < end:
+                return entry % self.pp
+        raise LayoutError(f"layer {info.layer} is outside the layout {self.layers}")
+
+    def core_string(self) -> str:
+        """The layout in Megatron-core's notation (``E`` embedding, ``t`` decoder layer, ``L`` loss)."""
+        entries = ["t" * n for n in self.layers]
+        entries[0] = "E" + entries[0]
+        entries[-1] = entries[-1] + "L"
+        return "|".join(entries)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "vpp": self.vpp,
+            "layers": list(self.layers),
+            "ep": self.ep,
+            "etp": self.etp,
+        }
+
+
+def make_layout(
+    spec: ModelSpec,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    layers: list[int] | tuple[int, ...] | None = None,
+    ep: int = 1,
+    etp: int = 1,
+) -> Layout:
+    """A validated layout.
+
+    Args:
+        layers: decoder layers of each of the ``pp * vpp`` entries; None spreads them evenly, the first entries
+            getting one fewer where they do not divide (they also hold the vision tower and the embedding).
+
+    Raises:
+        LayoutError: a number is impossible for this model; the message says which and what would be valid.
+    """
+    for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("etp", etp)):
+        if value < 1:
+            raise LayoutError(f"{name}={value} must be at least 1")
+    if vpp > 1 and pp == 1:
+        raise LayoutError(f"vpp={vpp} needs pp of at least 2")
+    check_cut(spec, Cut(tp, ep, etp))
+    total, entries = spec.language.num_layers, pp * vpp
+    if layers is None:
+        if total < entries:
+            raise LayoutError(
+                f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; write layers by hand to leave some empty"
+            )
+        layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
+    if len(layers) != entries:
+        raise LayoutError(f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}")
+    if min(layers) < 0 or sum(layers) != total:
+        raise LayoutError(f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers")
+    return Layout(tp, pp, vpp, tuple(layers), ep, etp)
+
+
+def run_layout(spec: ModelSpec, parallel: ParallelConfig) -> Layout:
+    """The layout that a run asks for.
+
+    Raises:
+        LayoutError: it is impossible for this model.
+    """
+    p = parallel
+    if spec.language.moe and p.tp > 1 and not p.sequence_parallel:
+        raise LayoutError(f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank routes tokens of its own")
+    return make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+
+
+def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
+    """The layout that :meth:`Layout.as_dict` gave; what was stored before there were experts has no ``ep`` and ``etp``.
+
+    Raises:
+        KeyError, LayoutError: a field is missing, or impossible for this model.
+    """
+    sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers")}
+    return make_layout(spec, **sizes, ep=stored.get("ep", 1), etp=stored.get("etp", 1))

@@ -1,0 +1,192 @@
+"""Positions: M-RoPE of the language model, 2D positions and attention segments of the vision tower.
+
+Pure torch on the CPU, computed by the loader: a training step never derives a position or a segment on the device.
+References: for M-RoPE, ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning code. They compute
+what ``get_rope_index`` of transformers computed when the models were released (4.45 for Qwen2-VL, 4.49 for
+Qwen2.5-VL, 4.57 for Qwen3-VL), and what vLLM computes. For the tower, ``get_vision_position_ids``,
+``get_vision_window_index`` and ``get_vision_cu_seqlens`` of ``transformers.vision_utils`` (5.17).
+
+A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches are in
+merge-unit order throughout (frame, unit row, unit column, row in unit, column in unit), as HF's processors emit them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_vl.config import VideoPositions
+from megatron_vl.spec.families import ModelSpec, VisionSpec
+
+
+class PositionError(ValueError):
+    """Tokens and grids that do not belong together; the message names the medium and both counts."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The patches of one image or video: ``t`` frame groups of ``h`` rows by ``w`` columns."""
+
+    t: int
+    h: int
+    w: int
+    kind: Literal["image", "video"] = "image"
+    second_per_grid: float = 1.0
+    """Seconds of video that one frame group covers; ignored for images."""
+    timestamps: tuple[float, ...] = ()
+    """Seconds from the start of the video to each frame group, for families that write them into the text."""
+
+    @property
+    def patches(self) -> int:
+        return self.t * self.h * self.w
+
+    def tokens(self, merge: int) -> int:
+        """Placeholders of this medium in the text, for a spatial merge size of ``merge``."""
+        return self.patches // merge**2
+
+
+def placeholder_runs(grids: Sequence[Grid], spec: ModelSpec) -> list[Grid]:
+    """The media as the text has them: frame groups of a video apart where the family writes a time before each."""
+    if not spec.vision.video_timestamps:
+        return list(grids)
+    frames = [(dataclasses.replace(grid, t=1, timestamps=()), grid.t if grid.kind == "video" else 1) for grid in grids]
+    return [frame for frame, count in frames for _ in range(count)]
+
+
+def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -> list[int]:
+    """Where the placeholders of each grid start in ``token_ids`` (int64 [S]), in the order of the text.
+
+    Runs are told apart by the counts of the grids, so two media may touch. ``grids`` are :func:`placeholder_runs`.
+
+    Raises:
+        PositionError: the placeholders do not match the grids in kind, order or number.
+    """
+    merge = spec.vision.spatial_merge_size
+    is_media = (token_ids == spec.image_token_id) | (token_ids == spec.video_token_id)
+    where = is_media.nonzero().flatten()
+    wanted = [grid.tokens(merge) for grid in grids]
+    if len(where) != sum(wanted):
+        raise PositionError(f"the text holds {len(where)} image and video placeholders, its media need {sum(wanted)}")
+    starts, seen = [], 0
+    for number, (grid, count) in enumerate(zip(grids, wanted, strict=True)):
+        run = where[seen : seen + count]
+        token = spec.image_token_id if grid.kind == "image" else spec.video_token_id
+        if count == 0 or int(run[-1] - run[0]) != count - 1 or not bool((token_ids[run] == token).all()):
+            what = f"medium {number + 1} ({grid.kind}) needs {count} {grid.kind} placeholders in one run"
+            raise PositionError(f"{what}; the text has others there")
+        starts.append(int(run[0]))
+        seen += count
+    return starts
+
+
+def mrope_positions(
+    token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec, video_positions: VideoPositions = "released"
+) -> Tensor:
+    """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
+
+    Text counts up in all three rows. A medium at position ``p`` spans ``p + (time, row, column)`` in merge
+    units, and the text after it goes on after the largest of these positions. Frame groups are 1 apart in
+    time in Qwen2-VL. In Qwen2.5-VL, group ``i`` is at ``int(i * second_per_grid * tokens_per_second)``. In
+    Qwen3-VL, each is a medium of its own, with text between.
+
+    By the rule ``transformers_5_3``, text goes on at ``p + max(rows, columns)``, which may lie within the
+    video, and ``second_per_grid`` is cut to whole seconds first, so that clips of less than a second a group
+    stand still.
+
+    Args:
+        token_ids: int64 [S], placeholders already expanded.
+        grids: the media of the sample in the order of the text.
+        spec: the model.
+        video_positions: the rule; it makes no difference to images, nor to Qwen3-VL.
+
+    Raises:
+        PositionError: the placeholders do not match the grids.
+    """
+    merge = spec.vision.spatial_merge_size
+    parts: list[Tensor] = []
+    here = position = 0
+    runs = placeholder_runs(grids, spec)
+
+    for grid, start in zip(runs, placeholder_positions(token_ids, runs, spec), strict=True):
+        parts.append((torch.arange(start - here) + position).expand(3, -1))
+        position += start - here
+
+        medium = _medium_positions(grid, spec.vision, video_positions)
+        parts.append(medium + position)
+        position += int(medium.max()) + 1 if video_positions == "released" else max(grid.h, grid.w) // merge
+        here = start + grid.tokens(merge)
+
+    parts.append((torch.arange(len(token_ids) - here) + position).expand(3, -1))
+    return torch.cat(parts, dim=1)
+
+
+def _medium_positions(grid: Grid, vision: VisionSpec, video_positions: VideoPositions) -> Tensor:
+    """int64 [3, tokens]: time, row and column of each merge unit, from 0."""
+    times = torch.arange(grid.t)
+    if grid.kind == "video" and vision.tokens_per_second:
+        seconds = grid.second_per_grid if video_positions == "released" else int(grid.second_per_grid)
+        # In float32, as everywhere: the product of a float64 may be cut to another number.
+        times = (times * torch.tensor(seconds, dtype=torch.float32) * vision.tokens_per_second).long()
+
+    merge = vision.spatial_merge_size
+    axes = (times, torch.arange(grid.h // merge), torch.arange(grid.w // merge))
+    return torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1)
+
+
+def patch_positions(grid: Grid, merge: int) -> Tensor:
+    """int64 [patches, 2]: row and column of each patch within its frame, in merge-unit order."""
+    rows, columns = torch.meshgrid(torch.arange(grid.h), torch.arange(grid.w), indexing="ij")
+    blocks = (grid.h // merge, merge, grid.w // merge, merge)
+    frame = torch.stack([a.reshape(blocks).transpose(1, 2).flatten() for a in (rows, columns)], dim=1)
+    return frame.repeat(grid.t, 1)
+
+
+@dataclass
+class WindowOrder:
+    """How the vision tower reads the merge units of a list of media."""
+
+    units: Tensor
+    """int64 [N]: the merge unit (in HF order over all media) at each place of the tower's order."""
+    cu_seqlens: Tensor
+    """int32 [frames + 1]: patches of whole frames."""
+    cu_window_seqlens: Tensor
+    """int32 [windows + 1]: patches of windows; equal to ``cu_seqlens`` for a family without windows."""
+
+    def patches(self, merge_unit: int) -> Tensor:
+        """int64 [N * merge_unit]: the same permutation for patches."""
+        return (self.units[:, None] * merge_unit + torch.arange(merge_unit)).flatten()
+
+
+def window_order(grids: Sequence[Grid], vision: VisionSpec) -> WindowOrder:
+    """Window order of all media of a row: frames stay together, windows row by row within a frame, no empty windows."""
+    unit = vision.merge_unit
+    frames = torch.tensor([grid.h * grid.w for grid in grids for _ in range(grid.t)], dtype=torch.int32)
+    cu_seqlens = _cumulative(frames)
+    if not vision.window_size:
+        return WindowOrder(torch.arange(int(frames.sum()) // unit), cu_seqlens, cu_seqlens)
+    side = vision.window_size // vision.spatial_merge_size // vision.patch_size
+    keys, first = [], 0
+    for grid in grids:
+        window, per_frame = _window_of_unit(grid.h // vision.spatial_merge_size, grid.w // vision.spatial_merge_size, side)
+        keys.append((torch.arange(grid.t)[:, None] * per_frame + window + first).flatten())
+        first += grid.t * per_frame
+    key = torch.cat(keys)
+    units = torch.argsort(key, stable=True)
+    sizes = torch.unique_consecutive(key[units], return_counts=True)[1]
+    return WindowOrder(units, cu_seqlens, _cumulative(sizes * unit))
+
+
+def _window_of_unit(rows: int, columns: int, side: int) -> tuple[Tensor, int]:
+    """The window of each merge unit of a frame (int64 [rows * columns]) and the number of windows."""
+    across = -(-columns // side)
+    window = (torch.arange(rows) // side)[:, None] * across + torch.arange(columns) // side
+    return window.flatten(), across * -(-rows // side)
+
+
+def _cumulative(sizes: Tensor) -> Tensor:
+    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()

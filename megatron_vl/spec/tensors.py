@@ -1,0 +1,212 @@
+"""The one canonical table of a model's tensors: names, shapes, how tensor parallelism cuts them, where they live.
+
+Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers, whatever modules
+hold them at run time. Checkpoints, converters and the trainer all read this table; nothing else knows a shape.
+
+Conventions of the full (TP 1) tensors:
+
+* ``linear_qkv`` holds, per key/value head, its query heads, its key head, its value head: ``[g * (q/g + 2) * d, h]``.
+* a gated ``linear_fc1`` holds gate then up: ``[2 * f, h]``; ``f`` of the vision tower is padded to a multiple of 128.
+* experts are stacked along dim 0: fc1 ``[E, 2 * f, h]`` (gate then up in each), fc2 ``[E, h, f]``.
+* the patch embedding is a matrix ``[hidden, channels * time * row * column]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron_vl.errors import UserError
+from megatron_vl.spec.families import ModelSpec
+
+Split = Literal["replicated", "column", "row", "gated"]
+"""How a matrix is cut: not at all; dim 0; dim 1; dim 0 of each of two stacked halves (gate, up). Experts: each one so."""
+
+EMBEDDING = "language_model.embedding.word_embeddings.weight"
+OUTPUT = "language_model.output_layer.weight"
+
+
+class LayoutError(UserError, ValueError):
+    """A model and a parallel layout that do not fit; the message says which number and what would be valid."""
+
+
+class Cut(NamedTuple):
+    """Into how many parts the tensors of a stage are cut: dense ones into ``tp``, experts' into ``ep * etp``.
+
+    Tensor and expert parallelism number the same ranks of a stage in two ways that have nothing to do with each other
+    (Megatron-core's dense and expert grids), so a tensor is cut by one of the two alone.
+    """
+
+    tp: int = 1
+    """Tensor parallel size."""
+    ep: int = 1
+    """Expert parallel size: whole experts, in contiguous runs."""
+    etp: int = 1
+    """Expert tensor parallel size: each expert's matrices."""
+
+    def parts(self, info: TensorInfo) -> int:
+        """The number of parts of a tensor; a replicated one has as many, all the same."""
+        return self.ep * self.etp if info.experts else self.tp
+
+    def part(self, info: TensorInfo, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> int:
+        """The part that a rank holds: ``tp_rank``, or ``ep_rank * etp + etp_rank`` of an expert tensor."""
+        return ep_rank * self.etp + etp_rank if info.experts else tp_rank
+
+
+WHOLE = Cut()
+"""Not cut at all."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: its full shape, how it is cut and its place in the pipeline."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: Split
+    place: str
+    """``vision``, ``embedding``, ``head`` or ``layer``."""
+    layer: int = -1
+    """Zero-based decoder layer when ``place`` is ``layer``."""
+    experts: int = 0
+    """Experts stacked along dim 0, which expert parallel ranks share; ``split`` is then how expert tensor parallelism cuts each
+    one's matrix (dims 1 and 2). 0: a dense tensor."""
+
+    def shard_shape(self, cut: Cut) -> tuple[int, ...]:
+        """The shape of one part."""
+        if self.experts:
+            one = dataclasses.replace(self, shape=self.shape[1:], experts=0)
+            return (self.experts // cut.ep, *one.shard_shape(Cut(cut.etp)))
+        if self.split == "replicated":
+            return self.shape
+        axis = 1 if self.split == "row" else 0
+        return tuple(n // cut.tp if i == axis else n for i, n in enumerate(self.shape))
+
+
+def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
+    """All tensors of the model by canonical name, in model order. A tied output layer has no entry of its own."""
+    infos = [*_vision(spec), *_language(spec)]
+    return {info.name: info for info in infos}
+
+
+def _vision(spec: ModelSpec) -> list[TensorInfo]:
+    v = spec.vision
+    h, f, unit = v.hidden_size, v.padded_ffn_hidden_size, v.merge_unit * v.hidden_size
+    norm_bias = v.norm == "LayerNorm"
+    out: list[TensorInfo] = []
+
+    def add(name: str, shape: tuple[int, ...], split: Split = "replicated") -> None:
+        out.append(TensorInfo(f"vision_model.{name}", shape, split, "vision"))
+
+    def norm(prefix: str, joint: str = ".", width: int = h) -> None:
+        add(f"{prefix}{joint}weight", (width,))
+        if norm_bias:
+            add(f"{prefix}{joint}bias", (width,))
+
+    def merger(name: str, norm_width: int) -> None:
+        norm(f"{name}.norm", width=norm_width)
+        add(f"{name}.linear_fc1.weight", (unit, unit), "column")
+        add(f"{name}.linear_fc1.bias", (unit,), "column")
+        add(f"{name}.linear_fc2.weight", (v.out_hidden_size, unit), "row")
+        add(f"{name}.linear_fc2.bias", (v.out_hidden_size,))
+
+    add("patch_embed.proj.weight", (h, v.patch_dim))
+    if v.patch_bias:
+        add("patch_embed.proj.bias", (h,))
+    if v.position_table_side:
+        add("position_table.weight", (v.position_table_side**2, h))
+    fc1: tuple[int, Split] = (2 * f, "gated") if v.gated_mlp else (f, "column")
+    for i in range(v.num_layers):
+        layer = f"decoder.layers.{i}."
+        norm(f"{layer}self_attention.linear_qkv.layer_norm", "_")
+        add(f"{layer}self_attention.linear_qkv.weight", (3 * h, h), "column")
+        add(f"{layer}self_attention.linear_qkv.bias", (3 * h,), "column")
+        add(f"{layer}self_attention.linear_proj.weight", (h, h), "row")
+        add(f"{layer}self_attention.linear_proj.bias", (h,))
+        norm(f"{layer}mlp.linear_fc1.layer_norm", "_")
+        add(f"{layer}mlp.linear_fc1.weight", (fc1[0], h), fc1[1])
+        add(f"{layer}mlp.linear_fc1.bias", (fc1[0],), fc1[1])
+        add(f"{layer}mlp.linear_fc2.weight", (h, f), "row")
+        add(f"{layer}mlp.linear_fc2.bias", (h,))
+    merger("merger", h)
+    for number in range(len(v.deepstack_layers)):
+        merger(f"deepstack_mergers.{number}", unit)
+    return out
+
+
+def _language(spec: ModelSpec) -> list[TensorInfo]:
+    m = spec.language
+    h, f = m.hidden_size, m.ffn_hidden_size
+    qkv = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+    out = [TensorInfo(EMBEDDING, (m.vocab_size, h), "column", "embedding")]
+    for i in range(m.num_layers):
+
+        def add(name: str, shape: tuple[int, ...], split: Split = "replicated", experts: int = 0, i: int = i) -> None:
+            out.append(TensorInfo(f"language_model.decoder.layers.{i}.{name}", shape, split, "layer", i, experts))
+
+        add("self_attention.linear_qkv.layer_norm_weight", (h,))
+        add("self_attention.linear_qkv.weight", (qkv, h), "column")
+        if m.qkv_bias:
+            add("self_attention.linear_qkv.bias", (qkv,), "column")
+        if m.qk_norm:
+            add("self_attention.q_layernorm.weight", (m.head_dim,))
+            add("self_attention.k_layernorm.weight", (m.head_dim,))
+        add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
+        if m.moe and m.has_experts(i):
+            count, width = m.moe.num_experts, m.moe.ffn_hidden_size
+            add("pre_mlp_layernorm.weight", (h,))  # the router reads it too, so that Megatron-core keeps it apart
+            add("mlp.router.weight", (count, h))
+            add("mlp.experts.linear_fc1.weight", (count, 2 * width, h), "gated", count)
+            add("mlp.experts.linear_fc2.weight", (count, h, width), "row", count)
+        else:
+            add("mlp.linear_fc1.layer_norm_weight", (h,))
+            add("mlp.linear_fc1.weight", (2 * f, h), "gated")
+            add("mlp.linear_fc2.weight", (h, f), "row")
+    out.append(TensorInfo("language_model.decoder.final_layernorm.weight", (h,), "replicated", "head"))
+    if not m.tied_embeddings:
+        out.append(TensorInfo(OUTPUT, (m.vocab_size, h), "column", "head"))
+    return out
+
+
+def check_cut(spec: ModelSpec, cut: Cut) -> None:
+    """Raises :class:`LayoutError` unless every tensor of the model can be cut so."""
+    check_tp(spec, cut.tp)
+    moe = spec.language.moe
+    if moe is None:
+        for name, value in (("ep", cut.ep), ("etp", cut.etp)):
+            if value != 1:
+                raise LayoutError(f"{name}={value} is for models with experts; {spec.family} is dense: leave {name} at 1")
+        return
+    if moe.num_experts % cut.ep:
+        valid = [n for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
+        raise LayoutError(f"ep={cut.ep} does not divide {moe.num_experts} experts; valid: {valid}")
+    if moe.ffn_hidden_size % cut.etp:
+        valid = [n for n in (1, 2, 4, 8, 16) if moe.ffn_hidden_size % n == 0]
+        raise LayoutError(f"etp={cut.etp} does not divide the experts' FFN width {moe.ffn_hidden_size}; valid: {valid}")
+
+
+def part_of(name: str) -> str:
+    """``vision``, ``merger`` or ``language``: the parts that are frozen and given learning rates alone."""
+    if name.startswith(("vision_model.merger.", "vision_model.deepstack_mergers.")):
+        return "merger"
+    return "vision" if name.startswith("vision_model.") else "language"
+
+
+def check_tp(spec: ModelSpec, tp: int) -> None:
+    """Raises :class:`LayoutError` unless every dense cut of the model divides by ``tp``."""
+    m, v = spec.language, spec.vision
+    has_dense = any(not m.has_experts(i) for i in range(m.num_layers))
+    kv_fits = m.num_kv_heads % tp == 0 or tp % m.num_kv_heads == 0
+    checks = [
+        (m.num_heads % tp == 0, f"{m.num_heads} attention heads of the language model"),
+        (kv_fits, f"{m.num_kv_heads} key/value heads of the language model"),
+        (v.num_heads % tp == 0, f"{v.num_heads} attention heads of the vision tower"),
+        (m.ffn_hidden_size % tp == 0 or not has_dense, f"the language model's FFN width {m.ffn_hidden_size}"),
+        (m.vocab_size % tp == 0, f"the vocabulary of {m.vocab_size} tokens"),
+        (v.merge_unit * v.hidden_size % tp == 0, f"the merger's width {v.merge_unit * v.hidden_size}"),
+    ]
+    for fits, what in checks:
+        if not fits:
+            valid = [n for n in (1, 2, 4, 8, 16) if m.num_heads % n == 0 and v.num_heads % n == 0]
+            raise LayoutError(f"tp={tp} does not divide {what}; the heads allow tp in {valid}")

@@ -1,0 +1,38 @@
+"""Towers whose layers take our Triton kernels are the towers that take torch's SDPA; how a backend is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_vl.kernels.tower_attention import tower_attention
+from megatron_vl.models.attention import choose_backend
+from tests.models.programs import step_with_and_without_kernels
+from tests.support.ranks import call
+
+
+@pytest.mark.ranks
+def test_a_step_with_the_kernels_is_the_step_without(tiny_checkpoint) -> None:
+    """One step from the same weights on the same rows, the kernels in Triton's interpreter; window layers take them, too."""
+    hf = str(tiny_checkpoint(vision_heads=2))  # of 40
+    plain, kernels = call(step_with_and_without_kernels, environment={"TRITON_INTERPRET": "1"}, hf=hf)
+    assert plain[2] == 0 and kernels[2] > 0
+    assert kernels[:2] == pytest.approx(plain[:2], rel=1e-5)
+
+
+def test_triton_is_for_towers_in_bfloat16() -> None:
+    def chosen(name: str, head_dim: int = 72, causal: bool = False, **more) -> str:
+        return choose_backend(name, platform="cuda", head_dim=head_dim, causal=causal, **more)
+
+    assert chosen("triton") == "triton"
+    for options in ({"causal": True}, {"head_dim": 76}, {"head_dim": 256}, {"dtype": torch.float32}):
+        with pytest.raises(ValueError, match="vision towers in bfloat16"):
+            chosen("triton", **options)
+    assert [chosen("auto"), chosen("auto", 80), chosen("auto", 64)] == ["triton", "triton", "torch_varlen"]
+    assert chosen("auto", 72, dtype=torch.float16) == "torch_varlen"
+    assert chosen("auto", 128, causal=True) == "te"
+
+
+def test_a_size_without_a_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiples of 8"):
+        tower_attention(torch.zeros(4, 3 * 68), torch.zeros(4, 34), torch.zeros(4, 34), torch.tensor([0, 4]), 68)

@@ -1,0 +1,37 @@
+"""The Triton kernels compute what torch computes. On CPU, hence in Triton's interpreter.
+
+On a GPU: benchmarks/kernels.py and benchmarks/experts.py.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support.ranks import run_module
+
+pytestmark = pytest.mark.ranks
+
+
+def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
+    done = run_module("tests.kernels.triton_checks", arguments, environment=variables, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_kernels_equal_torch() -> None:
+    errors = errors_of(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert len(errors) == 17
+    for name, error in errors.items():
+        assert error < 5e-6, (name, error)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_a_gpu() -> None:
+    errors = errors_of("--gpu")
+    assert errors.pop("not deterministic") == 0
+    assert len(errors) == 14
+    for name, error in errors.items():
+        assert error < 2e-2, (name, error)

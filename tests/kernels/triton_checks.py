@@ -1,0 +1,260 @@
+"""Our Triton kernels against torch, in fp32 in Triton's interpreter; prints the largest errors as JSON.
+
+Run with TRITON_INTERPRET=1, which Triton reads when it is imported; or without it and with --gpu, for those that read
+through tensor descriptors, which the interpreter only imitates.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from megatron_vl.kernels import tower_attention as kernels
+from megatron_vl.kernels.grouped_gemm import (
+    ROWS_CONFIG,
+    WEIGHT_CONFIG,
+    Addresses,
+    Config,
+    plan,
+    row_product,
+    weight_product,
+)
+from megatron_vl.kernels.swiglu import swiglu
+from megatron_vl.kernels.token_copies import positions, scatter_parts, scatter_rows, sum_rows
+from megatron_vl.kernels.tower_attention import Tile, Tiles, attention, tower_attention
+from megatron_vl.kernels.window_attention import window_attention
+
+
+def mend_interpreter() -> None:
+    """Lets a loop end at a value of the kernel: Triton 3.6 keeps scalars as arrays of one, which NumPy 2.5 makes no int."""
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate-half of [P, h, d] by [P, d / 2]."""
+    cos, sin = (torch.cat((t, t), -1)[:, None] for t in (angles.cos(), angles.sin()))
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+def windows(qkv: Tensor, angles: Tensor, bounds: list[int], heads: int) -> Tensor:
+    """Torch's attention, window by window."""
+    query, key, value = qkv.view(qkv.shape[0], heads, 3, -1).unbind(2)
+    query, key = rotate(query, angles), rotate(key, angles)
+    out = [
+        F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value))).transpose(0, 1).flatten(1)
+        for a, b in pairwise(bounds)
+    ]
+    return torch.cat(out)
+
+
+def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
+    """The largest difference of values and gradients, relative to the largest reference."""
+    weight = torch.randn_like(reference).to(ours.dtype)
+    pairs = [(ours, reference)]
+    # They may share the way from the inputs.
+    gradients = (torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True) for out in (ours, reference))
+    pairs += list(zip(*gradients, strict=True))
+    # Not Python's max, which passes over NaN.
+    return float(torch.stack([((a - b).abs().max() / b.abs().max()).detach() for a, b in pairs]).max())
+
+
+def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    qkv = torch.randn(bounds[-1], heads * 3 * head_dim, requires_grad=True)
+    angles = torch.rand(bounds[-1], head_dim // 2) * 10
+    ours = window_attention(qkv, angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32), max(lengths), head_dim)
+    return worst(ours, windows(qkv, angles, bounds, heads), [qkv])
+
+
+SMALL = Tiles(forward=Tile(32, 16, 4, 1), query=Tile(16, 32, 4, 1), key=Tile(32, 16, 4, 1))
+"""Tiles that segments of a test fill, and leave, in all ways."""
+
+
+def tower_error(lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: Tiles = SMALL) -> float:
+    """From the fused QKV output, RoPE included; on a GPU in bf16, as half precision is all that the kernels multiply there."""
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    qkv = torch.randn(bounds[-1], heads * 3 * head_dim, device=device).to(dtype).requires_grad_()
+    angles = torch.rand(bounds[-1], head_dim // 2, device=device) * 10
+    cu = torch.tensor(bounds, dtype=torch.int32, device=device)
+    ours = tower_attention(qkv, angles.cos(), angles.sin(), cu, head_dim, tiles)
+    return worst(ours, windows(qkv.float(), angles, bounds, heads), [qkv])
+
+
+def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1.0) -> float:
+    """From query, key and value."""
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    inputs = [torch.randn(bounds[-1], heads, head_dim, requires_grad=True) for _ in range(3)]
+    query, key, value = inputs[0] * spread, inputs[1], inputs[2]
+    ours = attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), SMALL)
+    parts = [F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value))) for a, b in pairwise(bounds)]
+    return worst(ours, torch.cat([part.transpose(0, 1) for part in parts]), inputs)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New memory holds NaN meanwhile, so that what is read before it was written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(8).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def unaligned_error(device: str = "cpu", tiles: Tiles = SMALL) -> float:
+    """Patches that are no multiple of 4: rows of statistics are, and what lies after the last patch is not written."""
+    with poisoned_memory():
+        errors = [tower_error([7, rest], 2, 72, device, tiles) for rest in (62, 63, 64)]
+    # Not Python's max, which passes over NaN.
+    return float(torch.tensor(errors).max())
+
+
+def many_segments_error() -> float:
+    before, kernels.SEARCH = kernels.SEARCH, tl.constexpr(4)
+    try:
+        return plain_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
+    finally:
+        kernels.SEARCH = before
+
+
+def on_gpu() -> dict[str, float]:
+    """bf16 and the tiles that are used; of two gradients of the same, and of two outputs, how many elements differ."""
+    lengths = [129, 1, 0, 700, 64, 1000]
+    errors = {f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.TILES) for d in (16, 40, 64, 72, 80, 96, 128)}
+    qkv = torch.randn(2000, 3 * 4 * 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cu = torch.tensor([0, 1900, 2000], dtype=torch.int32, device="cuda")
+    angles = torch.rand(2000, 36, device="cuda")
+    out = tower_attention(qkv, angles.cos(), angles.sin(), cu, 72)
+    first, second = (torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2))
+    packed = kernels._pack_rotated(qkv.detach(), angles.cos(), angles.sin(), 72)
+    with ThreadPoolExecutor(1) as pool:  # a loaded kernel is the first thing that this thread runs
+        other = pool.submit(kernels._attend, packed, cu, kernels.TILES.forward).result()[0]
+    experts = partial(experts_error, device="cuda", dtype=torch.bfloat16)
+    errors |= {
+        "experts": experts([0, 700, 129, 0, 1, 1000, 128], 2048, 768, ROWS_CONFIG, WEIGHT_CONFIG),
+        "experts, blocks that do not divide": experts([3, 0, 130, 300], 712, 200, ROWS_CONFIG, WEIGHT_CONFIG),
+        "experts, no rows": experts([0, 0], 256, 256, ROWS_CONFIG, WEIGHT_CONFIG),
+    }
+    rows = partial(rows_error, device="cuda", dtype=torch.bfloat16)
+    errors |= {
+        "rows to 4 places": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
+        "rows wider than a block, to 32 places": rows([0.06] * 31 + [0.0], 3000, 4096),
+        "rows to 128 places": rows([0.06] * 128, 1000, 2560),
+        "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.TILES),
+    }
+    errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
+    return errors
+
+
+def swiglu_error(rows: int, width: int, weighted: bool) -> float:
+    x = torch.randn(rows, 1, 2 * width, requires_grad=True)
+    weight = torch.rand(rows, requires_grad=True) if weighted else None
+    gate, up = x.chunk(2, -1)
+    reference = F.silu(gate) * up
+    if weight is not None:
+        reference = reference * weight.view(-1, 1, 1)
+    return worst(swiglu(x, weight), reference, [x] if weight is None else [x, weight])
+
+
+def experts_error(counts: list[int], features_in: int, features_out: int, *configs: Config, **kind: Any) -> float:
+    """Largest error of the products of experts with ``counts`` rows: forward, dgrad, wgrad added and wgrad written.
+
+    Args:
+        configs: of rows and of weight gradients; none: small ones for both.
+        kind: device and dtype of rows and weights. Weight gradients are added in float32.
+    """
+    rows_config, weight_config = configs or (Config(128, 64, 32, 4, 2),) * 2
+    shape = (len(counts), features_out, features_in)
+    x, dy, stacked = (torch.randn(size, **kind) for size in ((sum(counts), features_in), (sum(counts), features_out), shape))
+    weights = list(stacked)
+    where, table = plan(torch.tensor(counts, device=x.device), len(x)), Addresses().of(weights)
+    added, written = torch.randn(shape, device=x.device), torch.full_like(stacked, torch.nan)
+    before = added.clone()
+    for grads, add in ((added, True), (written, False)):
+        weight_product(dy, x, Addresses().of(list(grads)), where, grads, add=add, config=weight_config)
+    ours = [
+        row_product(x, table, where, features_out, transposed=True, config=rows_config),
+        row_product(dy, table, where, features_in, transposed=False, config=rows_config),
+        added,
+        written,
+    ]
+    parts = [(a.float(), b.float(), w.float()) for a, b, w in zip(x.split(counts), dy.split(counts), weights, strict=True)]
+    wgrad = torch.stack([b.T @ a for a, b, _ in parts])
+    reference = [torch.cat([a @ w.T for a, _, w in parts]), torch.cat([b @ w for _, b, w in parts]), before + wgrad, wgrad]
+    pairs = zip(ours, reference, strict=True)
+    # Not Python's max, which passes over NaN.
+    return float(torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs if b.numel()]).max())
+
+
+def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float:
+    """Largest error of rows copied to places, summed from places, and of parts of rows copied: values and gradients.
+
+    Args:
+        shares: of the rows, which have a place in each column.
+        width: of a row; a part has one element.
+        kind: device and dtype of rows.
+    """
+    chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(shares, device=kind.get("device"))
+    places, total = positions(chosen), int(chosen.sum())
+    column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their places
+    x, y = (torch.randn(size, width, **kind).requires_grad_() for size in (rows, total))
+    parts = torch.randn(rows, len(shares), device=x.device, requires_grad=True)
+    summed = torch.zeros(rows, width, device=x.device).index_add(0, row, y.float())
+    pairs = [
+        (scatter_rows(x, places, total), x[row].float(), [x]),
+        (sum_rows(y, places), summed, [y]),
+        (scatter_parts(parts, places, total), parts[row, column][:, None], [parts]),
+    ]
+    return float(torch.tensor([worst(*pair) for pair in pairs]).max())
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    if "--gpu" in sys.argv:
+        print(json.dumps(on_gpu()))
+        return
+    mend_interpreter()
+    errors = {
+        "windows of 64, 80 a head": attention_error([64, 64, 32, 16, 7, 1], 2, 80),
+        "windows of 100, 32 a head": attention_error([100, 12], 1, 32),
+        "tower, 72 a head": tower_error([33, 1, 0, 32, 47], 2, 72),
+        "tower, 80 a head": tower_error([35, 4], 1, 80),
+        "tower, 64 a head": tower_error([20, 1], 1, 64),
+        "plain, 72 a head, sharp": plain_error([1, 19, 16], 1, 72, spread=10.0),
+        "plain, 24 a head, more segments than are searched at once": many_segments_error(),
+        "swiglu": swiglu_error(3, 3000, weighted=False),
+        "swiglu, weighted": swiglu_error(5, 96, weighted=True),
+        "experts, blocks that do not divide": experts_error([3, 0, 130, 64, 0, 300], 96, 72),
+        "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),
+        "experts, the first without rows": experts_error([0, 0, 5], 40, 24),
+        "experts, no rows": experts_error([0, 0], 40, 24),
+        "rows to 4 places": rows_error([0.9, 0.5, 0.0, 1.0], 20, 40),
+        "rows wider than a block, to 3 places": rows_error([0.9, 0.5, 0.1], 6, 2100),
+        "rows to 40 places": rows_error([0.2] * 39 + [0.0], 20, 16),
+        "tower, patches that 4 does not divide": unaligned_error(),
+    }
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Dispatch to experts and back against every token's experts computed where the token is; prints the largest errors as JSON.
+
+Four ranks on CPU with TRITON_INTERPRET=1, with our kernels and with torch; with --gpu as many as there are GPUs, in bf16
+(``torchrun --standalone --nproc-per-node N -m tests.models.moe.dispatch_checks --gpu``). An expert here is tanh of its own
+scale times the row, so that the exchange is all there is to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.platform import get_platform
+
+PLATFORM = get_platform("cuda" if "--gpu" in sys.argv else "cpu")
+
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_vl.kernels.token_copies import positions  # noqa: E402
+from megatron_vl.models.moe.dispatch import OncePerRankDispatcher, PaddingDispatcher  # noqa: E402
+from megatron_vl.parallel.grid import init_distributed  # noqa: E402
+from tests.kernels.triton_checks import mend_interpreter  # noqa: E402
+
+GPU = PLATFORM.name == "cuda"
+HIDDEN, EXPERTS, TOP_K = (2048, 32, 8) if GPU else (40, 8, 3)
+TOKENS = {"uneven": [9, 7, 12, 1], "a rank without tokens": [6, 0, 5, 4]}
+"""Of each rank."""
+if GPU:
+    TOKENS = {name: [20 * tokens for tokens in each] * 2 for name, each in TOKENS.items()}
+ROUTINGS = ("random", "one rank's experts", "few experts", "probabilities of zero", "padding", "padding alone")
+
+
+def tokens_of(rank: int, tokens: int, routing: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x [T, H], probs [T, E], map [T, E], gradient of the output [T, H]), the same on every rank that asks."""
+    draw = torch.Generator().manual_seed(rank * 100 + tokens)
+    x, dy = (torch.randn(tokens, HIDDEN, generator=draw) for _ in range(2))
+    logits = torch.randn(tokens, EXPERTS, generator=draw)
+    if routing == "one rank's experts":
+        logits[:, : max(TOP_K, EXPERTS // 4)] += 100
+    elif routing == "few experts":
+        logits[:, :: EXPERTS // 4] += 4
+        logits[:, 1] -= 100
+    top = logits.topk(TOP_K, dim=1).indices
+    chosen = torch.zeros(tokens, EXPERTS, dtype=torch.bool).scatter(1, top, True)
+    if routing == "padding alone" and rank % 2:
+        chosen[:] = False
+    elif routing.startswith("padding"):
+        chosen[2 * tokens // 3 :] = False
+    probs = logits.softmax(1).masked_fill(~chosen, 0)
+    if routing == "probabilities of zero":
+        probs[:, ::2] = 0
+    dtype = torch.bfloat16 if GPU else torch.float32
+    return x.to(dtype), probs, chosen, dy.to(dtype)
+
+
+def scales() -> Tensor:
+    """[E, H], of all experts."""
+    return torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
+    """Output and gradients of tokens and probabilities of one rank, and its part of the gradient of all experts' scales."""
+    x, probs, chosen, dy = tokens_of(rank, tokens, routing)
+    x, probs, scale = x.float().requires_grad_(), probs.requires_grad_(), scales().requires_grad_()
+    weights = torch.where(chosen, probs, 0)
+    out = (torch.tanh(x[:, None] * scale) * weights[..., None]).sum(1)
+    dx, dprobs, dscale = torch.autograd.grad(out, [x, probs, scale], dy.float())
+    return [out.detach(), dx, dprobs], dscale
+
+
+@contextmanager
+def exchanged_rows() -> Iterator[list[int]]:
+    """Rows of H columns that this rank hands to exchanges while it lasts."""
+    exchange, rows = dist.all_to_all_single, []
+
+    def counting(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if given.dim() == 2 and given.shape[1] == HIDDEN:
+            rows.append(given.shape[0])
+        return exchange(output, given, *args, **kwargs)
+
+    dist.all_to_all_single = counting
+    try:
+        yield rows
+    finally:
+        dist.all_to_all_single = exchange
+
+
+def through(dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
+    """The way that core's layer goes. What lies after the experts' rows may hold anything."""
+    dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
+    if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
+        probs, chosen = probs.masked_fill(~chosen.any(1, keepdim=True), 0), dispatcher.with_a_row(chosen)
+    first = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x[:, None], chosen, probs))
+    rows, counts, weights = dispatcher.dispatch_postprocess(*first)
+    total, exact = int(counts.sum()), getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
+    assert weights.shape[0] == rows.shape[0] and (total == rows.shape[0] or not exact and dispatcher.padded)
+    assert total or isinstance(dispatcher, OncePerRankDispatcher)
+    expert = torch.arange(len(scale), device=rows.device).repeat_interleave(counts.to(rows.device))
+    outs = (torch.tanh(rows[:total].float() * scale[expert]) * weights[:total, None]).to(rows.dtype)
+    outs = torch.cat((outs, outs.new_full((rows.shape[0] - total, HIDDEN), torch.nan)))
+    return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outs)))[:, 0]
+
+
+def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
+    """Of the output and of all gradients, relative to each one's largest value; we exchange as few rows as can be."""
+    group, rank, device = dispatcher.ep_group, dist.get_rank(), PLATFORM.device
+    members, local = dist.get_process_group_ranks(group), dispatcher.num_local_experts
+    x, probs, chosen, dy = (t.to(device) for t in tokens_of(rank, tokens[rank], routing))
+    first = local * group.rank()
+    scale = scales()[first : first + local].to(device).requires_grad_()
+    x, probs = x.requires_grad_(), probs.requires_grad_()
+    with exchanged_rows() as rows:
+        out = through(dispatcher, x, probs, chosen, scale)
+    pairs = int(chosen.view(-1, len(members), local).any(-1).sum())
+    received = sum(
+        int(tokens_of(r, tokens[r], routing)[2][:, first : first + local].any(-1).sum()) for r in members
+    )  # which come back once
+    ours_alone = isinstance(dispatcher, OncePerRankDispatcher)
+    assert not ours_alone or rows == ([pairs, received] if len(members) > 1 else []), (rows, pairs, received)
+    ours = [out.detach(), *torch.autograd.grad(out, [x, probs, scale], dy)]
+    wanted, dscale = dense(rank, tokens[rank], routing)
+    dscale = sum((dense(r, tokens[r], routing)[1] for r in members if r != rank), dscale)
+    wanted.append(dscale[first : first + local])
+    each = [
+        (a.float().cpu() - b).abs().max() / b.abs().max().clamp(min=1e-3) for a, b in zip(ours, wanted, strict=True) if b.numel()
+    ]
+    return float(torch.stack(each).max())
+
+
+def without_harm(dispatcher: OncePerRankDispatcher) -> float:
+    """NaN in one rank's tokens and probabilities: no rank hangs, and all others compute what they would have."""
+    rank, device = dist.get_rank(), PLATFORM.device
+    members, local = dist.get_process_group_ranks(dispatcher.ep_group), dispatcher.num_local_experts
+    x, probs, chosen, _ = (t.to(device) for t in tokens_of(rank, TOKENS["uneven"][rank], "random"))
+    if rank == members[0]:
+        x, probs = x * torch.nan, probs * torch.nan
+    first = local * dispatcher.ep_group.rank()
+    out = through(dispatcher, x, probs, chosen, scales()[first : first + local].to(device))
+    if rank == members[0]:
+        return 0.0 if out.isnan().all() else 1.0
+    wanted = dense(rank, TOKENS["uneven"][rank], "random")[0][0]
+    return float((out.float().cpu() - wanted).abs().max() / wanted.abs().max())
+
+
+def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
+    """Of core's dispatcher, as it serves experts that Transformer Engine computes or that are cut themselves."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, num_moe_experts=EXPERTS, moe_router_topk=TOP_K
+    )
+    local = EXPERTS // ranks
+    numbers = [groups.ep.rank() * local + i for i in range(local)]
+    dispatcher = PaddingDispatcher(local, numbers, config=config, pg_collection=groups)
+    tokens = TOKENS["uneven"]
+    return {f"core's, EP{ranks}, {routing}": on_all(error(dispatcher, tokens, routing)) for routing in ROUTINGS}
+
+
+def on_all(value: float) -> float:
+    """The largest of all ranks; NaN if one is."""
+    values = torch.empty(dist.get_world_size(), device=PLATFORM.device)
+    dist.all_gather_into_tensor(values, torch.tensor([value], device=PLATFORM.device))
+    return float(values.max())
+
+
+def positions_by_counting(chosen: Tensor) -> Tensor:
+    places, next_one = torch.full(chosen.shape, -1, dtype=torch.int32), 0
+    for column in range(chosen.shape[1]):
+        for row in range(chosen.shape[0]):
+            if chosen[row, column]:
+                places[row, column], next_one = next_one, next_one + 1
+    return places
+
+
+def main() -> None:
+    if not GPU:
+        mend_interpreter()
+    init_distributed(PLATFORM)
+    torch.manual_seed(0)
+    chosen = torch.rand(50, 5) < 0.3
+    assert torch.equal(positions(chosen.to(PLATFORM.device)).cpu(), positions_by_counting(chosen))
+    world, errors = dist.get_world_size(), {}
+    for ranks in (1, 2, 4, 8):
+        if world % ranks:
+            continue
+        groups = [dist.new_group(list(range(i, i + ranks))) for i in range(0, world, ranks)]
+        alone = [dist.new_group([i]) for i in range(world)]
+        group = groups[dist.get_rank() // ranks]
+        mine = SimpleNamespace(ep=group, expt_tp=alone[dist.get_rank()], tp_ep=group)
+        if GPU or ranks == 1:  # core's does not exchange over gloo
+            errors |= core_errors(ranks, mine)
+        for interpreted in (True,) if GPU else (True, False):
+            settings = SimpleNamespace(moe_router_topk=TOP_K)
+            dispatcher = OncePerRankDispatcher(EXPERTS // ranks, settings, mine, exact_rows=not interpreted)
+            os.environ["TRITON_INTERPRET"] = str(int(interpreted and not GPU))
+            how = f"EP{ranks}, {'kernels' if interpreted else 'torch'}"
+            for name, tokens in TOKENS.items():
+                for routing in ROUTINGS:
+                    errors[f"{how}, {name}, {routing}"] = on_all(error(dispatcher, tokens, routing))
+            errors[f"{how}, NaN"] = on_all(without_harm(dispatcher))
+    if dist.get_rank() == 0:
+        print(json.dumps(errors))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Grouped experts against per-expert torch, alone and in core's DDP; prints the largest errors as JSON.
+
+Two ranks, with TRITON_INTERPRET=1. Transformer Engine's linears need a GPU; theirs are the weights here, and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+
+from megatron_vl.platform import get_platform
+
+get_platform("cpu")
+
+from megatron.core import parallel_state as mpu  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear  # noqa: E402
+from megatron_vl.parallel.ddp import ReplicaDDP  # noqa: E402
+from megatron_vl.parallel.grid import init_distributed  # noqa: E402
+from tests.kernels.triton_checks import mend_interpreter  # noqa: E402
+
+HIDDEN, FFN, EXPERTS = 32, 24, 4
+CONFIG = TransformerConfig(
+    num_layers=1,
+    hidden_size=HIDDEN,
+    num_attention_heads=2,
+    num_moe_experts=EXPERTS,
+    moe_ffn_hidden_size=FFN,
+    gated_linear_unit=True,
+    activation_func=F.silu,
+    add_bias_linear=False,
+    calculate_per_token_loss=True,
+)
+MICROBATCHES = [
+    [[3, 0, 130, 7], [0, 0, 0, 0]],
+    [[0, 0, 5, 1], [2, 0, 1, 0]],
+    [[1, 0, 2, 3], [0, 0, 0, 4]],
+]
+"""Rows of each expert, by microbatch and rank: a rank without rows, and an expert that never has any."""
+
+
+class Weights(nn.Module):
+    """``weight0`` [out, in] and so on."""
+
+    def __init__(self, experts: int, features_in: int, features_out: int, **unused: object) -> None:
+        super().__init__()
+        self.num_gemms = experts
+        for expert in range(experts):
+            weight = nn.Parameter(torch.randn(features_out, features_in) * 0.2)
+            weight.allreduce = False  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{expert}", weight)
+
+
+class Linear(PlannedLinear, Weights):
+    """Weights with our products."""
+
+
+class Layer(nn.Module):
+    """A dense linear (what precedes experts), then experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        groups = SimpleNamespace(ep=None, expt_tp=None)
+        self.dense = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.experts = GroupedExperts(
+            EXPERTS, CONFIG, submodules=GroupedMLPSubmodules(linear_fc1=Linear, linear_fc2=Linear), pg_collection=groups
+        )
+        self.experts.planned = True  # float32, which the interpreter computes
+
+    def forward(self, x: Tensor, counts: list[int], probs: Tensor, behind: int = 0) -> Tensor:
+        """``behind``: rows of NaN after those of the experts."""
+        hidden = torch.cat((self.dense(x), torch.full((behind, HIDDEN), torch.nan)))
+        return self.experts(hidden, torch.tensor(counts), torch.cat((probs, torch.full((behind,), torch.nan))))[0]
+
+    def reference(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
+        """The same, expert by expert."""
+        parts, outs = zip(self.dense(x).split(counts), probs.split(counts), strict=True), []
+        for expert, (rows, weight) in enumerate(parts):
+            gate, up = F.linear(rows, getattr(self.experts.linear_fc1, f"weight{expert}")).chunk(2, -1)
+            outs.append(F.linear(F.silu(gate) * up * weight[:, None], getattr(self.experts.linear_fc2, f"weight{expert}")))
+        return torch.cat(outs)
+
+    def fuse(self) -> None:
+        """Weight gradients go to ``main_grad``."""
+        self.experts.linear_fc1.fuse_wgrad_accumulation = self.experts.linear_fc2.fuse_wgrad_accumulation = True
+
+
+def difference(ours: list[Tensor], reference: list[Tensor]) -> float:
+    """The largest, relative to each reference's largest value."""
+    each = [(a - b).abs().max() / b.abs().max().clamp(min=1e-6) for a, b in zip(ours, reference, strict=True) if b.numel()]
+    return float(torch.stack(each).max())  # not Python's max, which passes over NaN
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+
+
+def layer_error(*, main_grad: bool, recompute: bool, behind: int = 0) -> float:
+    """Output and all gradients of a layer without DDP; ``main_grad`` holds something already.
+
+    What lies after the experts' rows, and its gradient, is NaN.
+    """
+    layer, counts = Layer(), [3, 0, 130, 7]
+    layer.experts.activation_recompute = recompute
+    x, probs = torch.randn(sum(counts), HIDDEN, requires_grad=True), torch.rand(sum(counts), requires_grad=True)
+    dy, weights, inputs = torch.randn(sum(counts), HIDDEN), list(layer.experts.parameters()), [x, probs, layer.dense.weight]
+    reference = layer.reference(x, counts, probs)
+    want = [reference, *torch.autograd.grad(reference, [*inputs, *weights], dy)]
+    if main_grad:
+        layer.fuse()
+        for weight in weights:
+            weight.main_grad = torch.full_like(weight, 0.5)
+    out = layer(x, counts, probs, behind)
+    value = out[: sum(counts)].detach().clone()
+    out.backward(torch.cat((dy, torch.full((behind, HIDDEN), torch.nan))))
+    ours = [w.main_grad - 0.5 if main_grad else gradient_of(w) for w in weights]
+    return difference([value, *(gradient_of(t) for t in inputs), *ours], want)
+
+
+def rows_of(step: int, microbatch: int, chunk: int, rank: int) -> tuple[Tensor, list[int], Tensor, Tensor]:
+    """(x, counts, probs, gradient of the output), the same on every rank that asks."""
+    counts = MICROBATCHES[microbatch][rank]
+    draw = torch.Generator().manual_seed(((step * 10 + microbatch) * 10 + chunk) * 10 + rank)
+    x, dy = (torch.randn(sum(counts), HIDDEN, generator=draw) for _ in range(2))
+    return x, counts, torch.rand(sum(counts), generator=draw), dy
+
+
+def expected(chunks: list[Layer], step: int) -> list[Tensor]:
+    """Gradients of all ranks' rows, summed."""
+    for number, chunk in enumerate(chunks):
+        for microbatch in range(len(MICROBATCHES)):
+            for rank in range(dist.get_world_size()):
+                x, counts, probs, dy = rows_of(step, microbatch, number, rank)
+                chunk.reference(x, counts, probs).backward(dy)
+    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+    return [gradient_of(p) for p in parameters]
+
+
+def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -> float:
+    """Two chunks of two ranks, three microbatches, two steps (DDP learns in the first).
+
+    Returns the largest error of reduced gradients; each must have been reduced once.
+    """
+    torch.manual_seed(1)
+    chunks, references = [[Layer(), Layer()] for _ in range(2)]
+    for chunk, reference in zip(chunks, references, strict=True):
+        reference.load_state_dict(chunk.state_dict())
+        chunk.experts.activation_recompute = recompute
+        chunk.fuse()
+    if frozen:
+        chunks[1].experts.requires_grad_(False)
+        references[1].experts.requires_grad_(False)
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=4 * HIDDEN * FFN)
+    wrapped = [ReplicaDDP(CONFIG, settings, chunk) for chunk in chunks]
+    groups = [group for ddp in wrapped for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups]
+    for ddp in wrapped:
+        ddp.module.experts.report_to(ddp)
+    errors = []
+    for step in range(2):
+        started = run_step(wrapped, groups, step)
+        if overlap:
+            assert all(set(group.per_param_grad_ready_counts.values()) == {1} for group in groups)
+            assert all(len(group.per_param_grad_ready_counts) == len(group.params) for group in groups)
+            assert step == 0 or [started[group] for group in groups] == [1] * len(groups), started
+        for ddp in wrapped:
+            ddp.finish_grad_sync()
+        assert [started[group] for group in groups] == [1] * len(groups), started
+        ours = [p.main_grad.clone() for ddp in wrapped for p in ddp.parameters() if p.requires_grad]
+        for reference in references:
+            reference.zero_grad()
+        errors.append(difference(ours, expected(references, step)))
+    return max(errors)
+
+
+def run_step(wrapped: list[ReplicaDDP], groups: list, step: int) -> Counter:
+    """Forward and backward of all microbatches. Returns how often each group of buckets started a reduction, which goes on."""
+    started: Counter = Counter()
+    for group in groups:
+        start = type(group).start_grad_sync
+
+        def count(*args: object, group=group, start=start, **kwargs: object) -> None:
+            started[group] += 1
+            start(group, *args, **kwargs)
+
+        group.start_grad_sync = count
+    for ddp in wrapped:
+        ddp.zero_grad_buffer()
+    for microbatch in range(len(MICROBATCHES)):
+        for number in reversed(range(len(wrapped))):
+            x, counts, probs, dy = rows_of(step, microbatch, number, dist.get_rank())
+            ddp = wrapped[number]
+            if microbatch + 1 < len(MICROBATCHES):
+                with ddp.no_sync():
+                    ddp(x, counts, probs).backward(dy)
+            else:
+                ddp(x, counts, probs).backward(dy)
+    return started
+
+
+def main() -> None:
+    mend_interpreter()
+    init_distributed(get_platform("cpu"))
+    mpu.initialize_model_parallel()
+    torch.manual_seed(0)
+    # Core recomputes with an extension that it compiles.
+    recompute = cpp_extension.is_ninja_available() and shutil.which(os.environ.get("CXX", "c++")) is not None
+    errors = {
+        "gradients": layer_error(main_grad=False, recompute=False),
+        "main_grad": layer_error(main_grad=True, recompute=False),
+        "activation recomputed": layer_error(main_grad=True, recompute=recompute),
+        "rows after the last": layer_error(main_grad=True, recompute=recompute, behind=150),
+        "DDP": ddp_error(overlap=False),
+        "DDP, overlap": ddp_error(overlap=True),
+        "DDP, overlap, one chunk's experts frozen, activation recomputed": ddp_error(
+            overlap=True, frozen=True, recompute=recompute
+        ),
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(errors))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

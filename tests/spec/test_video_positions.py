@@ -1,0 +1,154 @@
+"""M-RoPE positions at videos: numbers worked out by hand from the released models' rule, from no library.
+
+The rule is that of ``get_rope_index_2`` and ``get_rope_index_25`` in Qwen's fine-tuning code, of
+``get_rope_index`` in the releases of transformers that brought the models (4.45, 4.49), and of vLLM: a medium
+at position p spans p + (time, row, column), and what follows goes on one after the largest of these
+positions. Group i of a video is at time i in Qwen2-VL, and at int(i x seconds of a group x tokens_per_second)
+in Qwen2.5-VL (2 in all released sizes).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_vl.data.assemble import pack_row
+from megatron_vl.spec.positions import Grid, mrope_positions
+from megatron_vl.training.generate import Prompt
+from tests.data.helpers import positions_one_by_one, sample_of, spec_of
+
+SHORT = Grid(3, 4, 6, "video", 0.75)
+"""2 x 3 merge units a frame; 1.5 seconds and more."""
+MINUTE = Grid(16, 32, 20, "video", 3.75)
+"""16 x 10 merge units a frame; 60 seconds in 32 frames."""
+SMALL_MINUTE = Grid(16, 8, 8, "video", 3.75)
+
+
+def positions_of(family, parts, rule="released"):
+    spec = spec_of(family)
+    sample = sample_of(spec, parts)
+    grids = [item.grid for item in sample.media]
+    return mrope_positions(sample.token_ids, grids, spec, rule), sample
+
+
+# Of each text token, and of <|vision_start|> and <|vision_end|>, its position; of a medium the positions of
+# its frame groups. Parts with a number are so many text tokens; each medium has its start and end token
+# around it.
+WORKED_OUT = {
+    # p = 4. Times 0, int(1.5) = 1, int(3.0) = 3: the largest position is 4 + 3. (Rows reach 5, columns 6.)
+    ("qwen2_5_vl", "short"): ([3, SHORT, 2], [0, 1, 2, 3], [[4, 5, 7]], [8, 9, 10]),
+    # Times 0, 1, 2: the largest is 6, of time and of the columns.
+    ("qwen2_vl", "short"): ([3, SHORT, 2], [0, 1, 2, 3], [[4, 5, 6]], [7, 8, 9]),
+    # p = 3. Times int(i x 7.5): 0, 7, 15, ... 112; rows reach 18.
+    ("qwen2_5_vl", "long"): (
+        [2, MINUTE, 2],
+        [0, 1, 2],
+        [[3, 10, 18, 25, 33, 40, 48, 55, 63, 70, 78, 85, 93, 100, 108, 115]],
+        [116, 117, 118],
+    ),
+    # Times 0 ... 15, rows too: both reach 18.
+    ("qwen2_vl", "long"): ([2, MINUTE, 2], [0, 1, 2], [list(range(3, 19))], [19, 20, 21]),
+    # Frames of 4 x 4 units: time alone reaches 18, rows and columns reach 6.
+    ("qwen2_vl", "long and small"): ([2, SMALL_MINUTE, 2], [0, 1, 2], [list(range(3, 19))], [19, 20, 21]),
+    # First video at 3: times 0, 2, 4 -> 7. End 8, text 9, start 10. Image of 2 x 4 units at 11 -> 14. End 15,
+    # text 16 and 17, start 18. Second video at 19: times 0 and int(2.5 x 2) = 5 -> 24. End 25, text 26 and
+    # 27.
+    ("qwen2_5_vl", "two with an image between"): (
+        [2, Grid(3, 4, 4, "video", 1.0), 1, Grid(1, 4, 8), 2, Grid(2, 4, 4, "video", 2.5), 2],
+        [0, 1, 2],
+        [[3, 5, 7], [11], [19, 24]],
+        [8, 9, 10, 15, 16, 17, 18, 25, 26, 27],
+    ),
+    # First video at 3: times 0, 1, 2 -> 5. End 6, text 7, start 8. Image at 9 -> 12. End 13, text 14 and 15,
+    # start 16. Second video at 17: times 0 and 1, two rows and columns -> 18. End 19, text 20 and 21.
+    ("qwen2_vl", "two with an image between"): (
+        [2, Grid(3, 4, 4, "video", 1.0), 1, Grid(1, 4, 8), 2, Grid(2, 4, 4, "video", 2.5), 2],
+        [0, 1, 2],
+        [[3, 4, 5], [9], [17, 18]],
+        [6, 7, 8, 13, 14, 15, 16, 19, 20, 21],
+    ),
+    # A video, then another one, with nothing but their tokens between: 1 + int(7 x 0.5 x 2) = 8; the second
+    # one at 11, not at 4.
+    ("qwen2_5_vl", "two in a row"): (
+        [Grid(8, 4, 4, "video", 0.5), Grid(2, 4, 4, "video", 0.5), 1],
+        [0],
+        [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12]],
+        [9, 10, 13, 14],
+    ),
+    # The same, but a group is 1 apart whatever its seconds.
+    ("qwen2_vl", "two in a row"): (
+        [Grid(8, 4, 4, "video", 3.0), Grid(2, 4, 4, "video", 3.0), 1],
+        [0],
+        [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12]],
+        [9, 10, 13, 14],
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "name"), WORKED_OUT)
+def test_positions_are_those_worked_out_by_hand(family, name):
+    parts, before, times, after = WORKED_OUT[family, name]
+    positions, sample = positions_of(family, parts)
+    is_text = sample.token_ids < 151655
+    assert (
+        positions[0, is_text].tolist()
+        == positions[1, is_text].tolist()
+        == positions[2, is_text].tolist()
+        == [*before, *after]
+    )
+
+    media = positions[:, ~is_text]
+    done = 0
+    for grid, starts in zip([part for part in parts if isinstance(part, Grid)], times, strict=True):
+        rows, columns, first = grid.h // 2, grid.w // 2, starts[0]
+        for start in starts:
+            frame = media[:, done : done + rows * columns]
+            assert frame[0].tolist() == [start] * (rows * columns)
+            assert frame[1].tolist() == [first + row for row in range(rows) for _ in range(columns)]
+            assert frame[2].tolist() == [first + column for _ in range(rows) for column in range(columns)]
+            done += rows * columns
+    assert done == media.shape[1]
+
+
+def test_the_former_rule_is_kept_for_runs_that_began_under_it():
+    """Text within the video, and a clip of less than a second a group at one time."""
+    positions, sample = positions_of("qwen2_5_vl", [2, MINUTE, 2], "transformers_5_3")
+    assert positions[:, -3:].tolist() == [[19, 20, 21]] * 3
+    video = positions[0, sample.token_ids == 151656]
+    assert video.unique().tolist() == [3 + 6 * i for i in range(16)]
+
+    positions, sample = positions_of("qwen2_5_vl", [3, SHORT, 2], "transformers_5_3")
+    assert positions[0, sample.token_ids == 151656].unique().tolist() == [4]
+    assert positions[:, -3:].tolist() == [[7, 8, 9]] * 3
+
+
+def test_images_and_times_in_the_text_have_one_rule():
+    for family, parts in (
+        ("qwen2_5_vl", [3, Grid(1, 8, 12), 2, Grid(1, 4, 4), 1]),
+        ("qwen3_vl", [2, MINUTE, 3]),
+    ):
+        assert torch.equal(positions_of(family, parts)[0], positions_of(family, parts, "transformers_5_3")[0])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 0.75, 0.9, 1.0, 1.3, 2.0, 2.9, 3.75, 60.0])
+def test_any_length_is_as_counted_one_by_one(family, seconds):
+    spec = spec_of(family)
+    video = Grid(7, 4, 6, "video", torch.tensor(seconds, dtype=torch.float32).item())
+    sample = sample_of(spec, [3, video, 2, Grid(1, 6, 4), video, 4])
+    grids = [item.grid for item in sample.media]
+    counted = positions_one_by_one(sample.token_ids, grids, spec)
+    assert mrope_positions(sample.token_ids, grids, spec).T.tolist() == counted
+
+
+@pytest.mark.parametrize("rule", ["released", "transformers_5_3"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_an_answer_goes_on_where_the_training_has_it(family, rule):
+    """The first new token of a prompt is where the same token is in a sample that holds the answer."""
+    spec = spec_of(family)
+    whole = sample_of(spec, [2, SMALL_MINUTE, 1, Grid(1, 4, 8), 2, SHORT, 9])
+    row = pack_row([whole], spec, 1024, video_positions=rule)
+    length = len(whole) - 5
+    assert Prompt(row, length).next_position == int(row.position_ids[0, length])
+    if rule == "released":
+        assert Prompt(row, length).next_position == int(row.position_ids[:, :length].max()) + 1

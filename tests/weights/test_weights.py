@@ -1,0 +1,592 @@
+"""The on-disk format: cuts and their inverses, any slice out of any layout, and a manifest that is never half true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, Cut, LayoutError, TensorInfo, tensor_table
+from megatron_vl.weights.store import (
+    MANIFEST,
+    Block,
+    WeightReader,
+    gather,
+    manifest_digest,
+    shard,
+    shard_blocks,
+    unshard,
+    write_expert_file,
+    write_manifest,
+    write_rank_file,
+)
+from megatron_vl.weights.tensor_files import TensorReader, WeightsError, Window, make_header, read_header
+
+CONFIG = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 40,
+    "tie_word_embeddings": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 0, 1]},
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 8,
+        "intermediate_size": 43,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "fullatt_block_indexes": [1],
+    },
+}
+LAYOUTS = [
+    {"tp": 1},
+    {"tp": 2},
+    {"tp": 8},
+    {"tp": 4, "pp": 2, "layers": [0, 4]},
+    {"tp": 2, "pp": 2, "vpp": 2},
+]
+
+
+MOE_CONFIG = {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "hidden_size": 32,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 12,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "vocab_size": 40,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 8,
+        "intermediate_size": 43,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 9,
+        "deepstack_visual_indexes": [0],
+    },
+}
+CUTS = [Cut(ep=1), Cut(ep=8), Cut(ep=2, etp=3), Cut(ep=4, etp=2), Cut(etp=4)]
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return read_spec(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def full(spec: ModelSpec) -> dict[str, Tensor]:
+    return random_tensors(spec)
+
+
+def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
+    """Random full tensors; norms in float32, the rest in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(info.shape, generator=generator).to(torch.float32 if "norm" in name else torch.bfloat16)
+        for name, info in tensor_table(spec).items()
+    }
+
+
+def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout: Layout) -> list[dict]:
+    """What a training run does: each rank writes its file, one writes the manifest."""
+    table, cut, entries = tensor_table(spec), layout.cut, []
+
+    def parts(p: int, experts: bool, **ranks: int) -> dict[str, Tensor]:
+        here = [info for info in table.values() if layout.stage_of(info) == p and bool(info.experts) is experts]
+        return {info.name: shard(full[info.name], info, cut.part(info, **ranks), cut) for info in here}
+
+    for p in range(layout.pp):
+        entries += [write_rank_file(folder, t, p, parts(p, False, tp_rank=t)) for t in range(layout.tp)]
+        if spec.language.moe:
+            entries += [
+                write_expert_file(folder, e, t, p, parts(p, True, ep_rank=e, etp_rank=t))
+                for e in range(layout.ep)
+                for t in range(layout.etp)
+            ]
+    entries = json.loads(json.dumps(entries))  # they travel between ranks
+    write_manifest(folder, spec, layout, entries)
+    return entries
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("split", ["replicated", "column", "row", "gated"])
+def test_unshard_is_the_inverse_of_shard(split: str, tp: int) -> None:
+    info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
+    tensor = torch.arange(48 * 16).view(48, 16)
+    shards = [shard(tensor, info, t, Cut(tp)) for t in range(tp)]
+    assert all(part.shape == info.shard_shape(Cut(tp)) for part in shards)
+    assert torch.equal(unshard(shards, info, Cut(tp)), tensor)
+
+
+def test_gated_shard_has_its_part_of_both_halves() -> None:
+    info = TensorInfo("x", (8,), "gated", "vision")
+    assert shard(torch.arange(8), info, 1, Cut(2)).tolist() == [2, 3, 6, 7]
+    assert shard(torch.arange(8), TensorInfo("x", (8,), "column", "vision"), 1, Cut(2)).tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("split", ["column", "row", "gated"])
+def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
+    """The rectangles that reading uses against the plain cut."""
+    info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
+    tensor = torch.arange(48 * 16).view(48, 16)
+    shards = [shard(tensor, info, t, Cut(tp)) for t in range(tp)]
+
+    def read(part: str | int, w: Window) -> Tensor:
+        return shards[int(part)][w.row : w.row_end, w.col : w.col_end]
+
+    for window in (Window(0, 48, 0, 16), Window(5, 29, 3, 13), Window(23, 25, 7, 9)):
+        expected = tensor[window.row : window.row_end, window.col : window.col_end]
+        assert torch.equal(gather(shard_blocks(info, Cut(tp)), window, read, tensor.dtype), expected)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("split", ["row", "gated"])
+def test_experts_are_cut_one_by_one(split: str, cut: Cut) -> None:
+    """A part holds a run of experts, each cut as a dense matrix is: against that cut, its inverse, and the rectangles."""
+    info = TensorInfo("x", (8, 24, 12), split, "layer", 0, experts=8)  # type: ignore[arg-type]
+    one = TensorInfo("x", (24, 12), split, "layer", 0)  # type: ignore[arg-type]
+    tensor = torch.arange(8 * 24 * 12).view(8, 24, 12)
+    shards = [shard(tensor, info, part, cut) for part in range(cut.parts(info))]
+    run = 8 // cut.ep
+    for expert in range(8):
+        for t in range(cut.etp):
+            part = cut.part(info, ep_rank=expert // run, etp_rank=t, tp_rank=7)
+            assert shards[part].shape == info.shard_shape(cut)
+            assert torch.equal(shards[part][expert % run], shard(tensor[expert], one, t, Cut(cut.etp)))
+    assert torch.equal(unshard(shards, info, cut), tensor)
+
+    def read(part: str | int, w: Window) -> Tensor:
+        return shards[int(part)].flatten(0, 1)[w.row : w.row_end, w.col : w.col_end]
+
+    for window in (Window(0, 192, 0, 12), Window(5, 100, 3, 11), Window(47, 49, 5, 7)):
+        expected = tensor.flatten(0, 1)[window.row : window.row_end, window.col : window.col_end]
+        assert torch.equal(gather(shard_blocks(info, cut), window, read, tensor.dtype), expected)
+
+
+def test_transposed_blocks_read_both_ways() -> None:
+    """A whole of two transposed rectangles, windows of it, and the same rectangles inverted."""
+    whole = torch.arange(8 * 5).view(8, 5)
+    part = torch.cat([whole[:4].t(), whole[4:].t()])  # one below the other, as in a stack
+    blocks = [Block("x", 4, 5, row=4 * i, part_row=5 * i, transposed=True) for i in (0, 1)]
+    sources = {"x": part, "whole": whole}
+
+    def read(name: str | int, w: Window) -> Tensor:
+        return sources[str(name)][w.row : w.row_end, w.col : w.col_end]
+
+    for window in (Window(0, 8, 0, 5), Window(1, 7, 2, 4), Window(5, 6, 0, 5)):
+        expected = whole[window.row : window.row_end, window.col : window.col_end]
+        assert torch.equal(gather(blocks, window, read, whole.dtype), expected)
+    back = [block.inverted("whole") for block in blocks]
+    for window in (Window(0, 10, 0, 4), Window(2, 9, 1, 3)):
+        expected = part[window.row : window.row_end, window.col : window.col_end]
+        assert torch.equal(gather(back, window, read, whole.dtype), expected)
+    assert [block.inverted("x") for block in back] == blocks
+
+
+def test_gather_fills_gaps_with_zero() -> None:
+    part = torch.ones(2, 2)
+    whole = gather(
+        [Block("a", 2, 2, row=1, col=1)], Window(0, 4, 0, 3), lambda _, w: part[w.row : w.row_end, w.col : w.col_end], part.dtype
+    )
+    assert whole.tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_any_slice_out_of_any_layout(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], layout: dict) -> None:
+    write_shards(tmp_path, spec, full, make_layout(spec, **layout))
+    reader = WeightReader(tmp_path)
+    assert reader.spec == spec and reader.layout == make_layout(spec, **layout)
+    assert reader.names() == list(full)
+    for name, info in tensor_table(spec).items():
+        assert reader.dtype(name) == full[name].dtype
+        for tp in (1, 2, 4, 8):
+            for rank in range(tp):
+                got = reader.get(name, rank, Cut(tp))
+                assert got.dtype == full[name].dtype
+                assert torch.equal(got, shard(full[name], info, rank, Cut(tp))), (name, rank, tp)
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}, {"tp": 4, "pp": 2, "vpp": 2, "ep": 2}, {"tp": 1, "etp": 3}], ids=str
+)
+def test_any_expert_out_of_any_layout(tmp_path: Path, layout: dict) -> None:
+    spec = read_spec(MOE_CONFIG)
+    full = random_tensors(spec)
+    write_shards(tmp_path, spec, full, make_layout(spec, **layout))
+    reader = WeightReader(tmp_path)
+    assert reader.layout == make_layout(spec, **layout)
+    for name, info in tensor_table(spec).items():
+        for cut in [*(cut._replace(tp=1 + i % 2) for i, cut in enumerate(CUTS)), reader.cut]:
+            for part in range(cut.parts(info)):
+                want = shard(full[name], info, part, cut)
+                assert torch.equal(reader.get(name, part, cut), want), (name, part, cut)
+                for expert in range(len(want) if info.experts else 0):
+                    assert torch.equal(reader.get(name, part, cut, expert=expert), want[expert])
+
+
+def test_unsplit_experts(tmp_path: Path) -> None:
+    spec = read_spec(MOE_CONFIG)
+    full = random_tensors(spec)
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    reader = WeightReader(tmp_path)
+    assert all(torch.equal(reader.get(name), tensor) for name, tensor in full.items())
+
+
+def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
+    spec = read_spec(MOE_CONFIG)
+    layout, full = make_layout(spec, tp=2, ep=2), random_tensors(spec)
+    entries = write_shards(tmp_path, spec, full, layout)
+    name = "language_model.decoder.layers.2.mlp.experts.linear_fc1.weight"
+
+    def refused(message: str, change) -> None:
+        changed = json.loads(json.dumps(entries))
+        change(changed)
+        with pytest.raises(WeightsError, match=message):
+            write_manifest(tmp_path, spec, layout, changed)
+
+    experts = next(i for i, entry in enumerate(entries) if entry.get("ep") == 1)
+    refused("linear_fc1.weight' is missing in expert rank 1, pipeline rank 0", lambda e: e[experts]["tensors"].pop(name))
+    refused("does not belong in tp00_pp00", lambda e: e[0]["tensors"].update({name: e[experts]["tensors"].pop(name)}))
+    refused(
+        r"has shape \[8, 24, 32\] in expert rank 1; it should be", lambda e: e[experts]["tensors"][name].update(shape=[8, 24, 32])
+    )
+    moved = "language_model.decoder.layers.2.mlp.router.weight"
+    refused(
+        "router.weight' does not belong in ep01",
+        lambda e: e[experts]["tensors"].update({moved: e[0]["tensors"].pop(moved)}),
+    )
+
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    manifest["files"]["ep00_etp00_pp00.safetensors"]["ep"] = 1
+    manifest["digest"] = manifest_digest(manifest)
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(WeightsError, match="of expert rank 1 is in two files"):
+        WeightReader(tmp_path)
+
+
+def test_layouts_from_before_experts_are_read(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    layout = make_layout(spec, tp=2, pp=2)
+    write_shards(tmp_path, spec, full, layout)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    del manifest["layout"]["ep"], manifest["layout"]["etp"]
+    manifest["digest"] = manifest_digest(manifest)
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    reader = WeightReader(tmp_path)
+    assert reader.layout == layout and all(torch.equal(reader.get(name), tensor) for name, tensor in full.items())
+
+
+def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    entry = write_rank_file(tmp_path, 0, 0, full)
+    write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
+    reader = WeightReader(tmp_path)
+    assert reader.layout is None and reader.manifest["kind"] == "full" and reader.manifest["origin"] == {"hf": "somewhere"}
+    assert all(torch.equal(reader.get(name), tensor) for name, tensor in full.items())
+
+
+def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Read by the library, tensors aligned to their type although types are mixed; the manifest's hash is of the stored bytes."""
+    import hashlib
+
+    layout = make_layout(spec, tp=2, pp=2)
+    write_shards(tmp_path, spec, full, layout)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    for file, entry in manifest["files"].items():
+        stored = load_file(tmp_path / file)
+        assert stored.keys() == entry["tensors"].keys()
+        for name, tensor in stored.items():
+            assert hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() == entry["tensors"][name]
+        header = read_header(tmp_path / file)
+        assert len(header) % 8 == 0
+        for name, place in json.loads(header[8:]).items():
+            if name != "__metadata__":
+                assert place["data_offsets"][0] % stored[name].element_size() == 0
+
+
+def test_header_equals_the_librarys(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {"b": torch.zeros(3, dtype=torch.bfloat16), "a": torch.zeros(2, 2), "c": torch.zeros(1)}
+    save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
+    theirs = json.loads(read_header(tmp_path / "x.safetensors")[8:])
+    ours = json.loads(
+        make_header({"a": (torch.float32, (2, 2)), "c": (torch.float32, (1,)), "b": (torch.bfloat16, (3,))}, {"format": "pt"})[8:]
+    )
+    assert ours == theirs
+
+
+def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
+    """The format allows a header of any length; torch cannot view what starts at an odd byte."""
+    tensor = torch.randn(5, 3)
+    text = json.dumps({"x": {"dtype": "F32", "shape": [5, 3], "data_offsets": [0, 60]}}).encode()
+    text += b" " * (3 - len(text) % 4)
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + tensor.numpy().tobytes())
+    assert len(text) % 4 == 3
+    reader = TensorReader(path)
+    assert torch.equal(reader.tensor("x"), tensor)
+    assert torch.equal(reader.window("x", Window(2, 4, 1, 3)), tensor[2:4, 1:3])
+
+
+def test_slices_are_owned(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Writing to what was read changes neither the file nor what is read next."""
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    reader = WeightReader(tmp_path)
+    reader.get(EMBEDDING).zero_()
+    assert torch.equal(reader.get(EMBEDDING), full[EMBEDDING])
+
+
+def test_a_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    layout = make_layout(spec, tp=2, pp=2)
+    write_shards(tmp_path, spec, full, layout)
+    reader = WeightReader(tmp_path)
+    # The other ranks' files may lie on another node's slow path: their content is not touched.
+    for file in ("tp00_pp00", "tp00_pp01", "tp01_pp00"):
+        (tmp_path / f"{file}.safetensors").write_bytes(b"")
+    for name, info in tensor_table(spec).items():
+        if layout.stage_of(info) == 1:
+            assert torch.equal(reader.get(name, 1, Cut(2)), shard(full[name], info, 1, Cut(2)))
+    with pytest.raises(WeightsError, match="tp01_pp00.safetensors is not a whole safetensors file"):
+        reader.get(EMBEDDING, 1, Cut(2))
+
+
+def test_impossible_tp_is_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    with pytest.raises(LayoutError, match="tp=3 does not divide"):
+        WeightReader(tmp_path).get(EMBEDDING, 0, Cut(3))
+
+
+# --- Writing what is not the model ----------------------------------------------------------------------------------
+
+
+def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    layout = make_layout(spec, tp=2, pp=2)
+    entries = write_shards(tmp_path / "good", spec, full, layout)
+    name = "language_model.decoder.layers.3.mlp.linear_fc1.weight"
+
+    def refused(message: str, change) -> None:
+        changed = json.loads(json.dumps(entries))
+        change(changed)
+        with pytest.raises(WeightsError, match=message):
+            write_manifest(tmp_path, spec, layout, changed)
+        assert not (tmp_path / MANIFEST).exists()
+
+    last = {(entry["tp"], entry["pp"]): i for i, entry in enumerate(entries)}[1, 1]
+    refused("is missing in tensor rank 1, pipeline rank 1", lambda e: e.pop(last))
+    refused(f"'{name}' is missing in tensor rank 1", lambda e: e[last]["tensors"].pop(name))
+    refused("has shape \\[1, 2\\] in tensor rank 1", lambda e: e[last]["tensors"][name].update(shape=[1, 2]))
+    refused(f"'{name}' has different types", lambda e: e[last]["tensors"][name].update(dtype="float32"))
+    refused("'stray' does not belong", lambda e: e[last]["tensors"].update(stray=e[last]["tensors"][name]))
+
+
+def test_replicas_that_differ_are_told(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """They mean a fault in training; the weights are kept, with a warning that names the tensor."""
+    layout = make_layout(spec, tp=2)
+    name = "language_model.decoder.final_layernorm.weight"
+    table = tensor_table(spec)
+    entries = []
+    for t in range(2):
+        tensors = {n: shard(full[n], info, t, Cut(2)) for n, info in table.items()}
+        tensors[name] = tensors[name] + t
+        entries.append(write_rank_file(tmp_path, t, 0, tensors))
+    with pytest.warns(UserWarning, match=name):
+        write_manifest(tmp_path, spec, layout, entries)
+    assert torch.equal(WeightReader(tmp_path).get(name), full[name])
+
+
+def test_spec_must_be_its_configs(tmp_path: Path, spec: ModelSpec) -> None:
+    with pytest.raises(WeightsError, match="differs from its hf_config"):
+        write_manifest(tmp_path, spec.replace_layers(language=2), None, [])
+
+
+def test_unsupported_type_and_no_debris(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="tensor 'x' has type torch.int8"):
+        write_rank_file(tmp_path / "w", 0, 0, {"x": torch.zeros(2, dtype=torch.int8)})
+    assert not (tmp_path / "w").exists()
+
+
+# --- Reading what somebody handed over ------------------------------------------------------------------------------
+
+
+def edited(folder: Path, signed: bool = True, **changes: object) -> None:
+    """Changes fields of a manifest; ``signed`` makes the digest fit, so that what it says is what is refused."""
+    manifest = json.loads((folder / MANIFEST).read_text()) | changes
+    if signed and "digest" not in changes:
+        manifest["digest"] = manifest_digest(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+LAYOUT = {"tp": 2, "pp": 1, "vpp": 1, "layers": [4]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "other"}, "is not a manifest of"),
+        ({"version": 1}, "has version 1; this program reads version 2: convert again"),
+        ({"digest": "0" * 64}, "manifest.json was changed after it was written"),
+        ({"kind": "shards"}, "kind is 'shards', but layout is None"),
+        ({"family": "qwen2_vl"}, "family is 'qwen2_vl', but hf_config is of a qwen2_5_vl model"),
+        ({"layout": LAYOUT}, "kind is 'full', but layout"),
+        ({"layout": LAYOUT, "kind": "shards"}, "no file holds tensor .* of tensor rank 1"),
+        ({"layout": {"tp": 2}, "kind": "shards"}, "is damaged: KeyError: 'pp'"),
+        ({"layout": LAYOUT | {"tp": 3}, "kind": "shards"}, "manifest.json: tp=3 does not divide"),
+        ({"hf_config": {"model_type": "llama"}}, "model_type 'llama' is not supported"),
+        ({"hf_config": CONFIG | {"vocab_size": 80}}, "tensor 'language_model.embedding.*its config says"),
+        ({"hf_config": CONFIG | {"num_hidden_layers": "4"}}, "manifest.json is damaged: "),
+        ({"hf_config": []}, "manifest.json is damaged: "),
+        ({"tensors": {}}, "its config says"),
+        ({"files": {}}, "no file holds tensor"),
+        ({"files": {"../x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "is not a file name of weights"),
+        ({"files": {"x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "x.safetensors is missing"),
+    ],
+)
+def test_bad_manifests(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], changes: dict, message: str) -> None:
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    edited(tmp_path, **changes)
+    with pytest.raises(WeightsError, match=message):
+        WeightReader(tmp_path)
+
+
+def test_any_edit_of_the_manifest_is_seen(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Fields that nothing else depends on included; the order of keys and spaces are no content."""
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    for name in manifest:
+        edited(tmp_path, signed=False, **{name: "other"})
+        with pytest.raises(WeightsError, match="manifest"):
+            WeightReader(tmp_path)
+        (tmp_path / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key != name}))
+        with pytest.raises(WeightsError, match="manifest"):
+            WeightReader(tmp_path)
+        edited(tmp_path, signed=False, **manifest)
+    edited(tmp_path, signed=False, hf_config=CONFIG | {"rope_theta": 5.0})
+    with pytest.raises(WeightsError, match="was changed after it was written"):
+        WeightReader(tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps(dict(reversed(manifest.items())), indent=7))
+    assert WeightReader(tmp_path).spec == spec
+
+
+# --- Damage to what is stored ---------------------------------------------------------------------------------------
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 16]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_flipped_bit_is_refused_by_name(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], tp: int) -> None:
+    """Whatever slice is asked for, the whole stored tensor is compared; other tensors and ranks are as good as before."""
+    layout = make_layout(spec, tp=2, pp=2)
+    write_shards(tmp_path, spec, full, layout)
+    file, name = tmp_path / "tp01_pp01.safetensors", "language_model.decoder.layers.3.mlp.linear_fc2.weight"
+    header = read_header(file)
+    flip(file, len(header) + json.loads(header[8:])[name]["data_offsets"][1] - 1)
+    reader, refused = WeightReader(tmp_path), 0
+    for rank in range(tp):
+        try:
+            got = reader.get(name, rank, Cut(tp))
+        except WeightsError as error:
+            assert f"{file} is damaged: tensor '{name}' is not what was written" in str(error)
+            refused += 1
+        else:
+            assert torch.equal(got, shard(full[name], reader.table[name], rank, Cut(tp)))
+    assert refused == max(1, tp // 2)
+    for other in set(full) - {name}:
+        assert torch.equal(reader.get(other), full[other])
+    unverified = WeightReader(tmp_path, verify=False).get(name)
+    assert not torch.equal(unverified, full[name])  # who asks for it gets what is there
+
+
+def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Files of two ranks, or two tensors of one shape in a header, exchanged: shapes all fit, and only the hashes tell."""
+    layout = make_layout(spec, tp=2)
+    write_shards(tmp_path, spec, full, layout)
+    a, b = (tmp_path / f"tp0{t}_pp00.safetensors" for t in (0, 1))
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+    with pytest.raises(WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.embedding"):
+        WeightReader(tmp_path).get(EMBEDDING)
+    b.write_bytes(second)
+    names = [f"language_model.decoder.layers.{i}.mlp.linear_fc2.weight".encode() for i in (1, 2)]
+    swapped = first.replace(names[0], b"(other)").replace(names[1], names[0]).replace(b"(other)", names[1])
+    assert len(swapped) == len(first)
+    a.write_bytes(swapped)
+    with pytest.raises(WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.decoder.layers.1.mlp"):
+        WeightReader(tmp_path).get(names[0].decode())
+
+
+def test_a_tensor_is_verified_once(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Damage after the first look is not searched for again: reading twice costs one pass."""
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    reader, hashed = WeightReader(tmp_path), []
+    reader.get(EMBEDDING)
+    file = reader.open_file("tp00_pp00.safetensors")
+    original = type(file).sha256
+    try:
+        type(file).sha256 = lambda self, name, seen=None: hashed.append(name) or original(self, name, seen)  # type: ignore
+        for rank in range(4):
+            reader.get(EMBEDDING, rank, Cut(4))
+        reader.get(OUTPUT)
+    finally:
+        type(file).sha256 = original  # type: ignore[method-assign]
+    assert hashed == [OUTPUT]
+
+
+def test_the_newest_step_of_a_run(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """As resuming finds it: also when the run was killed before latest.json was written anew."""
+    for step in (4, 8):
+        folder = tmp_path / f"step_{step:08d}" / "weights"
+        write_manifest(folder, spec, None, [write_rank_file(folder, 0, 0, full)])
+    assert WeightReader(tmp_path).path.parent.name == "step_00000008"
+    for text, error, message in (
+        ('{"step": 4}', None, ""),
+        ('{"step": 5}', FileNotFoundError, "latest.json names step 5, but"),
+        ('{"step": "8"}', FileNotFoundError, "latest.json names step 8, but"),
+        ('{"stop": 4}', WeightsError, "latest.json is damaged"),
+        ("[8]", WeightsError, "latest.json is damaged"),
+        ("{", WeightsError, "latest.json is damaged"),
+    ):
+        (tmp_path / "latest.json").write_text(text)
+        if error is None:
+            assert WeightReader(tmp_path).path.parent.name == "step_00000008"
+            continue
+        with pytest.raises(error, match=message):
+            WeightReader(tmp_path)
+
+
+def test_manifest_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text("{")
+    with pytest.raises(WeightsError, match="is not JSON"):
+        WeightReader(tmp_path)
+
+
+def test_file_of_another_model(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    write_rank_file(tmp_path, 0, 0, {name: tensor.float() for name, tensor in full.items()})
+    with pytest.raises(WeightsError, match="is missing or differs from manifest.json"):
+        WeightReader(tmp_path).get(EMBEDDING)
