@@ -28,7 +28,7 @@ from converters import rules_for
 from converters.hf import INDEX
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import Cut
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import TensorWriter, make_header, row_windows
 
 CONFIG: dict[str, Any] = {

@@ -19,15 +19,9 @@ from megatron_vl import __version__, durable
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import WHOLE, Cut, TensorInfo, tensor_table
-from megatron_vl.weights.store import (
-    WeightReader,
-    expert_file_name,
-    file_entry,
-    gather,
-    part_blocks,
-    rank_file_name,
-    write_manifest,
-)
+from megatron_vl.weights.blocks import gather, part_blocks
+from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import (
     TensorWriter,
     WeightsError,

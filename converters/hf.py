@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.tensors import EMBEDDING
-from megatron_vl.weights.store import UNFINISHED, Block, gather
+from megatron_vl.weights.blocks import Block, gather
+from megatron_vl.weights.manifest import UNFINISHED
 from megatron_vl.weights.tensor_files import TensorReader, WeightsError, Window, read_header, row_windows
 
 from . import rules_for

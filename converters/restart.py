@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.weights.store import FORMAT, MANIFEST, UNFINISHED
+from megatron_vl.weights.manifest import FORMAT, MANIFEST, UNFINISHED
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError, partial_path
 
 MEGATRON_FILES = r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"

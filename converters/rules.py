@@ -1,6 +1,6 @@
 """What one Megatron tensor is made of in a Hugging Face checkpoint, written once and read in both directions.
 
-A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.store.Block`) that a canonical tensor and its HF tensors
+A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.blocks.Block`) that a canonical tensor and its HF tensors
 have in common. Conversion reads the list forwards, export backwards, so that each is the other's inverse; what no
 rectangle covers is padding and zero. The functions below write the lists for the structures that occur.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, TensorInfo, tensor_table
-from megatron_vl.weights.store import Block
+from megatron_vl.weights.blocks import Block
 from megatron_vl.weights.tensor_files import Window, matrix_shape
 
 HF_OUTPUT = "lm_head.weight"

@@ -1,6 +1,6 @@
 """Moving tensors from a source to files, a few megabytes at a time, several at once, with progress.
 
-Memory is bounded by :data:`~megatron_vl.weights.store.CHUNK_BYTES` times a small constant times the number of workers,
+Memory is bounded by :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times a small constant times the number of workers,
 whatever the size of the model: windows of mapped files are read, and files are filled in place.
 """
 

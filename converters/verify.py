@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.weights.manifest import MANIFEST
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import LATEST
-from megatron_vl.weights.store import MANIFEST, WeightReader
 from megatron_vl.weights.tensor_files import CODES, WeightsError, Window, matrix_shape, row_windows
 
 from .hf import TensorFolder, short_name

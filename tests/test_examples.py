@@ -19,7 +19,7 @@ from megatron_vl.config import validate
 from megatron_vl.spec.families import FAMILIES
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.spec.layout import run_layout
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from tests.commands import logical_lines, megatron_vl_command, words_of
 from tests.examples import EXAMPLES, HF_CONFIGS, ROOT, Example, read_example
 from toolkit.weights.options import SplitOptions

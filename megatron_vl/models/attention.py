@@ -24,26 +24,13 @@ from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError
 from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
+from megatron_vl.models.batch import Segments
 from megatron_vl.models.kv_cache import CacheUse
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 """(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""
-
-
-@dataclass
-class Segments:
-    """Where the sequences of a packed row begin."""
-
-    cu_seqlens: Tensor
-    """int32 [segments + 1], from 0 to S, on the device."""
-    max_seqlen: int
-    """Length of the longest segment, known on the host."""
-
-    def padded(self, length: int, extra: int) -> Segments:
-        """With a last segment of ``extra`` (perhaps no) elements, so that all of them are ``length``."""
-        return Segments(F.pad(self.cu_seqlens, (0, 1), value=length), max(self.max_seqlen, extra))
 
 
 @dataclass

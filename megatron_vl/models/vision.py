@@ -7,8 +7,6 @@ parallel over the group that is handed in. Reference: ``Qwen2VisionTransformerPr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,24 +14,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vl.models.attention import Segments, packed_row
+from megatron_vl.models.attention import packed_row
+from megatron_vl.models.batch import VisionInput
 from megatron_vl.models.layer_specs import block_spec, linears, norm
 from megatron_vl.models.rotary_embedding import vision_angles
 from megatron_vl.models.transformer_configs import fp8_rows
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
-
-
-@dataclass
-class VisionInput:
-    """Device side of :class:`megatron_vl.data.row.VisionBatch`, segments ready."""
-
-    planes: Tensor
-    plane_index: Tensor
-    position_hw: Tensor
-    frame_hw: Tensor
-    full: Segments
-    window: Segments
 
 
 class PatchEmbed(nn.Module):

@@ -6,8 +6,7 @@ anywhere in a row and any tensor-parallel rank may own any token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -16,34 +15,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_vl.models.attention import Segments, packed_row
+from megatron_vl.models.attention import packed_row
+from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.deepstack import levels_before
 from megatron_vl.models.head import selected_losses
-from megatron_vl.models.kv_cache import CacheUse
-from megatron_vl.models.vision import VisionInput, VisionTower
-
-if TYPE_CHECKING:
-    from megatron_vl.parallel.ddp import AbsentTower
-
-
-@dataclass
-class DeviceRow:
-    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.row.Row`."""
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    real_tokens: int
-    """Tokens of samples, before the padded tail; known on the host."""
-    position_ids: Tensor
-    segments: Segments
-    vision: VisionInput | None
-    """None on ranks without the vision tower."""
-    feature_index: Tensor | None
-    loss_index: Tensor | None = None
-    """int64 [N], ascending: the tokens for which logits are computed where losses are asked for; None: all."""
-    cache: CacheUse | None = None
-    """While text is generated: the keys and values that are kept."""
+from megatron_vl.models.vision import VisionTower
+from megatron_vl.parallel.ddp import AbsentTower
 
 
 class VisionLanguageModel(MegatronModule):

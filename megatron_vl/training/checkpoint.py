@@ -1,6 +1,6 @@
 """Saving and resuming one's own run.
 
-    DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.weights.store.run_folder`)
+    DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.weights.run_folder`)
     DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their hashes, lineage
     DIR/step_00000120/lineage.json      what it was trained from, small enough to be read of every checkpoint
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
@@ -57,6 +57,8 @@ from megatron_vl.training.optimizer_state import (
     write_hashed,
     write_index,
 )
+from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import (
     LATEST,
     LINEAGE,
@@ -73,7 +75,6 @@ from megatron_vl.weights.run_folder import (
     step_folder,
     write_lineage,
 )
-from megatron_vl.weights.store import WeightReader, write_expert_file, write_manifest, write_rank_file
 
 __all__ = ["CheckpointError", "CheckpointSaver", "Restored", "Snapshot", "load", "load_weights", "take_snapshot"]
 
@@ -155,7 +156,7 @@ class CheckpointSaver:
         keep: latest checkpoints kept; 0 keeps all. Only those that the present weights were trained from are counted and
             deleted: what a roll-back left behind is its owner's to delete.
         keep_every: checkpoints of multiples of this step are kept for good; 0: none.
-        lineage: of what is saved (see :func:`megatron_vl.weights.store.run_folder.choose`); None: a branch that begins here.
+        lineage: of what is saved (see :func:`megatron_vl.weights.run_folder.choose`); None: a branch that begins here.
     """
 
     def __init__(

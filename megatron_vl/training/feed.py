@@ -20,9 +20,7 @@ from torch import Tensor
 
 from megatron_vl.data.row import Row, loss_index
 from megatron_vl.errors import UserError
-from megatron_vl.models.attention import Segments
-from megatron_vl.models.vision import VisionInput
-from megatron_vl.models.vision_language import DeviceRow
+from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.parallel.balance import balance
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl.data.row import Row
-from megatron_vl.models.attention import Segments
+from megatron_vl.models.batch import DeviceRow, Segments
 from megatron_vl.models.kv_cache import CacheUse, KVCache
 from megatron_vl.models.transformer_configs import fp8_rows
-from megatron_vl.models.vision_language import DeviceRow, VisionLanguageModel
+from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.platform import Platform

@@ -37,8 +37,8 @@ from megatron_vl.json_files import write_json
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.spec.tensors import Cut, TensorInfo
+from megatron_vl.weights.blocks import gather, part_blocks, shard_blocks
 from megatron_vl.weights.run_folder import CheckpointError
-from megatron_vl.weights.store import gather, part_blocks, shard_blocks
 from megatron_vl.weights.tensor_files import Window, make_header, matrix_shape
 
 INDEX = "index.json"

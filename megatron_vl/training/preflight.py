@@ -248,7 +248,7 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
         RunConfigError: it holds another model than ``model.hf``.
         WeightsError, FileNotFoundError: it cannot be read.
     """
-    from megatron_vl.weights.store import WeightReader
+    from megatron_vl.weights.reader import WeightReader
 
     reader = WeightReader(config.model.checkpoint)
     check_same_model(f"model.checkpoint {config.model.checkpoint}", reader.spec, config, spec)

@@ -21,8 +21,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.moe.router import begin_step, expert_load, report_directly
-from megatron_vl.models.vision_language import DeviceRow, VisionLanguageModel
+from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_tower
 from megatron_vl.parallel.grid import Grid
 from megatron_vl.training.optimizer import update

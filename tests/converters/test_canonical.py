@@ -19,7 +19,7 @@ from converters.convert import convert
 from converters.hf import short_name
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, tensor_table
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import matrix_shape
 
 from .helpers import CONFIGS, SIZES, experts_apart, hf_model, released_folder, released_tensors, small_config, tp_sizes, write_hf

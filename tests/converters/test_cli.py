@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from converters.stream import Progress
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from toolkit.cli import main
 
 from .helpers import assert_same_folder, released_folder, released_tensors, small_config, write_hf

@@ -14,7 +14,8 @@ from converters.convert import convert, export, reshard
 from converters.hf import INDEX, SINGLE
 from megatron_vl.spec.families import ConfigError
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.weights.store import MANIFEST, WeightReader, write_manifest, write_rank_file
+from megatron_vl.weights.manifest import MANIFEST, write_manifest, write_rank_file
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import WeightsError
 
 from .helpers import assert_same_folder, experts_apart, read_tensors, released_tensors, small_config, write_hf

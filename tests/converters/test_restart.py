@@ -14,7 +14,8 @@ import pytest
 from converters.convert import convert, export, reshard
 from converters.hf import HfCheckpoint, TensorFolder
 from converters.restart import Journal
-from megatron_vl.weights.store import MANIFEST, UNFINISHED, WeightReader
+from megatron_vl.weights.manifest import MANIFEST, UNFINISHED
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import WeightsError
 from toolkit.cli import main
 

@@ -17,7 +17,8 @@ import torch
 from converters.convert import convert
 from tests.support.ranks import run_module
 from tests.tiny import tiny_checkpoint
-from toolkit.parity.worker import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Case, write_cases
+from toolkit.parity.case import Case, write_cases
+from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 from .cases import CASES, SEEDS
 from .pairwise import pairwise

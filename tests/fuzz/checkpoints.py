@@ -30,17 +30,13 @@ import torch
 
 from converters.convert import convert
 from megatron_vl.config import parse_config
+from megatron_vl.json_files import manifest_digest
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import WHOLE, Cut, tensor_table
+from megatron_vl.weights.blocks import shard
+from megatron_vl.weights.manifest import MANIFEST, write_manifest, write_rank_file
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import latest
-from megatron_vl.weights.store import (
-    MANIFEST,
-    WeightReader,
-    manifest_digest,
-    shard,
-    write_manifest,
-    write_rank_file,
-)
 from megatron_vl.weights.tensor_files import WeightsError, read_header
 from toolkit.cli import main as command
 from toolkit.tiny import write_tiny_checkpoint

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from converters.convert import convert
-from toolkit.parity.worker import Case, write_cases
+from toolkit.parity.case import Case, write_cases
 from toolkit.tiny import write_tiny_checkpoint
 
 SIZES = {

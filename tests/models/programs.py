@@ -126,9 +126,10 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
     from megatron_vl.parallel.grid import end_distributed, init_distributed
     from megatron_vl.platform import get_platform
     from megatron_vl.spec.tensors import tensor_table
-    from megatron_vl.weights.store import unshard
-    from toolkit.parity.worker import Case, collect_gradients, draw
-    from toolkit.parity.worker import build as build_case
+    from megatron_vl.weights.blocks import unshard
+    from toolkit.parity.case import Case, draw
+    from toolkit.parity.case import build as build_case
+    from toolkit.parity.worker import collect_gradients
 
     platform = get_platform("cpu")
     init_distributed(platform)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.weights.store import FORMAT, MANIFEST, VERSION, manifest_digest
+from megatron_vl.json_files import manifest_digest
+from megatron_vl.weights.manifest import FORMAT, MANIFEST, VERSION
 from toolkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]

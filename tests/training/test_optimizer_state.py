@@ -24,8 +24,8 @@ from megatron_vl.training.optimizer_state import (
     write_hashed,
     write_index,
 )
+from megatron_vl.weights.blocks import shard
 from megatron_vl.weights.run_folder import CheckpointError
-from megatron_vl.weights.store import shard
 
 INFOS = [
     TensorInfo("column", (24, 6), "column", "layer"),

@@ -17,8 +17,8 @@ import torch
 
 from converters.convert import convert
 from megatron_vl.json_files import manifest_digest
+from megatron_vl.weights.reader import find_weights
 from megatron_vl.weights.run_folder import step_folder
-from megatron_vl.weights.store import find_weights
 from tests.support.ranks import call
 from tests.training.programs import what_trainings_say
 from tests.training.small_run import metrics, options_of, prepare, train

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from converters.convert import convert, export
 from converters.verify import compare
 from megatron_vl.spec.tensors import Cut
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.demo.reference import Reference

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from converters.convert import convert, export
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from tests.training.small_run import metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 

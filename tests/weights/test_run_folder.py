@@ -283,7 +283,7 @@ def test_a_branch_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_looking_for_the_latest_imports_no_torch(tmp_path: Path) -> None:
-    code = "import sys, pathlib, megatron_vl.weights.store.run_folder as r; r.latest(pathlib.Path('.')); "
+    code = "import sys, pathlib, megatron_vl.weights.run_folder as r; r.latest(pathlib.Path('.')); "
     code += "assert 'torch' not in sys.modules"
     root = Path(__file__).resolve().parents[1]
     subprocess.run(

@@ -10,22 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_vl.json_files import manifest_digest
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, Cut, LayoutError, TensorInfo, tensor_table
-from megatron_vl.weights.store import (
-    MANIFEST,
-    Block,
-    WeightReader,
-    gather,
-    manifest_digest,
-    shard,
-    shard_blocks,
-    unshard,
-    write_expert_file,
-    write_manifest,
-    write_rank_file,
-)
+from megatron_vl.weights.blocks import Block, gather, shard, shard_blocks, unshard
+from megatron_vl.weights.manifest import MANIFEST, write_expert_file, write_manifest, write_rank_file
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import TensorReader, WeightsError, Window, make_header, read_header
 
 CONFIG = {

@@ -27,7 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import PixelNorm
-from megatron_vl.models.attention import Segments, make_backend
+from megatron_vl.models.attention import make_backend
+from megatron_vl.models.batch import Segments
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.flops import peak_tflops
 from toolkit.parity.reference import hf_pixels

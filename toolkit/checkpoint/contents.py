@@ -12,8 +12,8 @@ def find_step(path: Path) -> Path:
     Raises:
         FileNotFoundError: there is no checkpoint of a run.
     """
+    from megatron_vl.weights.manifest import MANIFEST
     from megatron_vl.weights.run_folder import latest
-    from megatron_vl.weights.store import MANIFEST
 
     if (path / "run.json").is_file():
         return path
@@ -32,7 +32,7 @@ def find_step(path: Path) -> Path:
 def describe(source: Path) -> dict[str, Any]:
     """Step, layout, model, sizes by part, and the files that should be there and are not."""
     from megatron_vl.training.checkpoint import read_run
-    from megatron_vl.weights.store import MANIFEST, read_manifest
+    from megatron_vl.weights.manifest import MANIFEST, read_manifest
 
     saved = read_run(source)
     if not (source / "weights" / MANIFEST).is_file():
@@ -66,7 +66,7 @@ def verify_checkpoint(source: Path) -> list[str]:
     """What is wrong with a step folder, file by file; empty when every byte is what was written."""
     from converters.verify import check_hashes
     from megatron_vl.training.checkpoint import verify_files
-    from megatron_vl.weights.store import WeightsError
+    from megatron_vl.weights.tensor_files import WeightsError
 
     problems = verify_files(source)
     try:

@@ -18,7 +18,7 @@ from megatron_vl.data.chat import ChatError, stop_tokens
 from megatron_vl.data.pixels import PixelError
 from megatron_vl.errors import UserError
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from toolkit.launch import end_of, run_group
 from toolkit.samples import SampleEncoder, write_samples
 

@@ -27,7 +27,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.training import checkpoint
 from megatron_vl.training.generate import Prompt, generate
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from toolkit.samples import read_samples
 
 ROW_UNIT = 64

@@ -21,7 +21,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import run_layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from toolkit.hf import check_folder
 from toolkit.launch import end_of, run_group
 from toolkit.layouts import LayoutSpec
@@ -31,7 +31,7 @@ from toolkit.tiny import FAMILIES, write_tiny_checkpoint
 from .places import component_of, place_of
 from .stored import Job, write_job
 from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
-from .worker import Case, write_cases
+from .case import Case, write_cases
 
 PHOTOGRAPHS = ("astronaut", "two_images", "image_between_texts", "text_only")
 """Of the demo's conversations, those that are compared when no pictures are given."""

@@ -23,7 +23,7 @@ from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.data.pixels import PixelNorm, read_pixel_norm
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import mrope_positions
-from megatron_vl.weights.store import WeightReader
+from megatron_vl.weights.reader import WeightReader
 from toolkit.hf import load_model
 
 

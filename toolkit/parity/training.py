@@ -26,13 +26,13 @@ from megatron_vl.training.checkpoint import CheckpointSaver, read_run, take_snap
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import OptimizerReader
 from megatron_vl.training.step import train_step
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import step_folder
-from megatron_vl.weights.store import WeightReader
 
+from .case import ADAM, Case, Live, build, draw
 from .gather import StoredTensors
 from .reference import backward, canonical, fingerprint, load_hf, remembered
 from .tolerances import LOSS_TOLERANCE
-from .worker import ADAM, Case, Live, build, draw
 
 STATE_TOLERANCE = 2.5e-4
 """Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps of tiny weights.

@@ -9,7 +9,6 @@ reference is computed by rank 0, or (:mod:`toolkit.parity.stored`) was before th
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import gc
 import json
@@ -17,7 +16,6 @@ import math
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,145 +24,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
-from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
+from megatron_vl.data.assemble import Sample
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed, make_grid
+from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import part_of, tensor_table
-from megatron_vl.training import checkpoint
-from megatron_vl.training.feed import Feed, StepData
-from megatron_vl.training.optimizer import build_optimizer
-from megatron_vl.training.step import reduce_losses, run_schedule, wrap
-from megatron_vl.weights.store import WeightReader, unshard
-from toolkit.samples import read_samples
+from megatron_vl.training.step import reduce_losses, run_schedule
+from megatron_vl.weights.blocks import unshard
+from toolkit.parity.case import Case, build, draw
 
 from .activations import Recorder
-from .batches import make_sample
 from .gather import StoredParts, StoredTensors, gather_on_first
 from .places import place_of
 from .reference import fingerprint, load_hf, reference, remembered
 from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
-
-ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0, schedule="constant", warmup_steps=2)
-
-
-@dataclass
-class Case:
-    """One layout, one model, and for each step the rows of the global batch, each a list of sample kinds."""
-
-    name: str
-    hf: str
-    """HF folder of the small model."""
-    weights: str
-    """Its Megatron weights (any layout)."""
-    steps: list[list[list[str]]]
-    """[step][row][sample kind]; rows go to data-parallel ranks in order, an equal number each."""
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    layers: list[int] | None = None
-    ep: int = 1
-    etp: int = 1
-    sequence_parallel: bool = False
-    tp_comm_overlap: bool = False
-    balanced: bool = False
-    """Rows may change data-parallel ranks."""
-    distributed_optimizer: bool = True
-    overlap: bool = False
-    seq_len: int = 256
-    bucket_size: int | None = None
-    freeze: list[str] = field(default_factory=list)
-    """Of vision, merger, language."""
-    recompute: dict[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
-    """float32 or bfloat16."""
-    aux_loss: float = 0.0
-    """Coefficient of the experts' load-balancing loss, which ``transformers`` leaves out unless asked for it."""
-    train: bool = False
-    """Take real optimizer steps and compare losses, weights and Adam's moments with a training of ``transformers``."""
-    samples: str = ""
-    """File of :func:`toolkit.samples.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
-    reference: str = ""
-    """Folder that :mod:`toolkit.parity.stored` wrote; empty: rank 0 computes the reference while the others wait."""
-    activations: bool = False
-    """Compare what layers give, and logits, too. Needs ``reference``; samples without videos, each step one forward pass."""
-    optimizer: bool = True
-    """Off: no optimizer state is allocated, and what overlaps with an optimizer step is not tried."""
-    attention: str = "auto"
-    """Attention backend of tower and language model; the fused ones on GPUs take no float32."""
-
-    @property
-    def config(self) -> TrainConfig:
-        return TrainConfig(
-            optimizer=ADAM,
-            dtype=self.dtype,  # type: ignore[arg-type]
-            data=DataConfig(seq_len=self.seq_len, balance=self.balanced),
-            model=ModelConfig(
-                checkpoint=self.weights,
-                hf=self.hf,
-                freeze_vision="vision" in self.freeze,
-                freeze_merger="merger" in self.freeze,
-                freeze_language="language" in self.freeze,
-                moe_aux_loss=self.aux_loss,
-                vision_attention=self.attention,  # type: ignore[arg-type]
-                language_attention=self.attention,  # type: ignore[arg-type]
-            ),
-            recompute=RecomputeConfig(**self.recompute),
-            parallel=ParallelConfig(
-                tp=self.tp,
-                pp=self.pp,
-                vpp=self.vpp,
-                layers=self.layers,
-                ep=self.ep,
-                etp=self.etp,
-                sequence_parallel=self.sequence_parallel,
-                tp_comm_overlap=self.tp_comm_overlap,
-                distributed_optimizer=self.distributed_optimizer,
-                overlap_grad_reduce=self.overlap,
-                overlap_param_gather=self.overlap and self.distributed_optimizer,
-                bucket_size=self.bucket_size,
-            ),
-        )
-
-
-@dataclass
-class Live:
-    """A case built in this process group, with the weights loaded."""
-
-    config: TrainConfig
-    spec: ModelSpec
-    layout: Layout
-    grid: Grid
-    wrapped: list[Any]
-    optimizer: Any
-    """None when the case does without."""
-    tensors: list[LiveTensor]
-
-    def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
-        """This rank's rows of one step."""
-        rows = iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
-        return Feed(self.grid, platform, rows, len(samples) // self.grid.dp, balanced=self.config.data.balance).next_step()
-
-
-def build(case: Case, platform: Platform) -> Live:
-    """Collective."""
-    config = case.config
-    spec = read_spec(case.hf)
-    layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp)
-    grid = make_grid(layout, owners=config.data.balance)
-    norm = read_pixel_norm(case.hf)
-    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
-    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
-    check_tensors(spec, layout, tensors)
-    checkpoint.load_weights(WeightReader(case.weights), tensors, grid)
-    wrapped = wrap(config, chunks)
-    optimizer = build_optimizer(config, platform, wrapped) if case.optimizer else None
-    return Live(config, spec, layout, grid, wrapped, optimizer, tensors)
 
 
 def run_case(case: Case, platform: Platform) -> dict[str, Any]:
@@ -200,28 +75,6 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
             results.append(compare(case, spec, live.layout, loss_sum / tokens, gradients, flat, models) | departures)
             results[-1]["ok"] &= not departures.get("departs")
     return {"ok": all(r["ok"] for r in results), "steps": results}
-
-
-def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> list[list[Sample]]:
-    """Samples of one step's rows; equal for every way of spreading the same kinds over rows."""
-    drawn, number = [], 0
-    stored = read_samples(Path(given)) if given else []
-    for row in rows:
-        drawn.append(
-            [
-                stored[int(kind.removeprefix("sample:"))]
-                if kind.startswith("sample:")
-                else make_sample(kind, spec, seed=100 * step + number + i)
-                for i, kind in enumerate(row)
-            ]
-        )
-        number += len(row)
-    return drawn
-
-
-def local_rows(samples: list[list[Sample]], grid: Grid, spec: ModelSpec, seq_len: int) -> list[Any]:
-    share = len(samples) // grid.dp
-    return [pack_row(row, spec, seq_len) for row in samples[grid.dp_rank * share : (grid.dp_rank + 1) * share]]
 
 
 def collect_gradients(
@@ -378,11 +231,6 @@ def main(argv: list[str]) -> int:
             print(case.name, "ok" if results[case.name]["ok"] else "FAILED", flush=True)
     end_distributed()
     return 0 if all(result["ok"] for result in results.values()) else 1
-
-
-def write_cases(cases: list[Case], path: Path) -> None:
-    path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
-
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

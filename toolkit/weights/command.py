@@ -59,7 +59,7 @@ def export(options: ExportOptions) -> int:
 
 def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = None) -> int:
     """Runs a conversion and prints what was written."""
-    from megatron_vl.weights.store import UNFINISHED
+    from megatron_vl.weights.manifest import UNFINISHED
 
     try:
         report = work()

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
+from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.moe.dispatch import ExpertsLayer
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import LanguageSpec
 from megatron_vl.spec.layout import Layout
-
-if TYPE_CHECKING:
-    from megatron_vl.models.vision_language import DeviceRow
 
 
 def moe_settings(platform: Platform, language: LanguageSpec, layout: Layout, *, aux_loss: float) -> dict[str, Any]:

@@ -1,0 +1,59 @@
+"""What a forward pass gets: one packed row on the device of this rank.
+
+The loader's :class:`megatron_vl.data.row.Row` holds the same on the host; :mod:`megatron_vl.training.feed` carries it over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_vl.models.kv_cache import CacheUse
+
+
+@dataclass
+class Segments:
+    """Where the sequences of a packed row begin."""
+
+    cu_seqlens: Tensor
+    """int32 [segments + 1], from 0 to S, on the device."""
+    max_seqlen: int
+    """Length of the longest segment, known on the host."""
+
+    def padded(self, length: int, extra: int) -> Segments:
+        """With a last segment of ``extra`` (perhaps no) elements, so that all of them are ``length``."""
+        return Segments(F.pad(self.cu_seqlens, (0, 1), value=length), max(self.max_seqlen, extra))
+
+
+@dataclass
+class VisionInput:
+    """Device side of :class:`megatron_vl.data.row.VisionBatch`, segments ready."""
+
+    planes: Tensor
+    plane_index: Tensor
+    position_hw: Tensor
+    frame_hw: Tensor
+    full: Segments
+    window: Segments
+
+
+@dataclass
+class DeviceRow:
+    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.row.Row`."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    real_tokens: int
+    """Tokens of samples, before the padded tail; known on the host."""
+    position_ids: Tensor
+    segments: Segments
+    vision: VisionInput | None
+    """None on ranks without the vision tower."""
+    feature_index: Tensor | None
+    loss_index: Tensor | None = None
+    """int64 [N], ascending: the tokens for which logits are computed where losses are asked for; None: all."""
+    cache: CacheUse | None = None
+    """While text is generated: the keys and values that are kept."""

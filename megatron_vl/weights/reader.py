@@ -1,0 +1,209 @@
+"""Reads tensors, or any part of them, from weights of any layout.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.spec.tensors import WHOLE, Cut, LayoutError, check_cut, tensor_table
+from megatron_vl.weights import run_folder
+from megatron_vl.weights.blocks import gather, part_blocks, shard_blocks
+from megatron_vl.weights.manifest import MANIFEST, UNFINISHED, _check_tensor_table, _part, _rank, _read_layout, read_manifest
+from megatron_vl.weights.tensor_files import (
+    NAMES,
+    TensorReader,
+    WeightsError,
+    Window,
+    matrix_shape,
+    row_windows,
+)
+
+
+def find_weights(path: str | Path) -> Path:
+    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its latest checkpoint).
+
+    Raises:
+        FileNotFoundError: nothing there is a folder of weights; the message says what was looked for.
+        WeightsError: it cannot be known which checkpoint of a run is the latest.
+    """
+    path = Path(path)
+    for folder in (path, path / "weights"):
+        if (folder / MANIFEST).is_file():
+            return folder
+    if (path / UNFINISHED).is_file() and not (path / run_folder.LATEST).is_file():
+        raise FileNotFoundError(f"{path} holds a conversion that is not finished; run it again to let it go on")
+    try:
+        saved = run_folder.latest(path)
+    except run_folder.StepMissingError as error:
+        raise FileNotFoundError(str(error)) from error
+    except run_folder.CheckpointError as error:
+        raise WeightsError(str(error)) from error
+    if saved is None:
+        looks = f"holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {run_folder.LATEST}"
+        if (path / "config.json").is_file():
+            looks = f"is a Hugging Face folder, not Megatron weights; `megatron-vl convert --hf {path} --out DIR` writes those"
+        raise FileNotFoundError(f"{path} {looks}")
+    weights = saved.path / "weights"
+    if not (weights / MANIFEST).is_file():
+        raise FileNotFoundError(f"{weights / MANIFEST} is missing, though step {saved.step} is the latest of {path}")
+    return weights
+
+
+class WeightReader:
+    """Reads weights of any layout as if of any other.
+
+    Args:
+        verify: compare each stored tensor with its SHA-256 when it is first touched, before any of it is handed out.
+            A slice of a larger stored tensor costs a pass over all of that (1 to 2 GB/s a core).
+
+    Attributes:
+        path: the folder of weights (a run or step folder is resolved to it).
+        manifest: the manifest as read.
+        spec: the model.
+        layout: None for unsplit weights; ``cut``: what it means for one stage.
+        table: canonical name -> :class:`TensorInfo`.
+
+    Raises:
+        FileNotFoundError: no weights there.
+        WeightsError: the manifest or a file does not fit; the message names it.
+    """
+
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+        self.path = find_weights(path)
+        self.manifest = read_manifest(self.path / MANIFEST)
+        try:
+            self.spec = read_spec(self.manifest["hf_config"])
+            self.layout = _read_layout(self.spec, self.manifest)
+            self.cut = self.layout.cut if self.layout else WHOLE
+            self.table = tensor_table(self.spec)
+            self._where = self._place_files()
+            self._check_step()
+        except (WeightsError, FileNotFoundError):
+            raise
+        except (ConfigError, LayoutError) as error:
+            raise WeightsError(f"{self.path / MANIFEST}: {error}") from error
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field of another type than we write
+            raise WeightsError(f"{self.path / MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+        self._verify = verify
+        self._files: dict[str, TensorReader] = {}
+        self._checked: set[tuple[str, str]] = set()
+        self._checks: dict[tuple[str, str], threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def _place_files(self) -> dict[tuple[int, str], str]:
+        """(part, tensor) -> file, once the manifest is known to describe this model."""
+        path = self.path / MANIFEST
+        _check_tensor_table(path, self.manifest, self.table)
+        where: dict[tuple[int, str], str] = {}
+        for file, entry in self.manifest["files"].items():
+            # A manifest may come from anybody: its names stay inside its folder.
+            if not re.fullmatch(r"[\w.-]+\.safetensors", file):
+                raise WeightsError(f"{path}: {file!r} is not a file name of weights")
+            if not (self.path / file).is_file():
+                raise WeightsError(f"{self.path / file} is missing, though {MANIFEST} names it")
+            for name in entry["tensors"]:
+                if name not in self.table or (self.layout.stage_of(self.table[name]) if self.layout else 0) != entry["pp"]:
+                    raise WeightsError(f"{path}: tensor {name!r} does not belong in {file}, pipeline rank {entry['pp']}")
+                part = _part(self.table[name], entry, self.layout)
+                if part is None:
+                    raise WeightsError(f"{path}: tensor {name!r} does not belong in {file}")
+                if where.setdefault((part, name), file) != file:
+                    raise WeightsError(f"{path}: tensor {name!r} of {_rank(self.table[name], part, self.cut)} is in two files")
+        for name, info in self.table.items():
+            for part in range(self.cut.parts(info)):
+                if (part, name) not in where:
+                    raise WeightsError(f"{path}: no file holds tensor {name!r} ({info.split}) of {_rank(info, part, self.cut)}")
+        if len(where) != sum(self.cut.parts(info) for info in self.table.values()):
+            raise WeightsError(f"{path}: files of more ranks than its layout's {self.cut}")
+        return where
+
+    def _check_step(self) -> None:
+        """Weights that a run saved say of which step they are; a step's folder holds those of its own."""
+        step, folder = (self.manifest.get("origin") or {}).get("step"), self.path.parent
+        if step is not None and self.path.name == "weights" and run_folder.folder_step(folder) not in (None, step):
+            raise WeightsError(f"{self.path / MANIFEST}: the weights are those of step {step}, but they lie in {folder.name}")
+
+    def names(self) -> list[str]:
+        """Canonical names, in model order."""
+        return list(self.table)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor is stored."""
+        return NAMES[self.manifest["tensors"][name]["dtype"]]
+
+    def _open(self, part: int, name: str) -> TensorReader:
+        """The file with one part of a tensor, opened and checked once, the tensor verified once."""
+        file = self._where[part, name]
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = self.open_file(file)
+            check = self._checks.setdefault((file, name), threading.Lock())
+        reader = self._files[file]
+        if self._verify and (file, name) not in self._checked:
+            with check:  # others that want this tensor wait, those that want another do not
+                if (file, name) not in self._checked and reader.sha256(name) != self.manifest["files"][file]["tensors"][name]:
+                    raise WeightsError(
+                        f"{reader.path} is damaged: tensor {name!r} is not what was written (SHA-256 differs from {MANIFEST}); "
+                        "fetch or write the weights again"
+                    )
+                self._checked.add((file, name))
+        return reader
+
+    def open_file(self, file: str) -> TensorReader:
+        """One of the manifest's files, once it holds the tensors that the manifest says."""
+        reader = TensorReader(self.path / file)
+        held = set(reader.names())
+        for tensor in self.manifest["files"][file]["tensors"]:
+            shape = self.table[tensor].shard_shape(self.cut)
+            if tensor not in held or reader.shape(tensor) != shape or reader.dtype(tensor) != self.dtype(tensor):
+                raise WeightsError(f"{reader.path}: tensor {tensor!r} is missing or differs from {MANIFEST}")
+        return reader
+
+    def check(self, name: str) -> None:
+        """Verifies now what :meth:`window` of this tensor reads; raises :class:`WeightsError` when it is damaged."""
+        for part in {block.part for block in shard_blocks(self.table[name], self.cut)}:
+            self._open(int(part), name)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What changes when any of these weights do."""
+        return {MANIFEST: self.manifest["digest"]}
+
+    def window(self, name: str, window: Window) -> Tensor:
+        """A window of the full tensor taken as a matrix. May be a view of a file: do not write to it."""
+        blocks = shard_blocks(self.table[name], self.cut)
+        return gather(blocks, window, lambda part, w: self._open(int(part), name).window(name, w), self.dtype(name))
+
+    def get(self, name: str, part: int = 0, cut: Cut = WHOLE, expert: int | None = None) -> Tensor:
+        """One part of a tensor, whatever layout is on disk, in memory of its own.
+
+        Args:
+            part: which of the ``cut.parts(info)`` parts (see :meth:`Cut.part`).
+            cut: how the model is to be cut; the default gives the full tensor.
+            expert: this one alone (counted within the part) of an expert tensor, without the leading dimension.
+
+        Raises:
+            LayoutError: the model cannot be cut so.
+            WeightsError: what is on disk is damaged.
+        """
+        check_cut(self.spec, cut)
+        info, dtype = self.table[name], self.dtype(name)
+        shape, first = info.shard_shape(cut), 0
+        if expert is not None:
+            first, shape = range(shape[0])[expert] * shape[1], shape[1:]
+        as_stored = cut[1:] == self.cut[1:] if info.experts else cut.tp == self.cut.tp
+        blocks = part_blocks(info, part, cut)
+        out = torch.empty(matrix_shape(shape), dtype=dtype)
+        for window in row_windows(shape, dtype.itemsize):
+            wanted = window._replace(row=window.row + first, row_end=window.row_end + first)
+            if as_stored:
+                data = self._open(part, name).window(name, wanted)
+            else:
+                data = gather(blocks, wanted, lambda _, full: self.window(name, full), dtype)
+            out[window.row : window.row_end] = data
+        return out.view(shape)
