@@ -1,9 +1,10 @@
-"""Speed and memory of convert, split, merge and export against a copy of the same bytes: ``python benchmarks/conversion.py``.
+"""Speed and memory of convert, split, merge and export against a copy of the same bytes:
+``python benchmarks/conversion.py``.
 
-A Hugging Face folder with the structure of Qwen2.5-VL-7B (or of another ``config.json``) and as many decoder layers as fill
-the size is written with random bf16 data. Each command runs as users run it, in a process of its own, its start included,
-after everything was written back to the disk and dropped from the page cache. RssAnon is memory that no file backs, sampled
-every 10 ms.
+A Hugging Face folder with the structure of Qwen2.5-VL-7B (or of another ``config.json``) and as many decoder
+layers as fill the size is written with random bf16 data. Each command runs as users run it, in a process of
+its own, its start included, after everything was written back to the disk and dropped from the page cache.
+RssAnon is memory that no file backs, sampled every 10 ms.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
 
 def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
     """A HF folder of about this size. Returns its decoder layers."""
-    layers = min(range(3, 100), key=lambda n: abs(size_of(shapes_of(with_layers(config, n))) - gigabytes * 1e9))
+    layers = min(
+        range(3, 100), key=lambda n: abs(size_of(shapes_of(with_layers(config, n))) - gigabytes * 1e9)
+    )
     config = with_layers(config, layers)
     shapes = shapes_of(config)
     groups: list[list[str]] = [[]]
@@ -99,12 +102,16 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
     where = {}
     for i, names in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        writer = TensorWriter(folder / file, make_header({name: (torch.bfloat16, shapes[name]) for name in names}))
+        writer = TensorWriter(
+            folder / file, make_header({name: (torch.bfloat16, shapes[name]) for name in names})
+        )
         for name in names:
             writer.write(name, pieces(shapes[name]))
             where[name] = file
         writer.commit(sync=True)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size_of(shapes)}, "weight_map": where}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": size_of(shapes)}, "weight_map": where})
+    )
     return layers
 
 
@@ -143,7 +150,8 @@ def timed(words: list[str], root: Path) -> dict[str, float]:
 
 
 def load_rank(checkpoint: Path, verify: bool) -> Callable[[], int]:
-    """Rank 0 of tensor parallel size 2 (and expert parallel size 2) as the trainer reads it, from whatever layout is there."""
+    """Rank 0 of tensor parallel size 2 (and expert parallel size 2) as the trainer reads it, from whatever
+    layout is there."""
 
     def load() -> int:
         reader = WeightReader(checkpoint, verify=verify)
@@ -163,14 +171,27 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
     paths = {name: str(root / name) for name in ("hf", "copy", "shards", "split", "full", "back")}
     copy = ["cp", "-r", paths["hf"], paths["copy"]]
     steps: dict[str, tuple[list[str], list[str]]] = {
-        f"convert {' '.join(layout)}": ([*tool, "convert", "--hf", paths["hf"], *layout, "--out", paths["shards"], *common], []),
+        f"convert {' '.join(layout)}": (
+            [*tool, "convert", "--hf", paths["hf"], *layout, "--out", paths["shards"], *common],
+            [],
+        ),
         "merge": ([*tool, "merge", "--checkpoint", paths["shards"], "--out", paths["full"], *common], []),
         f"split {' '.join(layout)}": (
             [*tool, "split", "--checkpoint", paths["full"], *layout, "--out", paths["split"], *common],
             ["full", "split"],
         ),
         "export": (
-            [*tool, "export", "--checkpoint", paths["shards"], "--hf", paths["hf"], "--out", paths["back"], *common],
+            [
+                *tool,
+                "export",
+                "--checkpoint",
+                paths["shards"],
+                "--hf",
+                paths["hf"],
+                "--out",
+                paths["back"],
+                *common,
+            ],
             [],
         ),
     }
@@ -181,7 +202,11 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
         shutil.rmtree(root / "copy")
         results[name] = timed(words, root) | {"cp_seconds": before["seconds"]}
         results[name]["ratio"] = results[name]["seconds"] / before["seconds"]
-        print(f"{name}: {results[name]['seconds']:.1f} s, cp {before['seconds']:.1f} s", file=sys.stderr, flush=True)
+        print(
+            f"{name}: {results[name]['seconds']:.1f} s, cp {before['seconds']:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         if name.startswith("split"):
             same_files(root / "shards", root / "split")
         for folder in finished:
@@ -228,10 +253,21 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=8, help="size of the folder in GB (1e9 bytes); at least about 5 (default 8)")
-    parser.add_argument("--config", type=Path, help="a config.json for structure and widths (default: Qwen2.5-VL-7B's)")
-    parser.add_argument("--dir", type=Path, help="where to write; 4 times the size is needed (default: the temporary folder)")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one a core)")
+    parser.add_argument(
+        "--gb",
+        type=float,
+        default=8,
+        help="size of the folder in GB (1e9 bytes); at least about 5 (default 8)",
+    )
+    parser.add_argument(
+        "--config", type=Path, help="a config.json for structure and widths (default: Qwen2.5-VL-7B's)"
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="where to write; 4 times the size is needed (default: the temporary folder)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one a core)"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:

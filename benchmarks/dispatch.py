@@ -1,11 +1,14 @@
-"""Tokens to the ranks of their experts and back: our dispatcher beside Megatron-core's, and its kernels alone.
+"""Tokens to the ranks of their experts and back: our dispatcher beside Megatron-core's, and its kernels
+alone.
 
-    torchrun --standalone --nproc-per-node N benchmarks/dispatch.py [--tokens 8192,32768] [--hidden 2048] [--experts 128]
-    python benchmarks/dispatch.py                                     # one GPU: both without exchange, and the kernels
+    torchrun --standalone --nproc-per-node N benchmarks/dispatch.py [--tokens 8192,32768] [--hidden 2048]
+    [--experts 128] python benchmarks/dispatch.py                                     # one GPU: both without
+    exchange, and the kernels
 
-All ranks share the experts; each has that many tokens, which go to ``top_k`` experts at random, evenly. Experts hand back the
-rows that they get. Times are of the slowest rank. ``exchange`` is one all-to-all of the same rows alone; forward and backward
-do it twice each. GB/s is what leaves a GPU for others. ``--platform cpu`` runs all of it on CPU, for its own sake.
+All ranks share the experts; each has that many tokens, which go to ``top_k`` experts at random, evenly.
+Experts hand back the rows that they get. Times are of the slowest rank. ``exchange`` is one all-to-all of the
+same rows alone; forward and backward do it twice each. GB/s is what leaves a GPU for others.
+``--platform cpu`` runs all of it on CPU, for its own sake.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", default="8192,32768", help="of each rank")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=128)
@@ -137,7 +142,9 @@ def values(dispatcher: Any, inputs: Inputs) -> list[Tensor]:
 
 def difference(ours: list[Tensor], others: list[Tensor]) -> float:
     return float(
-        torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(ours, others, strict=True)]).max()
+        torch.stack(
+            [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(ours, others, strict=True)]
+        ).max()
     )
 
 
@@ -152,7 +159,10 @@ def exchange(platform: Platform, inputs: Inputs, sent: list[int]) -> tuple[float
     got = torch.empty(len(sent), dtype=torch.int64, device=platform.device)
     dist.all_to_all_single(got, torch.tensor(sent, device=platform.device))
     received, width = got.tolist(), inputs[0].shape[-1]
-    out, rows = inputs[0].detach().new_zeros(sum(received), width), inputs[0].detach().new_zeros(sum(sent), width)
+    out, rows = (
+        inputs[0].detach().new_zeros(sum(received), width),
+        inputs[0].detach().new_zeros(sum(sent), width),
+    )
     value = milliseconds(platform, partial(dist.all_to_all_single, out, rows, received, sent))
     return value, (sum(sent) - sent[dist.get_rank()]) * width * rows.element_size() / 1e9
 
@@ -160,7 +170,9 @@ def exchange(platform: Platform, inputs: Inputs, sent: list[int]) -> tuple[float
 def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> None:
     inputs, both = draw(platform, tokens, options), dispatchers(platform, options)
     results = {name: values(dispatcher, inputs) for name, dispatcher in both.items()}
-    say(f"{tokens} tokens a rank; ours differs from core's by {difference(results['ours'], results['core']):.1e}")
+    say(
+        f"{tokens} tokens a rank; ours differs from core's by {difference(results['ours'], results['core']):.1e}"
+    )
     del results
     for name, dispatcher in both.items():
         one_way = milliseconds(platform, partial(forward, dispatcher, inputs))
@@ -174,14 +186,17 @@ def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
 
 
 def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> None:
-    """The movements of one rank: tokens to ranks, received rows to experts, tokens to experts where one rank has all."""
+    """The movements of one rank: tokens to ranks, received rows to experts, tokens to experts where one rank
+    has all."""
     from megatron_vl.kernels.token_copies import positions, scatter_rows, sum_rows
 
     x, _, chosen, _ = draw(platform, tokens, options)
     x = x.detach()[:, 0]
     plain = x.new_empty(2, 4 * tokens, options.hidden)
     moved = plain.numel() * x.element_size()
-    say(f"{tokens} tokens, plain copy: {moved / milliseconds(platform, lambda: plain[0].copy_(plain[1])) / 1e6:.0f} GB/s")
+    say(
+        f"{tokens} tokens, plain copy: {moved / milliseconds(platform, lambda: plain[0].copy_(plain[1])) / 1e6:.0f} GB/s"
+    )
     maps = {f"to {ranks} ranks": chosen.view(tokens, ranks, -1).any(-1) for ranks in (2, 4, 8)}
     for ranks in (2, 4, 8):
         here = chosen[:, : options.experts // ranks]

@@ -1,10 +1,11 @@
-"""The products of many experts on one GPU: our kernels in several tile sizes beside Transformer Engine's and torch's.
+"""The products of many experts on one GPU: our kernels in several tile sizes beside Transformer Engine's and
+torch's.
 
     python benchmarks/experts.py [--seconds 80] [--shapes 128x2048x768,16x2048x768,16x4096x1536] [--defaults]
 
-For each shape (experts on the GPU x hidden size x FFN size; 65,536 routed rows, unevenly spread) the two linears of an
-expert: forward, gradient of the input (dgrad), gradient of the weight added to fp32 (wgrad). TFLOP/s of the GPU's time,
-the host's milliseconds a call, the relative error against fp32.
+For each shape (experts on the GPU x hidden size x FFN size; 65,536 routed rows, unevenly spread) the two
+linears of an expert: forward, gradient of the input (dgrad), gradient of the weight added to fp32 (wgrad).
+TFLOP/s of the GPU's time, the host's milliseconds a call, the relative error against fp32.
 """
 
 from __future__ import annotations
@@ -81,12 +82,20 @@ def products(counts: Tensor, x: Tensor, dy: Tensor, weights: Tensor) -> tuple[Te
     each = list(zip(x.split(parts), dy.split(parts), weights, strict=True))
     chosen = [*each[:4], *each[-4:]]
     wgrad = torch.stack([b.float().T @ a.float() for a, b, _ in chosen])
-    return torch.cat([a.float() @ w.float().T for a, _, w in each]), torch.cat([b.float() @ w.float() for _, b, w in each]), wgrad
+    return (
+        torch.cat([a.float() @ w.float().T for a, _, w in each]),
+        torch.cat([b.float() @ w.float() for _, b, w in each]),
+        wgrad,
+    )
 
 
 def make_case(counts: Tensor, features_in: int, features_out: int) -> Case:
-    x, dy = (torch.randn(ROWS, width, device="cuda", dtype=torch.bfloat16) for width in (features_in, features_out))
-    weights = torch.randn(counts.numel(), features_out, features_in, device="cuda", dtype=torch.bfloat16) * 0.02
+    x, dy = (
+        torch.randn(ROWS, width, device="cuda", dtype=torch.bfloat16) for width in (features_in, features_out)
+    )
+    weights = (
+        torch.randn(counts.numel(), features_out, features_in, device="cuda", dtype=torch.bfloat16) * 0.02
+    )
     return Case(counts, x, dy, weights, products(counts, x, dy, weights))
 
 
@@ -104,20 +113,31 @@ class Ours:
     def __init__(self, case: Case) -> None:
         self.case, self.plan = case, plan(case.counts, ROWS)
         self.grads = torch.zeros(case.weights.shape, device="cuda")
-        self.addresses, self.grad_addresses = Addresses().of(list(case.weights)), Addresses().of(list(self.grads))
+        self.addresses, self.grad_addresses = (
+            Addresses().of(list(case.weights)),
+            Addresses().of(list(self.grads)),
+        )
 
     def forward(self, config: Config = ROWS_CONFIG) -> Tensor:
-        return row_product(self.case.x, self.addresses, self.plan, self.case.dy.shape[1], transposed=True, config=config)
+        return row_product(
+            self.case.x, self.addresses, self.plan, self.case.dy.shape[1], transposed=True, config=config
+        )
 
     def dgrad(self, config: Config = ROWS_CONFIG) -> Tensor:
-        return row_product(self.case.dy, self.addresses, self.plan, self.case.x.shape[1], transposed=False, config=config)
+        return row_product(
+            self.case.dy, self.addresses, self.plan, self.case.x.shape[1], transposed=False, config=config
+        )
 
     def wgrad(self, config: Config = WEIGHT_CONFIG) -> Tensor:
-        weight_product(self.case.dy, self.case.x, self.grad_addresses, self.plan, self.grads, add=True, config=config)
+        weight_product(
+            self.case.dy, self.case.x, self.grad_addresses, self.plan, self.grads, add=True, config=config
+        )
         return self.grads
 
 
-def line(case: Case, function: Callable[[], Tensor], exact: Tensor, *, times: float = 1, pick=lambda t: t) -> str:
+def line(
+    case: Case, function: Callable[[], Tensor], exact: Tensor, *, times: float = 1, pick=lambda t: t
+) -> str:
     """TFLOP/s, host milliseconds and error of one product, or what went wrong."""
     try:
         wrong = error(pick(function()), exact)
@@ -127,7 +147,9 @@ def line(case: Case, function: Callable[[], Tensor], exact: Tensor, *, times: fl
     return f"{times * case.flop / gpu / 1e9:5.0f} TF {gpu:6.3f} ms host {host:5.3f} err {wrong:.0e}"
 
 
-def sweep(cases: list[Case], configs: list[Config], weight_configs: list[Config], late: Callable[[], bool]) -> None:
+def sweep(
+    cases: list[Case], configs: list[Config], weight_configs: list[Config], late: Callable[[], bool]
+) -> None:
     ours = [Ours(case) for case in cases]
     for config in configs:
         if late():
@@ -183,11 +205,16 @@ def transformer_engine_ones(cases: list[Case]) -> None:
 
         backward.append(line(case, both, case.exact[1], times=3))
     print(f"  {'Transformer Engine, forward':55s} fc1 {forward[0]} | fc2 {forward[1]}", flush=True)
-    print(f"  {'Transformer Engine, forward and backward':55s} fc1 {backward[0]} | fc2 {backward[1]}", flush=True)
+    print(
+        f"  {'Transformer Engine, forward and backward':55s} fc1 {backward[0]} | fc2 {backward[1]}",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=80, help="start nothing new after this many")
     parser.add_argument("--shapes", default="128x2048x768,16x2048x768,16x4096x1536")
     parser.add_argument("--defaults", action="store_true", help="only the tile sizes that training takes")
@@ -205,13 +232,19 @@ def main() -> None:
         experts, hidden, ffn = map(int, shape.split("x"))
         counts = uneven(experts)
         cases = [make_case(counts, hidden, 2 * ffn), make_case(counts, ffn, hidden)]
-        print(f"{shape}: {ROWS} rows, {int(counts.min())} to {int(counts.max())} an expert; {time.monotonic() - begin:.0f} s")
+        print(
+            f"{shape}: {ROWS} rows, {int(counts.min())} to {int(counts.max())} an expert; {time.monotonic() - begin:.0f} s"
+        )
         gpu, host = timed(lambda c=counts: plan(c, ROWS))
         print(f"  plan {gpu:.4f} ms, host {host:.4f}")
         if number < 2:
             torch_ones(cases)
             transformer_engine_ones(cases)
-        sweep(cases, *(([ROWS_CONFIG], [WEIGHT_CONFIG]) if args.defaults else (ROW_CONFIGS, WEIGHT_CONFIGS)), late)
+        sweep(
+            cases,
+            *(([ROWS_CONFIG], [WEIGHT_CONFIG]) if args.defaults else (ROW_CONFIGS, WEIGHT_CONFIGS)),
+            late,
+        )
         del cases
         torch.cuda.empty_cache()
     print(f"{time.monotonic() - begin:.0f} s")

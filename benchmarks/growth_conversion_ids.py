@@ -1,10 +1,11 @@
 """Memory and time of finding equal ids among many: ``python benchmarks/growth_conversion_ids.py``.
 
-Both structures take in the same ids, in random order as far as their digests are concerned, one in 1000 of them for the
-second time; each does so in a process of its own. ``dictionary`` is what the converter had until 2026-11-22: a dictionary from
-digest to (file, record). ``table`` is :class:`data_tools.identities.Identities`. Memory is the peak of RssAnon (what no file
-backs) less what the process had before the first id. The page cache, which holds some of the table's file while there is room,
-is not part of it.
+Both structures take in the same ids, in random order as far as their digests are concerned, one in 1000 of
+them for the second time; each does so in a process of its own. ``dictionary`` is what the converter had until
+2026-11-22: a dictionary from digest to (file, record). ``table`` is
+:class:`data_tools.identities.Identities`. Memory is the peak of RssAnon (what no file backs) less what the
+process had before the first id. The page cache, which holds some of the table's file while there is room, is
+not part of it.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def show(count: int, results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ids", type=int, default=10_000_000, help="records (default 10 million)")
-    parser.add_argument("--dir", type=Path, help="where the table's file lies (default: the temporary folder)")
+    parser.add_argument(
+        "--dir", type=Path, help="where the table's file lies (default: the temporary folder)"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
     results = benchmark(args.ids, args.dir)

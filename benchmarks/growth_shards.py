@@ -1,9 +1,9 @@
 """What opening a data set costs as its shards grow: ``python benchmarks/growth_shards.py --shards 100000``.
 
-A folder with so many (empty) shards is described as the converter describes them. It measures what one rank of
-a job does (reading and checking the description), the message that the other ranks get, and what Energon does by
-itself on every rank that owns a loader. Calls are those that Python makes; seconds are of the processor and, in
-brackets, of the clock.
+A folder with so many (empty) shards is described as the converter describes them. It measures what one rank
+of a job does (reading and checking the description), the message that the other ranks get, and what Energon
+does by itself on every rank that owns a loader. Calls are those that Python makes; seconds are of the
+processor and, in brackets, of the clock.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/kernels.py
 
 Window attention: 22,208 patches of Qwen2.5-VL's tower (16 heads of 80, windows of at most 64 patches) against
-FlashAttention-2 as torch carries it, which still needs RoPE (Transformer Engine's fused one) and copies for it.
-SwiGLU: the widths of the 7B language model and of the tower, against Megatron-core's jitted one.
+FlashAttention-2 as torch carries it, which still needs RoPE (Transformer Engine's fused one) and copies for
+it. SwiGLU: the widths of the 7B language model and of the tower, against Megatron-core's jitted one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def window_lengths() -> list[int]:
     return [*lengths, PATCHES - sum(lengths)]
 
 
-def report(name: str, function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, exact: tuple[Tensor, Tensor]) -> None:
+def report(
+    name: str, function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, exact: tuple[Tensor, Tensor]
+) -> None:
     """Error of value and gradient against fp32, forward and backward time."""
     x = x.detach().requires_grad_()
     out = function(x)
@@ -44,7 +46,9 @@ def report(name: str, function: Callable[[Tensor], Tensor], x: Tensor, grad: Ten
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip((out, dx), exact, strict=True)]
     forward = milliseconds(lambda: function(x))
     backward = milliseconds(lambda: torch.autograd.grad(out, x, grad, retain_graph=True))
-    print(f"{name:42s} forward {forward:6.3f} ms  backward {backward:6.3f} ms  error {errors[0]:.1e} / {errors[1]:.1e}")
+    print(
+        f"{name:42s} forward {forward:6.3f} ms  backward {backward:6.3f} ms  error {errors[0]:.1e} / {errors[1]:.1e}"
+    )
 
 
 def exactly(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,13 +72,22 @@ def windows() -> None:
 
     def flash(x: Tensor) -> Tensor:
         query, key, value = parts(x)
-        query, key = (apply_rotary_pos_emb(t[:, None], angles, tensor_format="sbhd", fused=True)[:, 0] for t in (query, key))
+        query, key = (
+            apply_rotary_pos_emb(t[:, None], angles, tensor_format="sbhd", fused=True)[:, 0]
+            for t in (query, key)
+        )
         return varlen_attn(query, key, value, cu, cu, 64, 64).reshape(PATCHES, -1)
 
     def reference(x: Tensor) -> Tensor:
         query, key, value = parts(x)
-        query, key = (apply_rotary_pos_emb(t[:, None], angles, tensor_format="sbhd", fused=False)[:, 0] for t in (query, key))
-        out = [scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value))) for a, b in pairwise(bounds)]
+        query, key = (
+            apply_rotary_pos_emb(t[:, None], angles, tensor_format="sbhd", fused=False)[:, 0]
+            for t in (query, key)
+        )
+        out = [
+            scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
+            for a, b in pairwise(bounds)
+        ]
         return torch.cat([o.transpose(0, 1) for o in out]).reshape(PATCHES, -1)
 
     exact = exactly(reference, qkv, grad)

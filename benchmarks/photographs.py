@@ -4,8 +4,9 @@
     megatron-vl data convert --input RAW/conversations.json --media-root RAW/media --out DATA --val-fraction 0
     megatron-vl bench --hf HF_DIR --gpus 8 --data DATA
 
-The pictures are crops of the photographs that come with scikit-image, at the sizes of :mod:`toolkit.bench.workload`; the text
-is words of this repository's documents, 40 to 260 tokens or so a conversation. Seeded.
+The pictures are crops of the photographs that come with scikit-image, at the sizes of
+:mod:`toolkit.bench.workload`; the text is words of this repository's documents, 40 to 260 tokens or so a
+conversation. Seeded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def photographs() -> list[Image.Image]:
     from skimage import data
 
     arrays = [getattr(data, name)() for name in PHOTOGRAPHS]
-    return [Image.fromarray(array[0] if isinstance(array, tuple) else array).convert("RGB") for array in arrays]
+    return [
+        Image.fromarray(array[0] if isinstance(array, tuple) else array).convert("RGB") for array in arrays
+    ]
 
 
 def crop(photograph: Image.Image, size: tuple[int, int], rng: random.Random) -> Image.Image:
@@ -41,7 +44,9 @@ def crop(photograph: Image.Image, size: tuple[int, int], rng: random.Random) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=400, help="conversations, each about a picture of its own")
+    parser.add_argument(
+        "--count", type=int, default=400, help="conversations, each about a picture of its own"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for conversations.json and media/")
     args = parser.parse_args()
     rng, sources = random.Random(5), photographs()

@@ -1,9 +1,11 @@
-"""Full attention of the vision towers on one GPU: our kernels in several tile sizes beside FlashAttention-2 and cuDNN.
+"""Full attention of the vision towers on one GPU: our kernels in several tile sizes beside FlashAttention-2
+and cuDNN.
 
     python benchmarks/tower_attention.py [--dims 72,80] [--heads 16] [--lengths 4096,4096,8192]
 
-By default 15 segments of 900 to 1,600 patches, 17,720 in all. Milliseconds and useful TFLOP/s (4 d operations a pair of
-query and key forward, 10 d backward; padding and what is computed twice do not count), the relative error against fp32.
+By default 15 segments of 900 to 1,600 patches, 17,720 in all. Milliseconds and useful TFLOP/s (4 d operations
+a pair of query and key forward, 10 d backward; padding and what is computed twice do not count), the relative
+error against fp32.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ class Case:
 
     def reference(self, qkv: Tensor) -> Tensor:
         parts = self.split(qkv, True, fused=False)
-        out = [scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in parts)) for a, b in pairwise(self.bounds)]
+        out = [
+            scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in parts))
+            for a, b in pairwise(self.bounds)
+        ]
         return torch.cat([o.transpose(0, 1) for o in out]).flatten(1)
 
     def flash(self, qkv: Tensor, rotated: bool) -> Tensor:
@@ -82,8 +87,11 @@ class Case:
             return kernels.tower_attention(qkv, self.cos, self.sin, self.cu, self.dim)
         return kernels.attention(*self.split(qkv, False), self.cu).flatten(1)
 
-    def report(self, name: str, function: Callable[[Tensor], Tensor], rotated: bool, once: bool = False) -> None:
-        """``once``: a graph can be gone through only once, so that the backward pass is timed with the forward pass."""
+    def report(
+        self, name: str, function: Callable[[Tensor], Tensor], rotated: bool, once: bool = False
+    ) -> None:
+        """``once``: a graph can be gone through only once, so that the backward pass is timed with the
+        forward pass."""
         x = self.qkv.detach().requires_grad_()
         out = function(x)
         forward = milliseconds(lambda: function(x))
@@ -96,12 +104,16 @@ class Case:
             line += f"backward {self.rate(backward, 10)}"
         if rotated:
             pairs = zip(self.both(function, self.qkv, self.grad), self.exact, strict=True)
-            line += "  error " + " / ".join(f"{float((a.float() - b).norm() / b.norm()):.1e}" for a, b in pairs)
+            line += "  error " + " / ".join(
+                f"{float((a.float() - b).norm() / b.norm()):.1e}" for a, b in pairs
+            )
         print(line, flush=True)
 
 
 def transformer_engine(case: Case) -> Callable[[Tensor], Tensor]:
-    module = te.DotProductAttention(case.heads, case.dim, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding")
+    module = te.DotProductAttention(
+        case.heads, case.dim, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding"
+    )
 
     def attend(qkv: Tensor) -> Tensor:
         return module(
@@ -154,13 +166,18 @@ def sweep(case: Case) -> None:
             label = f"  {name:10s} {tile.own:3d} x {tile.step:3d}, {tile.warps} warps, {tile.stages} stages"
             label += f", {tile.registers} registers" if tile.registers else ""
             failure = failures[run, tile]
-            print(f"{label:52s} {failure or case.rate(milliseconds(partial(run, tile)), operations)}", flush=True)
+            print(
+                f"{label:52s} {failure or case.rate(milliseconds(partial(run, tile)), operations)}",
+                flush=True,
+            )
     packing = milliseconds(lambda: kernels._pack_rotated(case.qkv, case.cos, case.sin, case.dim))
     print(f"  {'pack and rotate':50s} {packing:6.3f} ms")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dims", default="72,80", help="sizes of a head; the first is swept")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="patches of each segment")

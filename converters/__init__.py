@@ -1,7 +1,9 @@
-"""Hugging Face <-> Megatron weights: one table of rules a family, used in both directions. CPU only, streaming.
+"""Hugging Face <-> Megatron weights: one table of rules a family, used in both directions. CPU only,
+streaming.
 
 ``rules.py`` says what a tensor is made of, ``qwen*.py`` are the families' tables, ``hf.py`` reads HF folders,
-``stream.py`` moves bytes, ``convert.py`` joins them into convert, split, merge and export, ``verify.py`` compares.
+``stream.py`` moves bytes, ``convert.py`` joins them into convert, split, merge and export, ``verify.py``
+compares.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ RULES: dict[str, Callable[..., list[Rule]]] = {
 
 
 def rules_for(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
-    """The rules of a model, one for each of its canonical tensors; ``experts``: how HF stores them, where there are any."""
+    """The rules of a model, one for each of its canonical tensors; ``experts``: how HF stores them, where
+    there are any."""
     rules = RULES[spec.family](spec, experts) if spec.language.moe else RULES[spec.family](spec)
     check_cover(spec, rules)
     return rules

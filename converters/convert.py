@@ -1,4 +1,5 @@
-"""Convert, split, merge and export: any source of weights into any layout, and back into a Hugging Face folder."""
+"""Convert, split, merge and export: any source of weights into any layout, and back into a Hugging Face
+folder."""
 
 from __future__ import annotations
 
@@ -72,14 +73,18 @@ class Report:
     skipped: list[str] = field(default_factory=list)
     """Weights of the origin's folder that were not carried over (other formats)."""
     kept_files: int = 0
-    """Files that an earlier, interrupted attempt had completed; ``kept_tensors`` counts those in other files too."""
+    """Files that an earlier, interrupted attempt had completed; ``kept_tensors`` counts those in other files
+    too."""
     kept_tensors: int = 0
 
 
-# --- To Megatron ----------------------------------------------------------------------------------------------------
+# --- To Megatron
+# ----------------------------------------------------------------------------------------------------
 
 
-def convert(hf: str | Path, out: str | Path, layout: dict | None = None, *, workers: int = 0, force: bool = False) -> Report:
+def convert(
+    hf: str | Path, out: str | Path, layout: dict | None = None, *, workers: int = 0, force: bool = False
+) -> Report:
     """HF folder -> Megatron weights.
 
     Args:
@@ -94,7 +99,12 @@ def convert(hf: str | Path, out: str | Path, layout: dict | None = None, *, work
 
 
 def reshard(
-    checkpoint: str | Path, out: str | Path, layout: dict | None = None, *, workers: int = 0, force: bool = False
+    checkpoint: str | Path,
+    out: str | Path,
+    layout: dict | None = None,
+    *,
+    workers: int = 0,
+    force: bool = False,
 ) -> Report:
     """Megatron weights of any layout -> another layout, or unsplit when ``layout`` is None."""
     source = WeightReader(checkpoint)
@@ -117,7 +127,8 @@ def _write(
     table = tensor_table(source.spec)
     plan = _plan(source, table, layout)
     headers = {
-        file: make_header({name: plan.stored[name] for name in names}, {"format": "pt"}) for file, names in plan.files.items()
+        file: make_header({name: plan.stored[name] for name in names}, {"format": "pt"})
+        for file, names in plan.files.items()
     }
     work = _work(what, source, headers, layout.as_dict() if layout else None, origin)
     workers = workers or default_workers()
@@ -125,11 +136,20 @@ def _write(
         jobs: dict[str, list[Job]] = {}
         for name, file in plan.order():
             if (file, name) not in output.kept:
-                part = plan.cut.part(table[name], **{f"{kind}_rank": n for kind, n in plan.places[file].items() if kind != "pp"})
-                jobs.setdefault(name, []).append(_job(source, table[name], part, plan.cut, output.writers[file]))
+                part = plan.cut.part(
+                    table[name],
+                    **{f"{kind}_rank": n for kind, n in plan.places[file].items() if kind != "pp"},
+                )
+                jobs.setdefault(name, []).append(
+                    _job(source, table[name], part, plan.cut, output.writers[file])
+                )
         seconds = _run(what, source, jobs, output, workers)
         entries = [
-            file_entry(file, {name: (*plan.stored[name], output.digests[file, name]) for name in names}, plan.places[file])
+            file_entry(
+                file,
+                {name: (*plan.stored[name], output.digests[file, name]) for name in names},
+                plan.places[file],
+            )
             for file, names in plan.files.items()
         ]
         output.commit()
@@ -139,7 +159,9 @@ def _write(
     return Report(out, len(plan.stored), len(plan.files), size, seconds, layout, {}, [], *kept)
 
 
-def _work(what: str, source: Source, headers: dict[str, bytes], layout: dict | None, rest: Any) -> dict[str, Any]:
+def _work(
+    what: str, source: Source, headers: dict[str, bytes], layout: dict | None, rest: Any
+) -> dict[str, Any]:
     """What is being made of what: a conversion that was interrupted goes on when all of it is as it was."""
     files = {file: hashlib.sha256(header).hexdigest() for file, header in headers.items()}
     return {
@@ -166,7 +188,9 @@ def _run(what: str, source: Source, jobs: dict[str, list[Job]], output: Output, 
         progress.close()
     for name, now in source.fingerprint().items():
         if before[name] != now:
-            raise WeightsError(f"{name} was changed while it was read; what was written is removed: start again")
+            raise WeightsError(
+                f"{name} was changed while it was read; what was written is removed: start again"
+            )
     return progress.seconds
 
 
@@ -182,7 +206,8 @@ class _Plan:
     cut: Cut = WHOLE
 
     def order(self) -> list[tuple[str, str]]:
-        """(tensor, file) in model order, all shards of a tensor together: its bytes are read once from the disk."""
+        """(tensor, file) in model order, all shards of a tensor together: its bytes are read once from the
+        disk."""
         holders: dict[str, list[str]] = {}
         for file, names in self.files.items():
             for name in names:
@@ -208,13 +233,17 @@ def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -
     return _Plan(stored, files, {file: {"tp": 0, "pp": 0} for file in files})
 
 
-def _shard_files(table: dict[str, TensorInfo], layout: Layout) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
+def _shard_files(
+    table: dict[str, TensorInfo], layout: Layout
+) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
     """File -> tensors and file -> ranks, of all ranks of a layout; no file where a rank holds nothing."""
     files: dict[str, list[str]] = {}
     places: dict[str, dict[str, int]] = {}
     for p in range(layout.pp):
         here = [info for info in table.values() if layout.stage_of(info) == p]
-        dense, experts = ([info.name for info in here if bool(info.experts) is which] for which in (False, True))
+        dense, experts = (
+            [info.name for info in here if bool(info.experts) is which] for which in (False, True)
+        )
         for t in range(layout.tp):
             files[rank_file_name(t, p)], places[rank_file_name(t, p)] = dense, {"tp": t, "pp": p}
         for e in range(layout.ep if experts else 0):
@@ -233,27 +262,37 @@ def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWr
     return Job(writer, info.name, info.shard_shape(cut), dtype, read)
 
 
-# --- To Hugging Face ------------------------------------------------------------------------------------------------
+# --- To Hugging Face
+# ------------------------------------------------------------------------------------------------
 
 
-def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: int = 0, force: bool = False) -> Report:
+def export(
+    checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: int = 0, force: bool = False
+) -> Report:
     """Megatron weights of any layout, or a run's latest -> a HF folder like the one of origin.
 
-    Files, names, order and types of tensors are the origin's: weights that were not trained give back its files byte for
-    byte. Values of another type (a run that kept float32) are rounded to the origin's type and counted in the report.
-    Everything that is not weights is copied verbatim.
+    Files, names, order and types of tensors are the origin's: weights that were not trained give back its
+    files byte for byte. Values of another type (a run that kept float32) are rounded to the origin's type and
+    counted in the report. Everything that is not weights is copied verbatim.
 
     Raises:
-        WeightsError: the checkpoint is of another model than ``hf``, or its padding holds values that HF cannot.
+        WeightsError: the checkpoint is of another model than ``hf``, or its padding holds values that HF
+            cannot.
     """
-    source, origin, out, workers = WeightReader(checkpoint), HfCheckpoint(hf), Path(out), workers or default_workers()
+    source, origin, out, workers = (
+        WeightReader(checkpoint),
+        HfCheckpoint(hf),
+        Path(out),
+        workers or default_workers(),
+    )
     _check_same_model(source, origin)
     _check_padding(source, origin, workers)
     companions, skipped = origin.folder.companions()
     headers = {file: read_header(origin.path / file) for file in origin.folder.files}
     inputs, work = [source.path, origin.path], _work("export", source, headers, None, origin.fingerprint())
     with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
-        # In model order, so that tensors that one canonical tensor gives (q, k, v) find its bytes in the page cache.
+        # In model order, so that tensors that one canonical tensor gives (q, k, v) find its bytes in the page
+        # cache.
         jobs: dict[str, list[Job]] = {}
         for hf in origin.in_order():
             stored = origin.stored[hf]
@@ -275,7 +314,9 @@ def export(checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: 
         if source.dtype(rule.name) != origin.dtype(rule.name)
     )
     names, kept = [str(path) for path in skipped], (output.kept_files(), len(output.kept))
-    size = sum(Job.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order())
+    size = sum(
+        Job.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order()
+    )
     return Report(out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept)
 
 
@@ -290,7 +331,9 @@ def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf
 
 def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
     if source.spec.family != origin.spec.family:
-        raise WeightsError(f"{source.path} is a {source.spec.family} model, {origin.path} a {origin.spec.family} model")
+        raise WeightsError(
+            f"{source.path} is a {source.spec.family} model, {origin.path} a {origin.spec.family} model"
+        )
     for half in ("vision", "language"):
         ours, theirs = (dataclasses.asdict(getattr(spec, half)) for spec in (source.spec, origin.spec))
         for name, value in ours.items():
@@ -301,7 +344,8 @@ def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
 
 
 def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> None:
-    """Padding that is not zero would be lost in silence, and the exported model would compute something else."""
+    """Padding that is not zero would be lost in silence, and the exported model would compute something
+    else."""
 
     def check(rule: Rule) -> None:
         for window in rule.padding:

@@ -1,9 +1,9 @@
 """Hugging Face folders: which tensors lie in which file, under which names, and what else is in the folder.
 
-Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*`` and ``visual.*``, and so does
-``save_pretrained`` of transformers 5.17; in memory, and in folders written with ``save_original_format=False``, they are
-``model.language_model.layers.*`` and ``model.visual.*``, which are the released names of Qwen3-VL. Rules use each family's
-released names; both are read for all.
+Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*`` and ``visual.*``, and so
+does ``save_pretrained`` of transformers 5.17; in memory, and in folders written with
+``save_original_format=False``, they are ``model.language_model.layers.*`` and ``model.visual.*``, which are
+the released names of Qwen3-VL. Rules use each family's released names; both are read for all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 
 def short_name(name: str) -> str:
-    """The one name of a tensor that is called ``model.language_model.*`` or ``model.*``, ``model.visual.*`` or ``visual.*``."""
+    """The one name of a tensor that is called ``model.language_model.*`` or ``model.*``, ``model.visual.*``
+    or ``visual.*``."""
     for prefix, short in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         if name.startswith(prefix):
             return short + name.removeprefix(prefix)
@@ -61,11 +62,15 @@ class TensorFolder:
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is not a folder")
         if (self.path / UNFINISHED).is_file():
-            raise WeightsError(f"{self.path} holds an export that is not finished; run it again to let it go on")
+            raise WeightsError(
+                f"{self.path} holds an export that is not finished; run it again to let it go on"
+            )
         path = self.path / INDEX
         if not path.is_file():
             if not (self.path / SINGLE).is_file():
-                raise FileNotFoundError(f"{self.path} holds neither {SINGLE} nor {INDEX}; only safetensors weights are read")
+                raise FileNotFoundError(
+                    f"{self.path} holds neither {SINGLE} nor {INDEX}; only safetensors weights are read"
+                )
             return None
         try:
             index = json.loads(path.read_text())
@@ -77,20 +82,26 @@ class TensorFolder:
         for tensor, file in index.items():
             # An index may come from anybody: its names stay inside its folder.
             if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-                raise WeightsError(f"{path}: tensor {tensor!r} is said to be in {file!r}, which is not a file name of weights")
+                raise WeightsError(
+                    f"{path}: tensor {tensor!r} is said to be in {file!r}, which is not a file name of weights"
+                )
         return index
 
     def _check_index(self) -> None:
         for file, reader in self.files.items():
             for tensor in reader.names():
                 if self.where[tensor] != file:
-                    raise WeightsError(f"{self.path}: tensor {tensor!r} is in both {file} and {self.where[tensor]}")
+                    raise WeightsError(
+                        f"{self.path}: tensor {tensor!r} is in both {file} and {self.where[tensor]}"
+                    )
         if self.index is None or self.index == self.where:
             return
         for tensor in sorted(self.index.keys() | self.where.keys()):
             said, found = self.index.get(tensor, "no file"), self.where.get(tensor, "no file")
             if said != found:
-                raise WeightsError(f"{self.path}: {INDEX} says tensor {tensor!r} is in {said}, but it is in {found}")
+                raise WeightsError(
+                    f"{self.path}: {INDEX} says tensor {tensor!r} is in {said}, but it is in {found}"
+                )
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.files[self.where[name]].shape(name)
@@ -103,12 +114,15 @@ class TensorFolder:
         return self.files[self.where[name]].window(name, window)
 
     def companions(self) -> tuple[list[Path], list[Path]]:
-        """Paths (relative) of what belongs to the checkpoint beside its weights, and of weights that are not read.
+        """Paths (relative) of what belongs to the checkpoint beside its weights, and of weights that are not
+        read.
 
-        Config, tokenizer, processor, chat templates and the index are companions; version control folders are neither.
+        Config, tokenizer, processor, chat templates and the index are companions; version control folders are
+        neither.
 
         Raises:
-            WeightsError: a companion is a link that leaves the folder: an export would carry what it leads to along.
+            WeightsError: a companion is a link that leaves the folder: an export would carry what it leads to
+                along.
         """
         keep: list[Path] = []
         other: list[Path] = []
@@ -128,14 +142,18 @@ class TensorFolder:
         for path in companions:
             target = (root / path).resolve()
             if not any(target.is_relative_to(allowed) for allowed in roots):
-                raise WeightsError(f"{self.path / path} is a link to {target}, outside the folder; put the file itself there")
+                raise WeightsError(
+                    f"{self.path / path} is a link to {target}, outside the folder; put the file itself there"
+                )
 
 
 def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
-    """How a folder stores its experts, told by names and shapes; the released style where there are none, or of wrong shapes.
+    """How a folder stores its experts, told by names and shapes; the released style where there are none, or
+    of wrong shapes.
 
-    Square matrices fit both orientations, and only one of the two stacks can be square. The other does not decide for it:
-    transformers 5 tells them one by one, takes a square one as output first, and scrambles it where it is not.
+    Square matrices fit both orientations, and only one of the two stacks can be square. The other does not
+    decide for it: transformers 5 tells them one by one, takes a square one as output first, and scrambles it
+    where it is not.
 
     Raises:
         WeightsError: a stack fits both orientations.
@@ -143,7 +161,11 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
     if spec.language.moe is None:
         return RELEASED
     f, h = spec.language.moe.ffn_hidden_size, spec.language.hidden_size
-    stacks = {name: (2 * f, h) if name.endswith(GATE_UP) else (h, f) for name in folder.where if name.endswith((GATE_UP, DOWN))}
+    stacks = {
+        name: (2 * f, h) if name.endswith(GATE_UP) else (h, f)
+        for name in folder.where
+        if name.endswith((GATE_UP, DOWN))
+    }
     if not stacks:
         return "apart" if any(".mlp.experts." in name for name in folder.where) else RELEASED
     for name, (rows, cols) in stacks.items():
@@ -170,10 +192,14 @@ class HfCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "config.json").is_file():
-            raise FileNotFoundError(f"{self.path / 'config.json'} is missing; --hf takes a Hugging Face checkpoint folder")
+            raise FileNotFoundError(
+                f"{self.path / 'config.json'} is missing; --hf takes a Hugging Face checkpoint folder"
+            )
         self.spec = _read_spec(self.path / "config.json")
         self.folder = TensorFolder(self.path)
-        self.rules: dict[str, Rule] = {rule.name: rule for rule in rules_for(self.spec, expert_style(self.spec, self.folder))}
+        self.rules: dict[str, Rule] = {
+            rule.name: rule for rule in rules_for(self.spec, expert_style(self.spec, self.folder))
+        }
         self.stored = self._released_names()
         self._check_tensors()
 
@@ -183,7 +209,9 @@ class HfCheckpoint:
         for name in self.folder.where:
             released = rules.get(short_name(name), short_name(name))
             if released in stored:
-                raise WeightsError(f"{self.path}: tensors {stored[released]!r} and {name!r} are the same tensor under two names")
+                raise WeightsError(
+                    f"{self.path}: tensors {stored[released]!r} and {name!r} are the same tensor under two names"
+                )
             stored[released] = name
         return stored
 
@@ -212,10 +240,14 @@ class HfCheckpoint:
             expected[HF_OUTPUT] = expected[self.embedding]
         for name in expected:
             if name not in self.stored:
-                raise WeightsError(f"{self.path}: tensor {name!r} is missing, though config.json calls for it")
+                raise WeightsError(
+                    f"{self.path}: tensor {name!r} is missing, though config.json calls for it"
+                )
         for name, stored in self.stored.items():
             if name not in expected:
-                raise WeightsError(f"{self.path}: tensor {stored!r} is unknown in a {self.spec.family} model of this config.json")
+                raise WeightsError(
+                    f"{self.path}: tensor {stored!r} is unknown in a {self.spec.family} model of this config.json"
+                )
             if self.folder.shape(stored) != expected[name]:
                 shapes = f"{list(self.folder.shape(stored))}; config.json says {list(expected[name])}"
                 raise WeightsError(f"{self.path}: tensor {stored!r} has shape {shapes}")
@@ -227,8 +259,12 @@ class HfCheckpoint:
             return
         names = [self.stored[HF_OUTPUT], self.stored[self.embedding]]
         same_type = self.folder.code(names[0]) == self.folder.code(names[1])
-        windows = row_windows(self.folder.shape(names[0]), self.hf_dtype(HF_OUTPUT).itemsize) if same_type else ()
-        if not same_type or any(not _same_bits(*(self.folder.window(name, w) for name in names)) for w in windows):
+        windows = (
+            row_windows(self.folder.shape(names[0]), self.hf_dtype(HF_OUTPUT).itemsize) if same_type else ()
+        )
+        if not same_type or any(
+            not _same_bits(*(self.folder.window(name, w) for name in names)) for w in windows
+        ):
             raise WeightsError(
                 f"{self.path}: tensor {names[0]!r} differs from {names[1]!r} although config.json ties them; "
                 "set tie_word_embeddings to false, or remove the tensor"
@@ -253,11 +289,14 @@ class HfCheckpoint:
         """HF folders carry no hashes: shapes, types and lengths were checked on opening, bits cannot be."""
 
     def fingerprint(self) -> dict[str, str]:
-        """Config, and each file's header, size and time of change: all that can be known without reading all of it."""
+        """Config, and each file's header, size and time of change: all that can be known without reading all
+        of it."""
         facts = {"config.json": _sha256((self.path / "config.json").read_bytes())}
         for name in self.folder.files:
             stat = (self.path / name).stat()
-            facts[name] = f"{stat.st_size} bytes of {stat.st_mtime_ns}, header {_sha256(read_header(self.path / name))[:16]}"
+            facts[name] = (
+                f"{stat.st_size} bytes of {stat.st_mtime_ns}, header {_sha256(read_header(self.path / name))[:16]}"
+            )
         return facts
 
     def window(self, name: str, window: Window) -> Tensor:
@@ -287,7 +326,13 @@ def _read_spec(path: Path) -> ModelSpec:
         return read_spec(path)
     except ConfigError as error:
         raise ConfigError(f"{path.parent}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:  # not JSON, or a field of another type
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # not JSON, or a field of another type
         raise ConfigError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
 
 

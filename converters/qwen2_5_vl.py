@@ -19,7 +19,9 @@ def rules(spec: ModelSpec) -> list[Rule]:
         width = v.ffn_hidden_size
         return [
             *(
-                gated(table[f"{ours}linear_fc1.{kind}"], f"{hf}gate_proj.{kind}", f"{hf}up_proj.{kind}", width)
+                gated(
+                    table[f"{ours}linear_fc1.{kind}"], f"{hf}gate_proj.{kind}", f"{hf}up_proj.{kind}", width
+                )
                 for kind in ("weight", "bias")
             ),
             padded_columns(table[ours + "linear_fc2.weight"], hf + "down_proj.weight", width),

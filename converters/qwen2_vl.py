@@ -18,7 +18,10 @@ def rules(spec: ModelSpec) -> list[Rule]:
     def mlp(v: VisionSpec, ours: str, hf: str) -> list[Rule]:
         width = v.ffn_hidden_size
         return [
-            *(padded_rows(table[f"{ours}linear_fc1.{kind}"], f"{hf}fc1.{kind}", width) for kind in ("weight", "bias")),
+            *(
+                padded_rows(table[f"{ours}linear_fc1.{kind}"], f"{hf}fc1.{kind}", width)
+                for kind in ("weight", "bias")
+            ),
             padded_columns(table[ours + "linear_fc2.weight"], hf + "fc2.weight", width),
             same(table[ours + "linear_fc2.bias"], hf + "fc2.bias"),
         ]

@@ -1,8 +1,9 @@
-"""Qwen3-VL <-> Megatron: a two-layer vision MLP whose width (4304) is padded to a multiple of 128, DeepStack mergers, QK-norm.
+"""Qwen3-VL <-> Megatron: a two-layer vision MLP whose width (4304) is padded to a multiple of 128, DeepStack
+mergers, QK-norm.
 
 Qwen3-VL-MoE is the same with a router and experts in the decoder layers.
-Names: ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration`` as released (``model.visual.*``,
-``model.language_model.*``).
+Names: ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration`` as released
+(``model.visual.*``, ``model.language_model.*``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from __future__ import annotations
 from megatron_vl.spec.families import ModelSpec, VisionSpec
 from megatron_vl.spec.tensors import tensor_table
 
-from .rules import RELEASED, ExpertStyle, Rule, language_rules, padded_columns, padded_rows, same, vision_rules
+from .rules import (
+    RELEASED,
+    ExpertStyle,
+    Rule,
+    language_rules,
+    padded_columns,
+    padded_rows,
+    same,
+    vision_rules,
+)
 
 MERGER = ("norm", "linear_fc1", "linear_fc2")
 

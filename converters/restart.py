@@ -1,13 +1,14 @@
 """The folder that a conversion writes to: claimed, gone on with after a kill, and never whole before it is.
 
-A conversion keeps a journal, ``unfinished.jsonl``, from before its first byte until after its last. The first line says
-what is being made of what; each further line is one tensor that was written, with its SHA-256. Started again with the same
-arguments on the same source, a conversion reads those tensors back, keeps the ones whose bytes have that hash and writes
-the others; whatever moment it was killed at, the result is that of an undisturbed run. With other arguments it is refused.
+A conversion keeps a journal, ``unfinished.jsonl``, from before its first byte until after its last. The first
+line says what is being made of what; each further line is one tensor that was written, with its SHA-256.
+Started again with the same arguments on the same source, a conversion reads those tensors back, keeps the
+ones whose bytes have that hash and writes the others; whatever moment it was killed at, the result is that of
+an undisturbed run. With other arguments it is refused.
 
-A folder with a journal is unfinished, one without is finished: data files have their names only at the end, then come
-the manifest (or a Hugging Face folder's small files), then the journal goes. A lock on the journal keeps a second
-conversion out of the folder.
+A folder with a journal is unfinished, one without is finished: data files have their names only at the end,
+then come the manifest (or a Hugging Face folder's small files), then the journal goes. A lock on the journal
+keeps a second conversion out of the folder.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from typing import Any
 from megatron_vl.weights.manifest import FORMAT, MANIFEST, UNFINISHED
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError, partial_path
 
-MEGATRON_FILES = r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
+MEGATRON_FILES = (
+    r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
+)
 HF_FILES = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
 """Names of what a conversion and an export write; ``--force`` removes nothing else."""
 
 
 class DiskFull(WeightsError):
-    """Not enough room for what is still to be written; what was written stays, so that the conversion can go on."""
+    """Not enough room for what is still to be written; what was written stays, so that the conversion can go
+    on."""
 
 
 class Journal:
@@ -131,7 +135,9 @@ class Output:
 
     def kept_files(self) -> int:
         """Files of which every tensor was kept."""
-        return sum(all((file, name) in self.kept for name in writer.names()) for file, writer in self.writers.items())
+        return sum(
+            all((file, name) in self.kept for name in writer.names()) for file, writer in self.writers.items()
+        )
 
     def commit(self) -> None:
         """Gives all files their names, once their bytes are on the disk."""
@@ -153,19 +159,22 @@ def writing(
 ) -> Iterator[Output]:
     """Claims ``out`` and opens a file for each header; the caller writes, commits and completes the folder.
 
-    After an error of the disk or an interruption what was written stays for the next attempt; when the weights are
-    at fault everything is removed.
+    After an error of the disk or an interruption what was written stays for the next attempt; when the
+    weights are at fault everything is removed.
 
     Args:
         work: what is being made of what, JSON types only; an unfinished ``out`` goes on when it is equal.
-        force: replace weights (a HF checkpoint when ``hf``), or another unfinished conversion, that are in ``out``.
+        force: replace weights (a HF checkpoint when ``hf``), or another unfinished conversion, that are in
+            ``out``.
         say: is told what was kept of an earlier attempt.
 
     Raises:
         FileExistsError: ``out`` holds something else.
         ValueError: ``out`` is one of ``inputs``.
     """
-    journal = _claim(out, inputs, json.loads(json.dumps({"kind": "Hugging Face" if hf else "Megatron"} | work)), force, hf)
+    journal = _claim(
+        out, inputs, json.loads(json.dumps({"kind": "Hugging Face" if hf else "Megatron"} | work)), force, hf
+    )
     writers: dict[str, TensorWriter] = {}
     try:
         _tidy(out, headers, bool(journal.done), hf)
@@ -175,7 +184,9 @@ def writing(
         _check_space(out, writers)
         if journal.done:
             total = sum(len(writer.names()) for writer in writers.values())
-            say(f"going on: {output.kept_files()} of {len(writers)} files kept, {len(output.kept)} of {total} tensors")
+            say(
+                f"going on: {output.kept_files()} of {len(writers)} files kept, {len(output.kept)} of {total} tensors"
+            )
         yield output
     except BaseException as error:
         for writer in writers.values():
@@ -220,7 +231,8 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
 
 
 def _check_replaceable(out: Path, force: bool, hf: bool) -> None:
-    """Raises :class:`FileExistsError` unless ``out`` is empty, or holds weights of this kind and ``force`` is given."""
+    """Raises :class:`FileExistsError` unless ``out`` is empty, or holds weights of this kind and ``force`` is
+    given."""
     present = [path for path in out.iterdir() if path.name != UNFINISHED] if out.is_dir() else []
     if not present:
         return
@@ -231,7 +243,9 @@ def _check_replaceable(out: Path, force: bool, hf: bool) -> None:
             f"--out {out} is not empty and holds no checkpoint of this kind: nothing there is touched; give another folder"
         )
     if not force:
-        raise FileExistsError(f"--out {out} is not empty; give another folder, or --force to replace the checkpoint there")
+        raise FileExistsError(
+            f"--out {out} is not empty; give another folder, or --force to replace the checkpoint there"
+        )
 
 
 def _is_manifest(path: Path) -> bool:
@@ -267,7 +281,8 @@ def _short(value: Any) -> str:
 
 
 def _tidy(out: Path, headers: dict[str, bytes], going_on: bool, hf: bool) -> None:
-    """Back to files that are all partial. A manifest without which the journal would already be gone goes first."""
+    """Back to files that are all partial. A manifest without which the journal would already be gone goes
+    first."""
     for path in sorted(_weights_in(out, hf), key=lambda path: path.name != MANIFEST):
         if path.name in headers and going_on and not partial_path(path).exists():
             os.replace(path, partial_path(path))
@@ -282,7 +297,11 @@ def _verified(journal: Journal, writers: dict[str, TensorWriter], workers: int) 
         (file, name), digest = item
         return writers[file].stored_sha256(name) == digest
 
-    items = [item for item in journal.done.items() if item[0][0] in writers and item[0][1] in writers[item[0][0]].names()]
+    items = [
+        item
+        for item in journal.done.items()
+        if item[0][0] in writers and item[0][1] in writers[item[0][0]].names()
+    ]
     with ThreadPoolExecutor(max(1, workers)) as pool:
         return frozenset(item[0] for item, kept in zip(items, pool.map(same, items), strict=True) if kept)
 
@@ -291,4 +310,6 @@ def _check_space(folder: Path, writers: Mapping[str, TensorWriter]) -> None:
     free = shutil.disk_usage(folder).free
     size = sum(max(0, writer.size - writer.allocated) for writer in writers.values())
     if free < size:
-        raise DiskFull(f"{folder}: {size / 1e9:.1f} GB will be written, but the disk has {free / 1e9:.1f} GB free")
+        raise DiskFull(
+            f"{folder}: {size / 1e9:.1f} GB will be written, but the disk has {free / 1e9:.1f} GB free"
+        )

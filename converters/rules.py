@@ -1,8 +1,9 @@
 """What one Megatron tensor is made of in a Hugging Face checkpoint, written once and read in both directions.
 
-A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.blocks.Block`) that a canonical tensor and its HF tensors
-have in common. Conversion reads the list forwards, export backwards, so that each is the other's inverse; what no
-rectangle covers is padding and zero. The functions below write the lists for the structures that occur.
+A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.blocks.Block`) that a canonical tensor and
+its HF tensors have in common. Conversion reads the list forwards, export backwards, so that each is the
+other's inverse; what no rectangle covers is padding and zero. The functions below write the lists for the
+structures that occur.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ HF_OUTPUT = "lm_head.weight"
 ExpertStyle = Literal["input_first", "output_first", "apart"]
 """How a folder stores a layer's experts:
 
-* ``input_first``: stacks whose matrices are transposed, ``gate_up_proj [E, h, 2 * f]`` and ``down_proj [E, f, h]``. The released
-  checkpoints, and what transformers 4.57 saves.
-* ``output_first``: stacks as Megatron's and as in transformers 5's memory, ``[E, 2 * f, h]`` and ``[E, h, f]``; what it saves.
-* ``apart``: three matrices for each expert, ``experts.N.gate_proj.weight`` and so on, as in the text models (Qwen3-MoE).
+* ``input_first``: stacks whose matrices are transposed, ``gate_up_proj [E, h, 2 * f]`` and
+  ``down_proj [E, f, h]``. The released checkpoints, and what transformers 4.57 saves.
+* ``output_first``: stacks as Megatron's and as in transformers 5's memory, ``[E, 2 * f, h]`` and
+  ``[E, h, f]``; what it saves.
+* ``apart``: three matrices for each expert, ``experts.N.gate_proj.weight`` and so on, as in the text models
+  (Qwen3-MoE).
 """
 RELEASED: ExpertStyle = "input_first"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -44,19 +47,24 @@ class Rule:
 
 
 def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rule:
-    """The tensor as it is; ``shape`` where HF gives it more dimensions (the Conv3d of the patch embedding)."""
+    """The tensor as it is; ``shape`` where HF gives it more dimensions (the Conv3d of the patch
+    embedding)."""
     return Rule(info.name, {hf: shape or info.shape}, (Block(hf, *matrix_shape(info.shape)),))
 
 
 def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: int, dim: int) -> Rule:
-    """HF query, key and value; canonical holds, for each key/value head, its query heads, its key and its value head."""
+    """HF query, key and value; canonical holds, for each key/value head, its query heads, its key and its
+    value head."""
     per_group, cols = heads // groups, matrix_shape(info.shape)[1]
     sizes = dict(zip(hf, (per_group * dim, dim, dim), strict=True))
-    return _runs(info, {name: groups * rows for name, rows in sizes.items()}, _interleaved(sizes, groups, cols))
+    return _runs(
+        info, {name: groups * rows for name, rows in sizes.items()}, _interleaved(sizes, groups, cols)
+    )
 
 
 def fused_qkv(info: TensorInfo, hf: str, heads: int, dim: int) -> Rule:
-    """One HF tensor with all queries, then all keys, then all values; canonical has q, k, v of each head together."""
+    """One HF tensor with all queries, then all keys, then all values; canonical has q, k, v of each head
+    together."""
     cols = matrix_shape(info.shape)[1]
     blocks = [
         Block(hf, dim, cols, row=(3 * head + which) * dim, part_row=(which * heads + head) * dim)
@@ -99,7 +107,8 @@ def stacked(info: TensorInfo, hf: str, style: ExpertStyle) -> Rule:
 
 
 def expert_by_expert(info: TensorInfo, hf: str, names: Sequence[str]) -> Rule:
-    """HF matrices of their own for each expert, one below the other in ours; ``hf`` holds ``{}`` for the expert's number."""
+    """HF matrices of their own for each expert, one below the other in ours; ``hf`` holds ``{}`` for the
+    expert's number."""
     count, rows, cols = info.shape
     height = rows // len(names)
     tensors = [f"{hf.format(expert)}{name}" for expert in range(count) for name in names]
@@ -116,12 +125,17 @@ def _interleaved(sizes: dict[str, int], groups: int, cols: int) -> list[Block]:
     return blocks
 
 
-def _runs(info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], padding: Sequence[Window] = ()) -> Rule:
+def _runs(
+    info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], padding: Sequence[Window] = ()
+) -> Rule:
     """A rule whose HF tensors have the canonical tensor's columns."""
-    return Rule(info.name, {hf: (n, *info.shape[1:]) for hf, n in rows.items()}, tuple(blocks), tuple(padding))
+    return Rule(
+        info.name, {hf: (n, *info.shape[1:]) for hf, n in rows.items()}, tuple(blocks), tuple(padding)
+    )
 
 
-# --- Parts that families share --------------------------------------------------------------------------------------
+# --- Parts that families share
+# --------------------------------------------------------------------------------------
 
 
 def language_rules(
@@ -145,12 +159,18 @@ def _attention(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf: str
 
     def qkv(kind: str) -> Rule:
         names = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
-        return split_qkv(table[f"{ours}self_attention.linear_qkv.{kind}"], names, m.num_heads, m.num_kv_heads, m.head_dim)
+        return split_qkv(
+            table[f"{ours}self_attention.linear_qkv.{kind}"], names, m.num_heads, m.num_kv_heads, m.head_dim
+        )
 
     return [
         same(table[ours + "self_attention.linear_qkv.layer_norm_weight"], hf + "input_layernorm.weight"),
         *(qkv(kind) for kind in (("weight", "bias") if m.qkv_bias else ("weight",))),
-        *(same(table[f"{ours}self_attention.{n}_layernorm.weight"], f"{attention}{n}_norm.weight") for n in "qk" if m.qk_norm),
+        *(
+            same(table[f"{ours}self_attention.{n}_layernorm.weight"], f"{attention}{n}_norm.weight")
+            for n in "qk"
+            if m.qk_norm
+        ),
         same(table[ours + "self_attention.linear_proj.weight"], attention + "o_proj.weight"),
     ]
 
@@ -159,7 +179,12 @@ def _mlp(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf: str) -> l
     mlp = hf + "mlp."
     return [
         same(table[ours + "mlp.linear_fc1.layer_norm_weight"], hf + "post_attention_layernorm.weight"),
-        gated(table[ours + "mlp.linear_fc1.weight"], mlp + "gate_proj.weight", mlp + "up_proj.weight", m.ffn_hidden_size),
+        gated(
+            table[ours + "mlp.linear_fc1.weight"],
+            mlp + "gate_proj.weight",
+            mlp + "up_proj.weight",
+            m.ffn_hidden_size,
+        ),
         same(table[ours + "mlp.linear_fc2.weight"], mlp + "down_proj.weight"),
     ]
 
@@ -196,7 +221,8 @@ def vision_rules(
     """The vision tower.
 
     Args:
-        mlp: the rules of a layer's MLP, which differ: called with the tower, the layer's canonical and HF prefixes.
+        mlp: the rules of a layer's MLP, which differ: called with the tower, the layer's canonical and HF
+            prefixes.
         prefix: what HF's names begin with.
         merger: HF's names of a merger's norm and two linear layers.
     """
@@ -212,15 +238,25 @@ def vision_rules(
         ours, hf = f"vision_model.decoder.layers.{i}.", f"{prefix}blocks.{i}."
         qkv, proj = ours + "self_attention.linear_qkv.", ours + "self_attention.linear_proj."
         rules += [same(table[f"{qkv}layer_norm_{kind}"], f"{hf}norm1.{kind}") for kind in kinds]
-        rules += [fused_qkv(table[qkv + kind], f"{hf}attn.qkv.{kind}", v.num_heads, v.head_dim) for kind in ("weight", "bias")]
+        rules += [
+            fused_qkv(table[qkv + kind], f"{hf}attn.qkv.{kind}", v.num_heads, v.head_dim)
+            for kind in ("weight", "bias")
+        ]
         rules += [same(table[proj + kind], f"{hf}attn.proj.{kind}") for kind in ("weight", "bias")]
-        rules += [same(table[f"{ours}mlp.linear_fc1.layer_norm_{kind}"], f"{hf}norm2.{kind}") for kind in kinds]
+        rules += [
+            same(table[f"{ours}mlp.linear_fc1.layer_norm_{kind}"], f"{hf}norm2.{kind}") for kind in kinds
+        ]
         rules += mlp(v, ours + "mlp.", hf + "mlp.")
     deepstack = range(len(v.deepstack_layers))
-    for ours, hf in [("merger", "merger"), *((f"deepstack_mergers.{i}", f"deepstack_merger_list.{i}") for i in deepstack)]:
+    for ours, hf in [
+        ("merger", "merger"),
+        *((f"deepstack_mergers.{i}", f"deepstack_merger_list.{i}") for i in deepstack),
+    ]:
         for part, hf_part in zip(("norm", "linear_fc1", "linear_fc2"), merger, strict=True):
             for kind in kinds if part == "norm" else ("weight", "bias"):
-                rules.append(same(table[f"vision_model.{ours}.{part}.{kind}"], f"{prefix}{hf}.{hf_part}.{kind}"))
+                rules.append(
+                    same(table[f"vision_model.{ours}.{part}.{kind}"], f"{prefix}{hf}.{hf_part}.{kind}")
+                )
     return rules
 
 

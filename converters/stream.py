@@ -1,7 +1,8 @@
 """Moving tensors from a source to files, a few megabytes at a time, several at once, with progress.
 
-Memory is bounded by :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times a small constant times the number of workers,
-whatever the size of the model: windows of mapped files are read, and files are filled in place.
+Memory is bounded by :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times a small constant times the
+number of workers, whatever the size of the model: windows of mapped files are read, and files are filled in
+place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from megatron_vl.weights.tensor_files import TensorWriter, Window, matrix_shape,
 
 
 class Progress:
-    """Bytes done, rate and time left on stderr: redrawn on a terminal, a plain line every 30 seconds elsewhere."""
+    """Bytes done, rate and time left on stderr: redrawn on a terminal, a plain line every 30 seconds
+    elsewhere."""
 
     def __init__(self, what: str, total: int, stream: TextIO | None = None) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -91,8 +93,9 @@ def default_workers() -> int:
 def give_back_freed_chunks() -> None:
     """Has glibc return freed chunks to the system at once, for the rest of this process.
 
-    It keeps freed memory up to a limit that grows with what is freed: chunks of 4 MB and the slightly smaller ones of other
-    shapes left 20 MB a thread unused (183 MB for 8 workers on stacks of experts; 63 MB with the limit fixed, no slower).
+    It keeps freed memory up to a limit that grows with what is freed: chunks of 4 MB and the slightly smaller
+    ones of other shapes left 20 MB a thread unused (183 MB for 8 workers on stacks of experts; 63 MB with the
+    limit fixed, no slower).
     """
     try:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
@@ -108,7 +111,9 @@ Task = Job | Callable[[], None]
 """Something to write, or to check before it is read."""
 
 
-def checked_ahead(jobs: Mapping[str, Sequence[Job]], check: Callable[[str], None], workers: int) -> list[Task]:
+def checked_ahead(
+    jobs: Mapping[str, Sequence[Job]], check: Callable[[str], None], workers: int
+) -> list[Task]:
     """Jobs by the tensor that they read, each tensor's check a few tensors ahead of them.
 
     Whoever reads an unchecked tensor checks it first; done ahead, the workers do not wait for each other.
@@ -122,7 +127,9 @@ def checked_ahead(jobs: Mapping[str, Sequence[Job]], check: Callable[[str], None
     return tasks
 
 
-def run_jobs(tasks: Sequence[Task], workers: int, progress: Progress, record: Callable[[str, str, str], None]) -> None:
+def run_jobs(
+    tasks: Sequence[Task], workers: int, progress: Progress, record: Callable[[str, str, str], None]
+) -> None:
     """Does all tasks with ``workers`` threads; the first failure stops all.
 
     Args:

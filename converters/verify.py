@@ -38,7 +38,8 @@ class Comparison:
     bytes: int
     differences: list[Difference]
     renamed: int = 0
-    """Tensors that the second folder has under the other of transformers' two names, see :mod:`converters.hf`."""
+    """Tensors that the second folder has under the other of transformers' two names, see
+    :mod:`converters.hf`."""
     example: str = ""
     """One of them under its two names, for a message."""
 
@@ -57,22 +58,29 @@ class _Tensors:
         new = {present: name for name, present in names.items()}
         shapes = {new.get(name, name): shape for name, shape in self.shapes.items()}
         codes = {new.get(name, name): code for name, code in self.codes.items()}
-        return _Tensors(shapes, codes, lambda name, window: self.window(names.get(name, name), window), self.is_hf)
+        return _Tensors(
+            shapes, codes, lambda name, window: self.window(names.get(name, name), window), self.is_hf
+        )
 
 
 def _open(path: Path) -> _Tensors:
     """A HF folder under its own names, or Megatron weights of any layout as full tensors."""
-    if any((path / name).exists() for name in (MANIFEST, LATEST, f"weights/{MANIFEST}")) or any(path.glob("step_*")):
+    if any((path / name).exists() for name in (MANIFEST, LATEST, f"weights/{MANIFEST}")) or any(
+        path.glob("step_*")
+    ):
         weights = WeightReader(path, verify=False)  # differences are to be shown, not refused
         shapes = {name: info.shape for name, info in weights.table.items()}
-        return _Tensors(shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.window, is_hf=False)
+        return _Tensors(
+            shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.window, is_hf=False
+        )
     folder = TensorFolder(path)
     shapes = {name: folder.shape(name) for name in folder.where}
     return _Tensors(shapes, {name: folder.code(name) for name in shapes}, folder.window, is_hf=True)
 
 
 def _same_under_other_names(a: _Tensors, b: _Tensors) -> dict[str, str]:
-    """Name in ``a`` -> name in ``b`` of the tensors of two HF folders that differ in transformers' naming style alone.
+    """Name in ``a`` -> name in ``b`` of the tensors of two HF folders that differ in transformers' naming
+    style alone.
 
     A tensor that one folder has under both names is not among them: nothing tells which of the two is meant.
     """
@@ -83,7 +91,9 @@ def _same_under_other_names(a: _Tensors, b: _Tensors) -> dict[str, str]:
         for name in folder.shapes:
             side.setdefault(short_name(name), []).append(name)
     pairs = ((names, sides[1].get(short, [])) for short, names in sides[0].items())
-    return {names[0]: others[0] for names, others in pairs if len(names) == len(others) == 1 and names != others}
+    return {
+        names[0]: others[0] for names, others in pairs if len(names) == len(others) == 1 and names != others
+    }
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -92,16 +102,18 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _itemsize(code: str) -> int:
-    """Bytes of an element: the first number in a code such as ``BF16`` or ``F8_E4M3`` is its bits (``BOOL`` has none)."""
+    """Bytes of an element: the first number in a code such as ``BF16`` or ``F8_E4M3`` is its bits (``BOOL``
+    has none)."""
     bits = re.search(r"\d+", code)
     return int(bits[0]) // 8 if bits else 1
 
 
 def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
-    """Compares all tensors of two HF folders (or of two folders of Megatron weights in any layouts) bit for bit.
+    """Compares all tensors of two HF folders (or of two folders of Megatron weights in any layouts) bit for
+    bit.
 
-    Tensors of two HF folders that differ in naming style alone are compared with each other. Differences come in the order
-    of names: tensors that only one has, other types, other shapes, other bits.
+    Tensors of two HF folders that differ in naming style alone are compared with each other. Differences come
+    in the order of names: tensors that only one has, other types, other shapes, other bits.
 
     Raises:
         WeightsError: the folders are of two kinds.
@@ -116,15 +128,23 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
     other_names = _same_under_other_names(left, right)
     right = right.renamed(other_names)
     names = sorted(left.shapes.keys() | right.shapes.keys())
-    size = sum(_elements(shape) * _itemsize(left.codes[name]) for name, shape in left.shapes.items() if name in right.shapes)
+    size = sum(
+        _elements(shape) * _itemsize(left.codes[name])
+        for name, shape in left.shapes.items()
+        if name in right.shapes
+    )
     progress = Progress("verify", size)
     try:
         with ThreadPoolExecutor(workers or default_workers()) as pool:
             found = list(pool.map(lambda name: _difference(name, left, right, progress), names))
     finally:
         progress.close()
-    example = next((f"{name} is {other} in the second folder" for name, other in sorted(other_names.items())), "")
-    return Comparison(len(names), size, [difference for difference in found if difference], len(other_names), example)
+    example = next(
+        (f"{name} is {other} in the second folder" for name, other in sorted(other_names.items())), ""
+    )
+    return Comparison(
+        len(names), size, [difference for difference in found if difference], len(other_names), example
+    )
 
 
 def _difference(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Difference | None:
@@ -154,16 +174,23 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
     if not count:
         return None
     return Difference(
-        name, f"{count} of {_elements(a.shapes[name])} elements differ, the first at {first}, at most by {largest:.3g}"
+        name,
+        f"{count} of {_elements(a.shapes[name])} elements differ, the first at {first}, at most by {largest:.3g}",
     )
 
 
 def check_hashes(path: str | Path, *, workers: int = 0) -> Comparison:
     """Compares every stored tensor of Megatron weights with the SHA-256 in the manifest."""
     reader = WeightReader(path, verify=False)
-    work = [(file, name, digest) for file, entry in reader.manifest["files"].items() for name, digest in entry["tensors"].items()]
+    work = [
+        (file, name, digest)
+        for file, entry in reader.manifest["files"].items()
+        for name, digest in entry["tensors"].items()
+    ]
     files = {file: reader.open_file(file) for file in reader.manifest["files"]}
-    size = sum(_elements(files[file].shape(name)) * files[file].dtype(name).itemsize for file, name, _ in work)
+    size = sum(
+        _elements(files[file].shape(name)) * files[file].dtype(name).itemsize for file, name, _ in work
+    )
     progress = Progress("verify", size)
 
     def check(item: tuple[str, str, str]) -> Difference | None:

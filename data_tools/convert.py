@@ -1,9 +1,10 @@
 """ShareGPT / OpenAI files -> WebDataset shards prepared for Energon.
 
-Records are read as a stream; worker processes decode and measure their media; samples are put into shards in the order
-of the input; worker processes write the shards. The main process sees no pixels. What cannot be used is listed in
-``quarantine.jsonl`` and counted by reason: samples + refused = records read, always. A conversion that was killed goes on
-when it is started again with the same arguments (:mod:`data_tools.resume`).
+Records are read as a stream; worker processes decode and measure their media; samples are put into shards in
+the order of the input; worker processes write the shards. The main process sees no pixels. What cannot be
+used is listed in ``quarantine.jsonl`` and counted by reason: samples + refused = records read, always. A
+conversion that was killed goes on when it is started again with the same arguments
+(:mod:`data_tools.resume`).
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Report:
     refused: dict[str, dict[str, int]] = field(default_factory=dict)
     """Records by input file and reason."""
     ignored: dict[str, dict[str, int]] = field(default_factory=dict)
-    """How often a key without effect stands in the samples, by place (``records``, ``turns``, ``content parts``,
-    ``listed media``) and key; of a place, the keys beyond the first 100 are counted together."""
+    """How often a key without effect stands in the samples, by place (``records``, ``turns``,
+    ``content parts``, ``listed media``) and key; of a place, the keys beyond the first 100 are counted
+    together."""
     answer_media: int = 0
     """Images and videos in the assistant's turns, which are seen and not learnt."""
     seconds: float = 0.0
@@ -110,15 +112,16 @@ class Options:
 
 
 def convert(inputs: list[Path], options: Options, progress: Callable[[str], None] | None = None) -> Report:
-    """Converts conversation files into one data set, or goes on with a conversion of the same that was interrupted.
+    """Converts conversation files into one data set, or goes on with a conversion of the same that was
+    interrupted.
 
     Args:
         inputs: JSON or JSON-lines files; their samples follow each other.
         progress: gets a line of text now and then; None: nothing is shown.
 
     Raises:
-        ConvertError: impossible options, an output folder that holds something else, a full disk, or a worker process that
-            died.
+        ConvertError: impossible options, an output folder that holds something else, a full disk, or a worker
+            process that died.
         ShardError: a medium changed while it was converted.
         ReadError: an input that is no JSON.
     """
@@ -142,14 +145,18 @@ def convert(inputs: list[Path], options: Options, progress: Callable[[str], None
             return Report.read(options.out / "report.json")
         report = _convert(inputs, options, space, progress)
     except (OSError, sqlite3.Error) as error:
-        raise ConvertError(f"{error}; nothing is lost: start again with the same arguments when that is mended") from error
+        raise ConvertError(
+            f"{error}; nothing is lost: start again with the same arguments when that is mended"
+        ) from error
     finally:
         space.close()
     report.seconds = round(time.monotonic() - start, 3)
     return report
 
 
-def _convert(inputs: list[Path], options: Options, space: Workspace, progress: Callable[[str], None] | None) -> Report:
+def _convert(
+    inputs: list[Path], options: Options, space: Workspace, progress: Callable[[str], None] | None
+) -> Report:
     meter = _Meter(sum(path.stat().st_size for path in inputs), progress)
     report = Report()
     journal = Journal(space.work / "journal.jsonl")
@@ -184,7 +191,9 @@ def _convert(inputs: list[Path], options: Options, space: Workspace, progress: C
     # Without the time it took: the same input gives the same files.
     stored = {name: value for name, value in report.as_json().items() if name != "seconds"}
     durable.write(options.out / "report.json", (json.dumps(stored, indent=2) + "\n").encode())
-    space.finish({s.name: {"samples": s.samples, "bytes": s.bytes, "sha256": s.sha256} for s in writer.index.shards})
+    space.finish(
+        {s.name: {"samples": s.samples, "bytes": s.bytes, "sha256": s.sha256} for s in writer.index.shards}
+    )
     return report
 
 
@@ -239,7 +248,9 @@ class _Duplicates:
         if not self.refuse or not isinstance(entry, Entry) or not entry.identity:
             return entry
         if self.seen is None:
-            self.seen = Identities(self.path)  # not earlier: worker processes that were forked share no open table
+            self.seen = Identities(
+                self.path
+            )  # not earlier: worker processes that were forked share no open table
 
         here = (entry.source["file"], entry.source["record"])
         file, record = self.seen.first(entry.identity, *here)
@@ -262,7 +273,8 @@ def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-# ------------------------------------------------------------------------------------------- in the worker processes
+# ------------------------------------------------------------------------------------------- in the worker
+# processes
 
 
 def _verify(
@@ -284,11 +296,24 @@ def _verify(
             if isinstance(record, BadLine):
                 raise RecordError(record.reason, str(record))
             conversation = read_conversation(record)
-            infos = verdict if verdict is not None else _inspect_all(conversation.media, conversation.fields, root, max_pixels)
+            infos = (
+                verdict
+                if verdict is not None
+                else _inspect_all(conversation.media, conversation.fields, root, max_pixels)
+            )
         except RecordError as error:
-            out.append({**source, "field": error.field, "reason": error.reason, "detail": _printable(str(error))})
+            out.append(
+                {**source, "field": error.field, "reason": error.reason, "detail": _printable(str(error))}
+            )
         else:
-            entry = Entry(f"{place:09d}", conversation.messages, conversation.media, infos, source, conversation.identity)
+            entry = Entry(
+                f"{place:09d}",
+                conversation.messages,
+                conversation.media,
+                infos,
+                source,
+                conversation.identity,
+            )
             entry.ignored = [(where, _printable(key)) for where, key in conversation.ignored]
             entry.answer_media = conversation.answer_media
             out.append(entry)
@@ -300,7 +325,9 @@ def _printable(detail: str) -> str:
     return detail.encode(errors="backslashreplace").decode()
 
 
-def _inspect_all(media: list[tuple[str, str]], fields: list[str], root: Path, max_pixels: int) -> list[MediaInfo]:
+def _inspect_all(
+    media: list[tuple[str, str]], fields: list[str], root: Path, max_pixels: int
+) -> list[MediaInfo]:
     infos = []
     for (kind, reference), where in zip(media, fields, strict=True):
         try:
@@ -323,14 +350,15 @@ def _inspect_file(kind: str, reference: str, path: Path, root: Path, max_pixels:
     return inspect(kind, reference, read_media(str(path), root), max_pixels)
 
 
-# ----------------------------------------------------------------------------------------------- in the main process
+# ----------------------------------------------------------------------------------------------- in the main
+# process
 
 
 class _Writer:
     """Spreads samples over train and val and writes their shards, in order.
 
-    Every ``1 / val_fraction``-th sample goes to val. Both splits get at least one sample as soon as there are two: the
-    first sample is never val's, and the last train sample moves over when val would stay empty.
+    Every ``1 / val_fraction``-th sample goes to val. Both splits get at least one sample as soon as there are
+    two: the first sample is never val's, and the last train sample moves over when val would stay empty.
     """
 
     def __init__(self, pool: _Pool, root: Path, options: Options, report: Report, space: Workspace) -> None:
@@ -351,7 +379,10 @@ class _Writer:
     def _put(self, part: str, entry: Entry) -> None:
         # A full shard is written when the next sample comes: the last one stays here until the end.
         held = self.open[part]
-        full = len(held) >= self.options.samples_per_shard or self.open_bytes[part] + entry.bytes > self.options.bytes_per_shard
+        full = (
+            len(held) >= self.options.samples_per_shard
+            or self.open_bytes[part] + entry.bytes > self.options.bytes_per_shard
+        )
         if held and full:
             self._flush(part)
         self.open[part].append(entry)
@@ -367,7 +398,9 @@ class _Writer:
             self.report.videos += sum(info.kind == "video" for info in entry.infos)
         name = f"{part}-{self.started[part]:06d}.tar"
         self.started[part] += 1
-        self.writing.append(self.pool.submit(finish_shard, name, self.number, entries, self.root, self.options.out))
+        self.writing.append(
+            self.pool.submit(finish_shard, name, self.number, entries, self.root, self.options.out)
+        )
         self.number += 1
         while len(self.writing) > 2 * self.options.workers:
             self._collect()
@@ -391,7 +424,8 @@ class _Writer:
 
 
 class _Pool:
-    """Worker processes, or none of them for one worker. Results come in the order of the tasks, few are under way."""
+    """Worker processes, or none of them for one worker. Results come in the order of the tasks, few are under
+    way."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -400,7 +434,9 @@ class _Pool:
     def __enter__(self) -> _Pool:
         if self.workers > 1:
             # fork: workers share what is imported here, and start at once; nothing has started threads yet.
-            self.executor = ProcessPoolExecutor(self.workers, multiprocessing.get_context("fork"), initializer=_start_worker)
+            self.executor = ProcessPoolExecutor(
+                self.workers, multiprocessing.get_context("fork"), initializer=_start_worker
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -432,7 +468,8 @@ def _start_worker() -> None:
     if sys.platform == "linux":
         import ctypes
 
-        # A worker whose parent was killed would wait for its next task for ever (it holds both ends of the queue).
+        # A worker whose parent was killed would wait for its next task for ever (it holds both ends of the
+        # queue).
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -440,7 +477,9 @@ def _result(future: Future[Any]) -> Any:
     try:
         return future.result()
     except BrokenProcessPool as error:
-        raise ConvertError("a worker process died (out of memory, or a medium crashed its decoder); try --workers 1") from error
+        raise ConvertError(
+            "a worker process died (out of memory, or a medium crashed its decoder); try --workers 1"
+        ) from error
 
 
 class _Meter:

@@ -1,14 +1,16 @@
-"""ShareGPT and OpenAI conversations -> one form: HF messages and the media that they refer to, in the order of the text.
+"""ShareGPT and OpenAI conversations -> one form: HF messages and the media that they refer to, in the order
+of the text.
 
-* ShareGPT: ``conversations`` with ``from`` (human/user, gpt/assistant, system) and ``value``; ``<image>`` and ``<video>`` in
-  the text stand for the entries of ``image(s)`` and ``video(s)``, each a string or a list.
-* OpenAI: ``messages`` with ``role`` and ``content``, a string or parts of type text, image, image_url, video, video_url.
-  Text with ``<image>`` markers and ``image(s)`` next to ``messages`` is read as in ShareGPT.
+* ShareGPT: ``conversations`` with ``from`` (human/user, gpt/assistant, system) and ``value``; ``<image>`` and
+  ``<video>`` in the text stand for the entries of ``image(s)`` and ``video(s)``, each a string or a list.
+* OpenAI: ``messages`` with ``role`` and ``content``, a string or parts of type text, image, image_url, video,
+  video_url. Text with ``<image>`` markers and ``image(s)`` next to ``messages`` is read as in ShareGPT.
 
-Text stays as it is, white space too. Nothing is guessed: markers and media that do not agree refuse the record, and so do
-roles in another order than (system,) user, assistant, user, assistant, ..., both of ``messages`` and ``conversations``, and an
-answer without text. A user turn may be the last one. Keys that nothing reads are named in :attr:`Conversation.ignored`.
-Records with audio are refused (:mod:`data_tools.audio` says what is taken for it).
+Text stays as it is, white space too. Nothing is guessed: markers and media that do not agree refuse the
+record, and so do roles in another order than (system,) user, assistant, user, assistant, ..., both of
+``messages`` and ``conversations``, and an answer without text. A user turn may be the last one. Keys that
+nothing reads are named in :attr:`Conversation.ignored`. Records with audio are refused
+(:mod:`data_tools.audio` says what is taken for it).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ LONGEST_KEY = 60
 
 
 class RecordError(UserError, ValueError):
-    """A record that cannot be used: ``reason`` is what it is counted under, ``field`` where in the record, and the message
-    says more."""
+    """A record that cannot be used: ``reason`` is what it is counted under, ``field`` where in the record,
+    and the message says more."""
 
     def __init__(self, reason: str, detail: str = "", field: str = "") -> None:
         super().__init__(detail or reason)
@@ -44,7 +46,8 @@ class RecordError(UserError, ValueError):
 
 @dataclass
 class Conversation:
-    """Messages with typed content; part ``{"type": "image"}`` number i belongs to ``media[i]``, videos too."""
+    """Messages with typed content; part ``{"type": "image"}`` number i belongs to ``media[i]``, videos
+    too."""
 
     messages: list[dict[str, Any]]
     media: list[tuple[str, str]] = field(default_factory=list)
@@ -54,18 +57,22 @@ class Conversation:
     identity: str = ""
     """The record's ``id`` (``str: x`` or ``int: 5``); empty when it has none."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
-    """(place, key) of each key that has a value and no effect; the place is ``records``, ``turns``, ``content parts`` or
-    ``listed media``."""
+    """(place, key) of each key that has a value and no effect; the place is ``records``, ``turns``,
+    ``content parts`` or ``listed media``."""
 
     @property
     def answer_media(self) -> int:
-        """Images and videos in the assistant's turns: the model sees them there, but nothing of them is learnt."""
-        answers = [m["content"] for m in self.messages if m["role"] == "assistant" and isinstance(m["content"], list)]
+        """Images and videos in the assistant's turns: the model sees them there, but nothing of them is
+        learnt."""
+        answers = [
+            m["content"] for m in self.messages if m["role"] == "assistant" and isinstance(m["content"], list)
+        ]
         return sum(part["type"] != "text" for parts in answers for part in parts)
 
 
 def read_prompt(record: Any) -> Conversation:
-    """What is said before the answer that is wanted: a record without its last turn where that is the assistant's.
+    """What is said before the answer that is wanted: a record without its last turn where that is the
+    assistant's.
 
     Raises:
         RecordError: as :func:`read_conversation`, but nothing needs to be there that could be learnt.
@@ -74,7 +81,11 @@ def read_prompt(record: Any) -> Conversation:
     last = conversation.messages[-1]
     if last["role"] == "assistant":
         conversation.messages.pop()
-        dropped = sum(part["type"] != "text" for part in last["content"]) if isinstance(last["content"], list) else 0
+        dropped = (
+            sum(part["type"] != "text" for part in last["content"])
+            if isinstance(last["content"], list)
+            else 0
+        )
         keep = len(conversation.media) - dropped
         conversation.media, conversation.fields = conversation.media[:keep], conversation.fields[:keep]
     if not conversation.messages or conversation.messages[-1]["role"] != "user":
@@ -83,7 +94,8 @@ def read_prompt(record: Any) -> Conversation:
 
 
 def read_conversation(record: Any, *, prompt: bool = False) -> Conversation:
-    """One record of either format; as a ``prompt`` it may be without an assistant's turn. Raises :class:`RecordError`."""
+    """One record of either format; as a ``prompt`` it may be without an assistant's turn. Raises
+    :class:`RecordError`."""
     if not isinstance(record, dict):
         raise RecordError("not an object", f"the record is a {type(record).__name__}, not an object")
     _refuse_listed_audio(record, "")
@@ -92,7 +104,9 @@ def read_conversation(record: Any, *, prompt: bool = False) -> Conversation:
     if turns is None:
         raise RecordError("no conversation", "neither 'messages' nor 'conversations' is there")
     if name == "messages" and record.get("conversations"):
-        detail = "both 'messages' and 'conversations' are there, and only one can be learnt; leave one of them out"
+        detail = (
+            "both 'messages' and 'conversations' are there, and only one can be learnt; leave one of them out"
+        )
         raise RecordError("two conversations", detail, "conversations")
     if not isinstance(turns, list) or not turns:
         raise RecordError("no conversation", f"'{name}' is not a list with at least one turn", name)
@@ -126,7 +140,9 @@ def _check_order(messages: list[dict[str, Any]], name: str, prompt: bool) -> Non
     turns = messages[1:] if messages[0]["role"] == "system" else messages
     if not prompt and not any(message["role"] == "assistant" for message in turns):
         raise RecordError("no assistant turn", "there is nothing to learn without an assistant turn", name)
-    for i, (message, wanted) in enumerate(zip(turns, itertools.cycle(("user", "assistant")), strict=False), 1):
+    for i, (message, wanted) in enumerate(
+        zip(turns, itertools.cycle(("user", "assistant")), strict=False), 1
+    ):
         if message["role"] != wanted:
             detail = f"turn {i} (a system prompt not counted) is {message['role']}'s, it should be {wanted}'s"
             raise RecordError("wrong role order", detail, name)
@@ -138,7 +154,9 @@ def _check_answers(messages: list[dict[str, Any]], name: str) -> None:
         content = message["content"]
         texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
         if message["role"] == "assistant" and not any(text.strip() for text in texts):
-            raise RecordError("empty answer", f"the assistant's turn {i + 1} holds no text to learn", f"{name}[{i}]")
+            raise RecordError(
+                "empty answer", f"the assistant's turn {i + 1} holds no text to learn", f"{name}[{i}]"
+            )
 
 
 class _Reader:
@@ -148,7 +166,9 @@ class _Reader:
         self.name = name
         self.ignored: list[tuple[str, str]] = []
         self.ignore("records", record, *RECORD_KEYS)
-        self.waiting = {kind: [*self.references(record, kind), *self.references(record, kind + "s")] for kind in KINDS}
+        self.waiting = {
+            kind: [*self.references(record, kind), *self.references(record, kind + "s")] for kind in KINDS
+        }
         self.listed = {kind: len(refs) for kind, refs in self.waiting.items()}
         self.markers = name == "conversations" or any(self.listed.values())
         self.asked = dict.fromkeys(KINDS, 0)
@@ -156,8 +176,13 @@ class _Reader:
         self.fields: list[str] = []
 
     def ignore(self, place: str, item: dict[str, Any], *read: str | None) -> None:
-        """Notes the keys of an object but those that are ``read``. Tables exported as JSON fill absent keys with empty values."""
-        self.ignored += [(place, key[:LONGEST_KEY]) for key, value in item.items() if key not in read and value not in EMPTY]
+        """Notes the keys of an object but those that are ``read``. Tables exported as JSON fill absent keys
+        with empty values."""
+        self.ignored += [
+            (place, key[:LONGEST_KEY])
+            for key, value in item.items()
+            if key not in read and value not in EMPTY
+        ]
 
     def references(self, record: dict[str, Any], field_name: str) -> list[tuple[str, str]]:
         """(reference, field) of each medium listed in a field; what has no effect there is noted."""
@@ -175,8 +200,13 @@ class _Reader:
     def message(self, turn: Any, index: int) -> dict[str, Any]:
         where = f"{self.name}[{index}]"
         if not isinstance(turn, dict):
-            raise RecordError("bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where)
-        role_field, content_field = "role" if "role" in turn else "from", "content" if "content" in turn else "value"
+            raise RecordError(
+                "bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where
+            )
+        role_field, content_field = (
+            "role" if "role" in turn else "from",
+            "content" if "content" in turn else "value",
+        )
         _refuse_listed_audio(turn, f"{where}.")
         written, content = turn.get(role_field), turn.get(content_field)
         self.ignore("turns", turn, role_field, content_field)
@@ -211,10 +241,14 @@ class _Reader:
         if not self.markers:
             return [{"type": "text", "text": text}]
         parts = (piece for piece in MARKER.split(text) if piece)
-        return [self.next(piece[1:-1]) if MARKER.fullmatch(piece) else {"type": "text", "text": piece} for piece in parts]
+        return [
+            self.next(piece[1:-1]) if MARKER.fullmatch(piece) else {"type": "text", "text": piece}
+            for piece in parts
+        ]
 
     def part(self, item: Any, where: str) -> list[dict[str, Any]]:
-        """A typed part: the reference is in the field of its type (``image``, ``image_url``, ...) or listed beside."""
+        """A typed part: the reference is in the field of its type (``image``, ``image_url``, ...) or listed
+        beside."""
         if isinstance(item, str):
             return self.text(_text(item, where))
         kind = item.get("type") if isinstance(item, dict) else None
@@ -226,9 +260,15 @@ class _Reader:
             self.ignore("content parts", item, "type", "text")
             return self.text(_text(item.get("text"), f"{where}.text"))
         if kind not in PARTS:
-            raise RecordError("unknown content part", f"a content part of type {_shown(kind)}; valid: {', '.join(PARTS)}", where)
+            raise RecordError(
+                "unknown content part",
+                f"a content part of type {_shown(kind)}; valid: {', '.join(PARTS)}",
+                where,
+            )
         name = kind.removesuffix("_url")
-        key = next((key for key in (kind, f"{name}_url", name, "url", "path") if item.get(key) is not None), None)
+        key = next(
+            (key for key in (kind, f"{name}_url", name, "url", "path") if item.get(key) is not None), None
+        )
         value = item[key] if key else None
         self.ignore("content parts", item, "type", key)
         if isinstance(value, dict):
@@ -270,7 +310,11 @@ def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise RecordError("bad text", f"a string is needed, this is a {type(value).__name__}", where)
     if PLACEHOLDER.search(value):
-        raise RecordError("placeholder token in text", "the text holds a token that stands for image or video features", where)
+        raise RecordError(
+            "placeholder token in text",
+            "the text holds a token that stands for image or video features",
+            where,
+        )
     if found := audio.TOKEN.search(value):
         raise _audio_error(found[0], where)
     try:

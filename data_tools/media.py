@@ -10,12 +10,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from megatron_vl.data.pixels import MAX_ASPECT, PixelError, TooLargeError, decode_image, open_image, probe_video
+from megatron_vl.data.pixels import (
+    MAX_ASPECT,
+    PixelError,
+    TooLargeError,
+    decode_image,
+    open_image,
+    probe_video,
+)
 
 from .formats import RecordError
 
 SUFFIX = re.compile(r"[a-z0-9]{1,8}")
-VIDEO_SUFFIXES = {"mp4", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "m4v", "flv", "wmv", "ts", "gif", "ogv", "3gp"}
+VIDEO_SUFFIXES = {
+    "mp4",
+    "mov",
+    "mkv",
+    "webm",
+    "avi",
+    "mpg",
+    "mpeg",
+    "m4v",
+    "flv",
+    "wmv",
+    "ts",
+    "gif",
+    "ogv",
+    "3gp",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,13 @@ class MediaInfo:
 
     def record(self, key: str) -> dict[str, object]:
         """What the loader needs to count tokens without decoding."""
-        out: dict[str, object] = {"key": key, "kind": self.kind, "height": self.height, "width": self.width, "crc32": self.crc32}
+        out: dict[str, object] = {
+            "key": key,
+            "kind": self.kind,
+            "height": self.height,
+            "width": self.width,
+            "crc32": self.crc32,
+        }
         return out | {"frames": self.frames, "fps": self.fps} if self.kind == "video" else out
 
 
@@ -50,7 +78,9 @@ def resolve(reference: str, root: Path) -> Path:
         RecordError: it lies outside ``root``, or is missing, remote or no regular file.
     """
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
-        raise RecordError("remote medium", f"{reference}: only local files and data: URIs are read; download it first")
+        raise RecordError(
+            "remote medium", f"{reference}: only local files and data: URIs are read; download it first"
+        )
     if reference.lower().startswith("file://"):
         written, parts = reference, urlsplit(reference)
         if parts.netloc not in ("", "localhost"):  # file://a.jpg names a machine, a.jpg, and no file
@@ -72,7 +102,8 @@ def resolve(reference: str, root: Path) -> Path:
 
 
 def read_media(reference: str, root: Path) -> bytes:
-    """The bytes of a medium: a file inside ``root``, or a base64 ``data:`` URI. Raises :class:`RecordError`."""
+    """The bytes of a medium: a file inside ``root``, or a base64 ``data:`` URI. Raises
+    :class:`RecordError`."""
     if reference[:5].lower() == "data:":
         head, comma, body = reference.partition(",")
         if not comma or not head.lower().endswith(";base64"):
@@ -94,13 +125,18 @@ def inspect(kind: str, reference: str, data: bytes, max_pixels: int) -> MediaInf
     try:
         info = _image(data, max_pixels) if kind == "image" else _video(reference, data, max_pixels)
     except TooLargeError as error:
-        raise RecordError(f"{kind} too large", f"{shown}: {error}; --max-megapixels sets the limit") from error
+        raise RecordError(
+            f"{kind} too large", f"{shown}: {error}; --max-megapixels sets the limit"
+        ) from error
     except PixelError as error:
-        # A library names what it read from as an object in memory: nothing to a reader, and another text in each run.
+        # A library names what it read from as an object in memory: nothing to a reader, and another text in
+        # each run.
         plain = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
         raise RecordError(f"{kind} does not decode", f"{shown}: {plain}") from error
     if max(info.height, info.width) > MAX_ASPECT * min(info.height, info.width):
-        raise RecordError(f"{kind} too narrow", f"{shown}: {info.height} x {info.width} is more than {MAX_ASPECT} to 1")
+        raise RecordError(
+            f"{kind} too narrow", f"{shown}: {info.height} x {info.width} is more than {MAX_ASPECT} to 1"
+        )
     return info
 
 
@@ -120,4 +156,6 @@ def _video(reference: str, data: bytes, max_pixels: int) -> MediaInfo:
     written = Path(reference[-64:]).suffix[1:].lower()
     suffix = written if written in VIDEO_SUFFIXES else "mp4"
     size = (info.height, info.width, info.height, info.width)
-    return MediaInfo("video", suffix, len(data), *size, frames=info.frames, fps=info.fps, crc32=zlib.crc32(data))
+    return MediaInfo(
+        "video", suffix, len(data), *size, frames=info.frames, fps=info.fps, crc32=zlib.crc32(data)
+    )

@@ -18,7 +18,8 @@ class ReadError(UserError, ValueError):
 
 
 class BadLine(str):
-    """What is wrong with one line of a JSON-lines file, in the place of its record; the reason it is counted under."""
+    """What is wrong with one line of a JSON-lines file, in the place of its record; the reason it is counted
+    under."""
 
     reason = "not JSON"
 
@@ -35,10 +36,12 @@ class BadLine(str):
 def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[tuple[int, Any]]:
     """Yields ``(number, record)``: the line number of JSON lines, the place in a JSON array, from 1.
 
-    A line that is no JSON comes as a :class:`BadLine`, and reading goes on. ``on_bytes`` is told how many bytes were read for it.
+    A line that is no JSON comes as a :class:`BadLine`, and reading goes on. ``on_bytes`` is told how many
+    bytes were read for it.
 
     Raises:
-        ReadError: a JSON array that is broken (there is no telling where its next record begins), or an empty file.
+        ReadError: a JSON array that is broken (there is no telling where its next record begins), or an empty
+            file.
     """
     array = is_array(path)
     with path.open("rb") as file:
@@ -46,7 +49,8 @@ def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file is a JSON array (records are counted) or JSON lines (lines are). Raises ReadError when it is empty."""
+    """Whether a file is a JSON array (records are counted) or JSON lines (lines are). Raises ReadError when
+    it is empty."""
     with path.open("rb") as file:
         start = file.read(CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if not start:
@@ -60,7 +64,10 @@ def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[i
         number += 1
         on_bytes(len(line))
         if len(line) == LARGEST_RECORD and not line.endswith(b"\n"):
-            yield number, BadLine.of("line too long", f"the line does not end within {LARGEST_RECORD >> 20} MiB")
+            yield (
+                number,
+                BadLine.of("line too long", f"the line does not end within {LARGEST_RECORD >> 20} MiB"),
+            )
             while line and not line.endswith(b"\n"):
                 line = file.readline(LARGEST_RECORD)
                 on_bytes(len(line))
@@ -165,11 +172,14 @@ class _Buffer:
             except RecursionError as error:
                 raise ReadError(f"{self.path}: record {number} is nested too deeply") from error
             except json.JSONDecodeError as error:
-                # Cut at the end of the buffer, or broken: a cut leaves an open string, or fails within the last characters.
+                # Cut at the end of the buffer, or broken: a cut leaves an open string, or fails within the
+                # last characters.
                 cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
                 if self.ended or not cut:
                     what, near = error.msg.removesuffix(" starting at"), self.text[error.pos : error.pos + 40]
-                    raise ReadError(f"{self.path}: record {number} is no valid JSON: {what}, at {near!r}") from error
+                    raise ReadError(
+                        f"{self.path}: record {number} is no valid JSON: {what}, at {near!r}"
+                    ) from error
             except ValueError as error:  # an integer of thousands of digits
                 raise ReadError(f"{self.path}: record {number} is no valid JSON: {error}") from error
             if len(self.text) - self.at > LARGEST_RECORD:

@@ -1,12 +1,14 @@
-"""What lets a conversion that was killed go on: its plan, the journal of what was verified, and the finished shards.
+"""What lets a conversion that was killed go on: its plan, the journal of what was verified, and the finished
+shards.
 
-All of it lies in ``OUT/.convert`` until the data set is complete. The journal holds one line for each batch of records, in
-order: the sizes and checksums of the media of each usable record, or why it was refused. A second run with the same
-arguments reads the records again, takes the verdicts from the journal instead of decoding media, finds the same shards,
-keeps those that are whole, and goes on where the journal ends. Its output is that of an undisturbed run, byte for byte.
+All of it lies in ``OUT/.convert`` until the data set is complete. The journal holds one line for each batch
+of records, in order: the sizes and checksums of the media of each usable record, or why it was refused. A
+second run with the same arguments reads the records again, takes the verdicts from the journal instead of
+decoding media, finds the same shards, keeps those that are whole, and goes on where the journal ends. Its
+output is that of an undisturbed run, byte for byte.
 
-A power cut is no worse than a kill: what a plan, a manifest or the finished data set speaks of is on the disk before
-(:mod:`megatron_vl.durable`). Only the journal is not: verdicts that are lost are found again.
+A power cut is no worse than a kill: what a plan, a manifest or the finished data set speaks of is on the disk
+before (:mod:`megatron_vl.durable`). Only the journal is not: verdicts that are lost are found again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from .shards import WORK
 PLAN = "plan.json"
 RECORD = "convert.json"
 """In ``.nv-meta`` of a complete data set: the plan that it was made by, and its shards."""
-OURS = re.compile(r"(train|val)-\d+\.tar(\.idx)?(\.tmp)?|quarantine\.jsonl|report\.json(\.partial|\.tmp)?|\.nv-meta|\.convert")
+OURS = re.compile(
+    r"(train|val)-\d+\.tar(\.idx)?(\.tmp)?|quarantine\.jsonl|report\.json(\.partial|\.tmp)?|\.nv-meta|\.convert"
+)
 """Names in an output folder that a conversion may remove; ``.tmp`` is from versions before 2026-11-22."""
 
 
@@ -48,7 +52,8 @@ def make_plan(inputs: list[Path], media_root: Path, **options: Any) -> dict[str,
 
 
 def names(inputs: list[Path]) -> list[str]:
-    """How the input files are called in messages: by their name, or by their path where two have the same name."""
+    """How the input files are called in messages: by their name, or by their path where two have the same
+    name."""
     short = [path.name for path in inputs]
     if len(set(short)) == len(short):
         return short
@@ -77,7 +82,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
         found.append(f"media root was {old.get('media_root')}, now {new.get('media_root')}")
     before, now = old.get("inputs", []), new["inputs"]
     if [file["name"] for file in before] != [file["name"] for file in now]:
-        found.append(f"inputs were {', '.join(f['name'] for f in before)}, now {', '.join(f['name'] for f in now)}")
+        found.append(
+            f"inputs were {', '.join(f['name'] for f in before)}, now {', '.join(f['name'] for f in now)}"
+        )
     else:
         found += [f"input {b['name']} has changed" for b, n in zip(before, now, strict=True) if b != n]
     return "; ".join(found) or ("" if old == new else "it was begun by another version of this program")
@@ -87,7 +94,8 @@ class Workspace:
     """The output folder of one conversion, held by one process at a time.
 
     Args:
-        out: folder of the data set. plan: from :func:`make_plan`. force: remove what an earlier conversion left there.
+        out: folder of the data set. plan: from :func:`make_plan`. force: remove what an earlier conversion
+            left there.
 
     Raises:
         ResumeError: the folder holds something else, a conversion with another plan, or one that is running.
@@ -99,9 +107,15 @@ class Workspace:
         self._lock: IO[bytes] | None = None
         if out.exists() and not out.is_dir():
             raise ResumeError(f"--out {out} is not a folder")
-        foreign = sorted(path.name for path in out.iterdir() if not OURS.fullmatch(path.name)) if out.exists() else []
+        foreign = (
+            sorted(path.name for path in out.iterdir() if not OURS.fullmatch(path.name))
+            if out.exists()
+            else []
+        )
         if foreign:
-            raise ResumeError(f"--out {out} is not an empty folder (it holds {foreign[0]}); give another one or remove it")
+            raise ResumeError(
+                f"--out {out} is not an empty folder (it holds {foreign[0]}); give another one or remove it"
+            )
         durable.make_folder(out)
         self.complete = False
         self._take_lock()
@@ -124,7 +138,9 @@ class Workspace:
         record = _read(self.out / ".nv-meta" / RECORD)
         old = record.get("plan") if record else _read(self.work / PLAN)
         if old is None and any(path != self.work for path in self.out.iterdir()):
-            raise ResumeError(f"--out {self.out} is not an empty folder and no conversion can go on there; give another one")
+            raise ResumeError(
+                f"--out {self.out} is not an empty folder and no conversion can go on there; give another one"
+            )
         if old is not None:
             differ = differences(old, public(self.plan) if record else self.plan)
             if differ:
@@ -137,11 +153,16 @@ class Workspace:
         if not self.complete:
             durable.write(self.work / PLAN, json.dumps(self.plan).encode())
             _remove(self.meta)
-            for stale in (*self.work.glob("tmp.*"), *self.out.glob("*.tmp"), *self.out.glob("*" + durable.PARTIAL)):
+            for stale in (
+                *self.work.glob("tmp.*"),
+                *self.out.glob("*.tmp"),
+                *self.out.glob("*" + durable.PARTIAL),
+            ):
                 _remove(stale)
 
     def _unmake(self) -> None:
-        """What says that the data set is complete goes first: a removal that is cut short leaves none that seems to be."""
+        """What says that the data set is complete goes first: a removal that is cut short leaves none that
+        seems to be."""
         record = self.out / ".nv-meta" / RECORD
         if record.exists():
             record.unlink()
@@ -153,13 +174,17 @@ class Workspace:
         self.work.mkdir(exist_ok=True)
         self._lock = (self.work / "lock").open("ab")
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, and is not the children's
+            fcntl.lockf(
+                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # goes with the process, and is not the children's
         except OSError as error:
             raise ResumeError(f"--out {self.out}: another conversion is writing there") from error
 
     def finish(self, shards: dict[str, dict[str, Any]]) -> None:
         """Makes the data set appear, in one step, and removes the work folder."""
-        (self.meta / RECORD).write_text(json.dumps({"plan": public(self.plan), "shards": shards}, indent=2) + "\n")
+        (self.meta / RECORD).write_text(
+            json.dumps({"plan": public(self.plan), "shards": shards}, indent=2) + "\n"
+        )
         durable.sync_tree(self.meta)
         durable.rename(self.meta, self.out / ".nv-meta")
         self.complete = True
@@ -219,7 +244,8 @@ class Journal:
 
 
 def _verdicts(line: bytes) -> list[Any] | None:
-    """For each record, the measures of its media or its line of the quarantine file; None when the line is damaged."""
+    """For each record, the measures of its media or its line of the quarantine file; None when the line is
+    damaged."""
     try:
         return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in json.loads(line)]
     except (ValueError, TypeError):

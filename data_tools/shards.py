@@ -1,10 +1,11 @@
 """Tar shards and Energon's own files about them (``.nv-meta``).
 
-A shard appears under its name only when it is whole and on the disk, and then gets a manifest in the work folder: a
-conversion that was killed finds by it what needs not be written again.
+A shard appears under its name only when it is whole and on the disk, and then gets a manifest in the work
+folder: a conversion that was killed finds by it what needs not be written again.
 
-The index is written with Energon's index classes, in the order of the shards, so that the same input gives the same
-files whatever the number of processes. The splits are lists of shards (Energon's ratios may leave a split empty).
+The index is written with Energon's index classes, in the order of the shards, so that the same input gives
+the same files whatever the number of processes. The splits are lists of shards (Energon's ratios may leave a
+split empty).
 """
 
 from __future__ import annotations
@@ -117,9 +118,13 @@ def _write_tar(path: Path, entries: list[Entry], root: Path) -> None:
                 try:
                     data = read_media(reference, root)
                 except ValueError as error:
-                    raise ShardError(f"{_where(entry)}: {error}, but was there when it was verified; {AGAIN}") from error
+                    raise ShardError(
+                        f"{_where(entry)}: {error}, but was there when it was verified; {AGAIN}"
+                    ) from error
                 if zlib.crc32(data) != info.crc32:
-                    raise ShardError(f"{_where(entry)}: {reference[:200]} changed after it was verified; {AGAIN}")
+                    raise ShardError(
+                        f"{_where(entry)}: {reference[:200]} changed after it was verified; {AGAIN}"
+                    )
                 _add(tar, f"{entry.key}.{key}", data)
 
 
@@ -140,22 +145,35 @@ def _indexed(name: str, index: int, entries: list[Entry], folder: Path) -> Shard
     if found != len(entries):
         raise ShardError(f"{folder / name}: Energon finds {found} of {len(entries)} samples")
     rows = [row for row in rows if not isinstance(row, IndexShardInfo)]
-    return Shard(name, len(entries), (folder / name).stat().st_size, _sha256(folder / name), rows + _media_rows(entries))
+    return Shard(
+        name,
+        len(entries),
+        (folder / name).stat().st_size,
+        _sha256(folder / name),
+        rows + _media_rows(entries),
+    )
 
 
 def _sample_json(entry: Entry, keys: list[str]) -> bytes:
-    """Messages whose media parts name their tar members, and the sizes of the media, so that packing decodes nothing."""
+    """Messages whose media parts name their tar members, and the sizes of the media, so that packing decodes
+    nothing."""
     names = iter(keys)
 
     def part(p: dict[str, Any]) -> dict[str, Any]:
         return p if p["type"] == "text" else {"type": p["type"], p["type"]: next(names)}
 
     messages = [
-        m if isinstance(m["content"], str) else {"role": m["role"], "content": [part(p) for p in m["content"]]}
+        m
+        if isinstance(m["content"], str)
+        else {"role": m["role"], "content": [part(p) for p in m["content"]]}
         for m in entry.messages
     ]
     media = [info.record(key) for key, info in zip(keys, entry.infos, strict=True)]
-    return with_crc(json.dumps({"messages": messages, "media": media, "source": entry.source}, ensure_ascii=False).encode())
+    return with_crc(
+        json.dumps(
+            {"messages": messages, "media": media, "source": entry.source}, ensure_ascii=False
+        ).encode()
+    )
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -165,7 +183,8 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _media_rows(entries: list[Entry]) -> list[Any]:
-    """Sizes as Energon's own ``prepare`` would store them (images as in the file, before EXIF orientation)."""
+    """Sizes as Energon's own ``prepare`` would store them (images as in the file, before EXIF
+    orientation)."""
     from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata
     from megatron.energon.media.metadata import AVMetadata, ImageMetadata, serialize_media_metadata
 
@@ -173,13 +192,22 @@ def _media_rows(entries: list[Entry]) -> list[Any]:
     for entry in entries:
         for i, info in enumerate(entry.infos):
             if info.kind == "image":
-                meta: Any = ImageMetadata(width=info.stored_width, height=info.stored_height, format=info.format, mode=info.mode)
+                meta: Any = ImageMetadata(
+                    width=info.stored_width, height=info.stored_height, format=info.format, mode=info.mode
+                )
             else:
                 size = {"video_width": info.width, "video_height": info.height}
-                meta = AVMetadata(video_duration=info.frames / info.fps, video_num_frames=info.frames, video_fps=info.fps, **size)
+                meta = AVMetadata(
+                    video_duration=info.frames / info.fps,
+                    video_num_frames=info.frames,
+                    video_fps=info.fps,
+                    **size,
+                )
             kind, text = serialize_media_metadata(meta)
             rows.append(
-                IndexMediaMetadata(entry_key=f"{entry.key}.{i}.{info.suffix}", metadata_type=kind.value, metadata_json=text)
+                IndexMediaMetadata(
+                    entry_key=f"{entry.key}.{i}.{info.suffix}", metadata_type=kind.value, metadata_json=text
+                )
             )
     return rows
 
@@ -213,7 +241,11 @@ class IndexWriter:
                 "again with --force and larger shards (--samples-per-shard, --shard-mb), or convert the input as "
                 "several data sets"
             )
-        from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata, IndexSample, IndexSamplePart
+        from megatron.energon.flavors.webdataset.prepare import (
+            IndexMediaMetadata,
+            IndexSample,
+            IndexSamplePart,
+        )
 
         def rows(kind: type) -> list[Any]:
             return [row for row in shard.rows if isinstance(row, kind)]
@@ -232,8 +264,12 @@ class IndexWriter:
         digest = "".join(f"{shard.name} {shard.sha256}\n" for shard in self.shards)
         (self.meta / "index.uuid").write_text(str(uuid.uuid5(uuid.NAMESPACE_OID, digest)))
         counts = {shard.name: shard.samples for shard in self.shards}
-        (self.meta / ".info.json").write_text(json.dumps({"energon_version": __version__, "shard_counts": counts}, indent=2))
+        (self.meta / ".info.json").write_text(
+            json.dumps({"energon_version": __version__, "shard_counts": counts}, indent=2)
+        )
         splits = {part: [s.name for s in self.shards if s.name.startswith(part)] for part in ("train", "val")}
-        (self.meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": splits, "exclude": []}, sort_keys=False))
+        (self.meta / "split.yaml").write_text(
+            yaml.safe_dump({"split_parts": splits, "exclude": []}, sort_keys=False)
+        )
         dataset = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
         (self.meta / "dataset.yaml").write_text(yaml.safe_dump(dataset, sort_keys=False))

@@ -1,4 +1,5 @@
-"""Whether a data set is what was converted: every shard there, of the size and SHA-256 that were written down."""
+"""Whether a data set is what was converted: every shard there, of the size and SHA-256 that were written
+down."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def verify(path: Path, progress: Callable[[str], None] | None = None) -> tuple[i
     try:
         shards = json.loads(record.read_text())["shards"]
     except FileNotFoundError as error:
-        raise VerifyError(f"{path} is no complete data set of `megatron-vl data convert`: {record} is missing") from error
+        raise VerifyError(
+            f"{path} is no complete data set of `megatron-vl data convert`: {record} is missing"
+        ) from error
     except (ValueError, KeyError) as error:
         raise VerifyError(f"{record} is damaged ({error}); convert the data again") from error
     problems: list[str] = []
@@ -40,7 +43,9 @@ def verify(path: Path, progress: Callable[[str], None] | None = None) -> tuple[i
         done += shard["bytes"]
         rate = done / max(time.monotonic() - start, 1e-9)
         if progress:
-            progress(f"{done / max(total, 1):4.0%}  {rate / 1e6:.0f} MB/s, {(total - done) / max(rate, 1):.0f} s left")
+            progress(
+                f"{done / max(total, 1):4.0%}  {rate / 1e6:.0f} MB/s, {(total - done) / max(rate, 1):.0f} s left"
+            )
     return len(shards), problems
 
 

@@ -1,7 +1,7 @@
 """One dataclass tree = one YAML = the ``--help`` text of ``python -m megatron_vl.train``.
 
-Every field has its unit in its help text. :func:`parse` reads the YAML and the dotted overrides; :func:`validate`
-refuses what cannot work before any process group starts.
+Every field has its unit in its help text. :func:`parse` reads the YAML and the dotted overrides;
+:func:`validate` refuses what cannot work before any process group starts.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ class ModelConfig:
     """The model and what of it is trained."""
 
     checkpoint: str = ""
-    """Megatron weights to start from (output of `megatron-vl convert` or `split`, any layout). Empty: random weights."""
+    """Megatron weights to start from (output of `megatron-vl convert` or `split`, any layout). Empty: random
+    weights."""
     hf: str = ""
-    """Hugging Face folder of origin: config, tokenizer, chat template and image processor are read from it."""
+    """Hugging Face folder of origin: config, tokenizer, chat template and image processor are read from
+    it."""
     freeze_vision: bool = False
     """Keep the vision tower (patch embedding and blocks) as it is."""
     freeze_merger: bool = False
@@ -52,15 +54,15 @@ class ModelConfig:
     freeze_language: bool = False
     """Keep the language model as it is."""
     moe_aux_loss: float | None = None
-    """Coefficient of the experts' load-balancing loss, averaged over the layers (transformers: of the layers' average; equal
-    for one layer); 0: none; empty: router_aux_loss_coef of the Hugging Face config where its
+    """Coefficient of the experts' load-balancing loss, averaged over the layers (transformers: of the layers'
+    average; equal for one layer); 0: none; empty: router_aux_loss_coef of the Hugging Face config where its
     output_router_logits is true, none otherwise."""
     vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te", "triton"] = "auto"
-    """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa); triton: our kernels, RoPE
-    included (CUDA, bfloat16)."""
+    """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa); triton:
+    our kernels, RoPE included (CUDA, bfloat16)."""
     window_attention: Literal["auto", "fused", "backend"] = "auto"
-    """Window layers of the vision tower: fused (one kernel, RoPE included; CUDA, bfloat16) or backend (as vision_attention);
-    auto: fused on CUDA."""
+    """Window layers of the vision tower: fused (one kernel, RoPE included; CUDA, bfloat16) or backend (as
+    vision_attention); auto: fused on CUDA."""
     language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
     """Packed attention of the language model; auto: the fastest measured on the platform (CPU: sdpa)."""
 
@@ -84,7 +86,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split activations between tensor-parallel blocks along the sequence (needs tp > 1)."""
     tp_comm_overlap: bool = False
-    """Run the decoder layers' tensor-parallel collectives beside their matrix products (CUDA; needs sequence_parallel)."""
+    """Run the decoder layers' tensor-parallel collectives beside their matrix products (CUDA; needs
+    sequence_parallel)."""
     distributed_optimizer: bool = True
     """Spread optimizer state over data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = True
@@ -102,20 +105,23 @@ class RecomputeConfig:
     language: Literal["none", "selective", "full"] = "none"
     """none; selective (language_modules); full (every layer)."""
     language_modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP, nearly free; of experts
-    on CUDA only), layernorm (needs Transformer Engine)."""
+    """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP, nearly
+    free; of experts on CUDA only), layernorm (needs Transformer Engine)."""
     vision: Literal["none", "activation", "full"] = "none"
     """none, activation (of the MLP; nearly free) or full (every vision layer)."""
 
 
 @dataclass
 class Fp8Config:
-    """Matrix products of the layers in FP8 (Transformer Engine on Hopper or later); weights and gradients stay as they are."""
+    """Matrix products of the layers in FP8 (Transformer Engine on Hopper or later); weights and gradients
+    stay as they are."""
 
     recipe: Literal["none", "tensorwise", "delayed", "blockwise"] = "none"
-    """How tensors are scaled: tensorwise (by their present maximum), delayed (by earlier maxima), blockwise (128 elements)."""
+    """How tensors are scaled: tensorwise (by their present maximum), delayed (by earlier maxima), blockwise
+    (128 elements)."""
     vision: bool = False
-    """The vision tower's layers too, which gains nothing: casts cost what products win. Off: the language model's alone."""
+    """The vision tower's layers too, which gains nothing: casts cost what products win. Off: the language
+    model's alone."""
 
 
 @dataclass
@@ -141,8 +147,8 @@ class DataConfig:
     video_max_frames: int = 32
     """Most frames taken from a video."""
     video_max_pixels: int = 0
-    """Largest frame area in pixels after resizing (Qwen3-VL: of all frames together); 0: as for images (Qwen3-VL: the
-    checkpoint's video processor decides)."""
+    """Largest frame area in pixels after resizing (Qwen3-VL: of all frames together); 0: as for images
+    (Qwen3-VL: the checkpoint's video processor decides)."""
     video_positions: VideoPositions = "released"
     """M-RoPE positions at videos of Qwen2-VL and Qwen2.5-VL. released: text goes on after the video's largest
     position, its time included, as in the released models' own code and in vLLM. transformers_5_3: text goes
@@ -158,11 +164,12 @@ class DataConfig:
     shuffle_buffer: int = 1000
     """Most samples in the shuffle buffer of each loader process; 0: the order of the data set."""
     shuffle_buffer_gib: float = 2.0
-    """Most GiB of samples, with their media as stored, in the shuffle buffer of each loader process: long videos
-    reach this before shuffle_buffer. 0: no bound in bytes."""
+    """Most GiB of samples, with their media as stored, in the shuffle buffer of each loader process: long
+    videos reach this before shuffle_buffer. 0: no bound in bytes."""
     balance: bool = False
-    """Swap rows between data-parallel ranks so that all have about as many patches in a step: for data in which rows differ
-    much in their pictures. Each of these ranks holds a connection to every other one, so it takes as many open files."""
+    """Swap rows between data-parallel ranks so that all have about as many patches in a step: for data in
+    which rows differ much in their pictures. Each of these ranks holds a connection to every other one, so it
+    takes as many open files."""
     max_bad_share: float = 0.01
     """Stop when more than this share of the samples could not be used (0 to 1)."""
     seed: int = 1234
@@ -227,14 +234,14 @@ class CheckpointConfig:
     resume: bool = True
     """Go on from the latest checkpoint in dir, the one saved last, when there is one."""
     step: int | None = None
-    """Roll back to this step's checkpoint; what the run then saves becomes the latest. Done once: a start with the same step
-    goes on with what was saved since."""
+    """Roll back to this step's checkpoint; what the run then saves becomes the latest. Done once: a start
+    with the same step goes on with what was saved since."""
     branch: str = ""
-    """Branch of step, as `megatron-vl checkpoint show` names it, where several have saved that step; empty: the present one's,
-    else the one saved last."""
+    """Branch of step, as `megatron-vl checkpoint show` names it, where several have saved that step; empty:
+    the present one's, else the one saved last."""
     restart_data: bool = False
-    """When resuming, read the data set from its start: for a changed number of data-parallel ranks, workers or rows. Done once:
-    a later start with the option on goes on in the data."""
+    """When resuming, read the data set from its start: for a changed number of data-parallel ranks, workers
+    or rows. Done once: a later start with the option on goes on in the data."""
     attempt: int = 1
     """Raise this number to have step or restart_data done once more."""
     background: bool = True
@@ -250,10 +257,11 @@ class EvalConfig:
     split: str = "val"
     """Split of the data set (`megatron-vl data convert --val-fraction` makes val)."""
     rows: int = 64
-    """Rows whose loss is taken, the first ones of the split, over all ranks; they stay in host memory (pixels included)."""
+    """Rows whose loss is taken, the first ones of the split, over all ranks; they stay in host memory (pixels
+    included)."""
     samples: int = 0
-    """Prompts of the split that are answered each time, the first ones; in eval.jsonl beside the checkpoints and as text in
-    TensorBoard."""
+    """Prompts of the split that are answered each time, the first ones; in eval.jsonl beside the checkpoints
+    and as text in TensorBoard."""
     max_new_tokens: int = 64
     """Most tokens of an answer."""
 
@@ -263,8 +271,9 @@ class LogConfig:
     """What is shown and written."""
 
     interval: int = 1
-    """Steps between printed lines. In them, of models with experts: busiest expert 3.44x = its tokens are 3.44 times the mean of
-    its layer's experts, in the layer where that is most (1: even; padding is not counted)."""
+    """Steps between printed lines. In them, of models with experts: busiest expert 3.44x = its tokens are
+    3.44 times the mean of its layer's experts, in the layer where that is most (1: even; padding is not
+    counted)."""
     tensorboard: str = ""
     """Folder of TensorBoard events; empty: none."""
     samples: bool = False
@@ -299,15 +308,16 @@ class TrainConfig:
     seed: int = 1234
     """Seed of random weights."""
     max_bad_steps: int = 10
-    """Steps in a row with a non-finite loss or gradient, or without any token that bears loss, after which the
-    run stops. Each is skipped: weights and moments stay, data and schedules go on."""
+    """Steps in a row with a non-finite loss or gradient, or without any token that bears loss, after which
+    the run stops. Each is skipped: weights and moments stay, data and schedules go on."""
 
 
 PROGRAM = "python -m megatron_vl.train"
 
 
 def build_parser() -> ArgumentParser:
-    """The command line: ``--config RUN.yaml`` and one dotted option a field, each explained by the field's docstring."""
+    """The command line: ``--config RUN.yaml`` and one dotted option a field, each explained by the field's
+    docstring."""
     # Off by default: without it the docstrings below the fields do not reach --help.
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
@@ -341,7 +351,8 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
     """Reads ``--config RUN.yaml`` and ``--section.field value`` overrides.
 
     Raises:
-        RunConfigError: a field is unknown or its value has the wrong type; the message says what would be valid.
+        RunConfigError: a field is unknown or its value has the wrong type; the message says what would be
+            valid.
         SystemExit: ``--help`` was asked for.
     """
     parser = build_parser()
@@ -351,7 +362,8 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
 
 
 def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
-    """What a parser that holds the fields of a run reads; raises RunConfigError as :func:`parse_config` does."""
+    """What a parser that holds the fields of a run reads; raises RunConfigError as :func:`parse_config`
+    does."""
     argv = sys.argv[1:] if argv is None else argv
     for path in _config_files(argv):
         _check_file(parser, path)
@@ -361,7 +373,9 @@ def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
         raise RunConfigError(_explain(str(error))[0]) from error
     for section in sections():
         if not isinstance(namespace.get(section), Namespace):
-            raise RunConfigError(f"field {section!r} is a section; give its fields, as in --{section}.FIELD value")
+            raise RunConfigError(
+                f"field {section!r} is a section; give its fields, as in --{section}.FIELD value"
+            )
     namespace.pop("config", None)
     return namespace
 
@@ -390,7 +404,8 @@ def _check_file(parser: ArgumentParser, path: str) -> None:
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:
-    """:func:`parse_config` for the entry point: prints what is wrong, once for all ranks, and exits with code 2."""
+    """:func:`parse_config` for the entry point: prints what is wrong, once for all ranks, and exits with code
+    2."""
     try:
         return parse_config(argv)
     except RunConfigError as error:
@@ -400,9 +415,12 @@ def parse(argv: list[str] | None = None) -> TrainConfig:
 
 
 def _explain(message: str) -> tuple[str, str]:
-    """jsonargparse's message in one line, and the field's name; with the nearest names where a field is unknown."""
+    """jsonargparse's message in one line, and the field's name; with the nearest names where a field is
+    unknown."""
     known = fields()
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)|'([\w.]+)' is not accepted|not accept option '(\w+)'", message)
+    unknown = re.search(
+        r"unrecognized arguments: --([\w.]+)|'([\w.]+)' is not accepted|not accept option '(\w+)'", message
+    )
     if unknown:
         name = next(group for group in unknown.groups() if group)
         inside = re.search(rf"Group '([\w.]+)' does not accept option '{re.escape(name)}'", message)
@@ -418,16 +436,23 @@ def _explain(message: str) -> tuple[str, str]:
         return f"unrecognized argument: {positional[1]}; did you mean --config {positional[1]}?", ""
     empty = re.match(r"argument --([\w.]+): expected one argument", message)
     if empty:
-        return f"--{empty[1]} needs a value behind it, as in --{empty[1]} VALUE (switches too: true or false)", empty[1]
+        return (
+            f"--{empty[1]} needs a value behind it, as in --{empty[1]} VALUE (switches too: true or false)",
+            empty[1],
+        )
     ill_typed = re.match(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
     if not ill_typed:
         return " ".join(message.split()), ""
     name, rest = ill_typed[1], " ".join(ill_typed[2].split())
     if name in known:
         section_of, _, leaf_name = name.rpartition(".")
-        hint = typing.get_type_hints(type(getattr(TrainConfig(), section_of)) if section_of else TrainConfig)[leaf_name]
+        hint = typing.get_type_hints(type(getattr(TrainConfig(), section_of)) if section_of else TrainConfig)[
+            leaf_name
+        ]
         value = re.search(r".*(?:Got|Given) value: (.*)", rest)
-        return f"field {name!r}: expected {_in_words(hint)}" + (f", got {value[1]}" if value else f"; {rest}"), name
+        return f"field {name!r}: expected {_in_words(hint)}" + (
+            f", got {value[1]}" if value else f"; {rest}"
+        ), name
     if name in sections():
         return f"field {name!r} is a section; give its fields, as in --{name}.FIELD value", name
     rest = re.sub(r"typing\.Literal\[(.*?)\]\.", r"one of \1.", rest).replace("<class 'int'>", "whole number")
@@ -435,7 +460,13 @@ def _explain(message: str) -> tuple[str, str]:
 
 
 _WORDS: dict[Any, str] = {
-    **{int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "nothing (null)"},
+    **{
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "nothing (null)",
+    },
     **{list[int]: "a list of whole numbers", list[str]: "a list of words such as [one,two]"},
 }
 
@@ -459,7 +490,9 @@ def validate(config: TrainConfig, world_size: int) -> int:
     p = config.parallel
     ranks = p.tp * p.pp
     if world_size % ranks:
-        raise RunConfigError(f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size}")
+        raise RunConfigError(
+            f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size}"
+        )
     dp = world_size // ranks
     if p.tp * dp % (p.ep * p.etp):
         fitting = p.pp * math.lcm(p.tp, p.ep * p.etp)
@@ -468,7 +501,9 @@ def validate(config: TrainConfig, world_size: int) -> int:
             f"(tp {p.tp} x dp {dp}); lower parallel.ep or etp, or start a multiple of {fitting} processes"
         )
     if config.global_batch_size < 1 or config.global_batch_size % dp:
-        raise RunConfigError(f"global_batch_size {config.global_batch_size} must be a multiple of the data-parallel size {dp}")
+        raise RunConfigError(
+            f"global_batch_size {config.global_batch_size} must be a multiple of the data-parallel size {dp}"
+        )
     micro_batches = config.global_batch_size // dp
     if p.vpp > 1 and (p.pp < 2 or micro_batches % p.pp):
         raise RunConfigError(
@@ -490,20 +525,30 @@ def validate(config: TrainConfig, world_size: int) -> int:
             f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs {p.pp * p.vpp}"
         )
     if config.optimizer.warmup_steps >= config.steps and config.optimizer.warmup_steps:
-        raise RunConfigError(f"optimizer.warmup_steps {config.optimizer.warmup_steps} must be below steps {config.steps}")
+        raise RunConfigError(
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} must be below steps {config.steps}"
+        )
     if config.stop_after is not None and config.stop_after > config.steps:
-        raise RunConfigError(f"stop_after {config.stop_after} must not be above steps {config.steps}; raise steps to go on")
+        raise RunConfigError(
+            f"stop_after {config.stop_after} must not be above steps {config.steps}; raise steps to go on"
+        )
     c = config.checkpoint
     if c.step is not None and not (c.dir and c.resume):
-        raise RunConfigError(f"checkpoint.step {c.step} needs checkpoint.dir, where that step was saved, and checkpoint.resume")
+        raise RunConfigError(
+            f"checkpoint.step {c.step} needs checkpoint.dir, where that step was saved, and checkpoint.resume"
+        )
     if c.branch and c.step is None:
-        raise RunConfigError(f"checkpoint.branch {c.branch} needs checkpoint.step, the step of that branch to go back to")
+        raise RunConfigError(
+            f"checkpoint.branch {c.branch} needs checkpoint.step, the step of that branch to go back to"
+        )
     pixels = config.data.min_pixels, config.data.max_pixels
     if min(pixels) > 0 and pixels[0] > pixels[1]:
         raise RunConfigError(f"data.min_pixels {pixels[0]} must not be above data.max_pixels {pixels[1]}")
     m = config.model
     if m.freeze_vision and m.freeze_merger and m.freeze_language:
-        raise RunConfigError("model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false")
+        raise RunConfigError(
+            "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false"
+        )
     return dp
 
 
@@ -516,9 +561,17 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     (1, math.inf, "parallel.ep parallel.etp eval.rows eval.max_new_tokens"),
     (0, math.inf, "eval.interval eval.samples"),
     (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps checkpoint.attempt"),
-    (0, math.inf, "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer"),
+    (
+        0,
+        math.inf,
+        "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer",
+    ),
     (0, math.inf, "data.shuffle_buffer_gib"),
-    (0, math.inf, "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay"),
+    (
+        0,
+        math.inf,
+        "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay",
+    ),
     (0, math.inf, "model.moe_aux_loss optimizer.eps checkpoint.keep_every checkpoint.step"),
     (0, 2**32 - 1, "seed data.seed"),
     (0, 1, "data.max_bad_share"),
@@ -539,4 +592,6 @@ def _check_ranges(config: TrainConfig) -> None:
         raise RunConfigError(f"data.video_fps {config.data.video_fps} must be above 0")
     unknown = set(config.recompute.language_modules) - set(RECOMPUTE_MODULES)
     if unknown:
-        raise RunConfigError(f"recompute.language_modules {sorted(unknown)} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}")
+        raise RunConfigError(
+            f"recompute.language_modules {sorted(unknown)} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}"
+        )

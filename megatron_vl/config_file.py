@@ -1,4 +1,5 @@
-"""The YAML of a run before its values are read: on which line each field stands, and what is no YAML of fields at all."""
+"""The YAML of a run before its values are read: on which line each field stands, and what is no YAML of
+fields at all."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from yaml.nodes import CollectionNode, MappingNode, Node
 
 from megatron_vl.errors import UserError
 
-PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp")}
+PLAIN = {
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp")
+}
 
 
 class ConfigFileError(UserError, ValueError):
@@ -33,7 +37,9 @@ def field_lines(path: Path, sections: Collection[str]) -> dict[str, int]:
         if name not in sections:
             continue
         if not isinstance(value, MappingNode):
-            raise ConfigFileError(f"{path}, line {line}: {name!r} is a section; give fields in it, or leave it out")
+            raise ConfigFileError(
+                f"{path}, line {line}: {name!r} is a section; give fields in it, or leave it out"
+            )
         for field, field_line, _ in _entries(value):
             _add(path, lines, f"{name}.{field}", field_line)
     return lines
@@ -48,7 +54,11 @@ def _composed(path: Path) -> MappingNode:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        context = f" ({error.context}, from line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
+        context = (
+            f" ({error.context}, from line {error.context_mark.line + 1})"
+            if error.context and error.context_mark
+            else ""
+        )
         raise ConfigFileError(f"{path}{where}: broken YAML: {error.problem}{context}") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigFileError(f"{path}: broken YAML: {' '.join(str(error).split())}") from error

@@ -2,8 +2,10 @@
 
     python -m megatron_vl.launch --standalone --nproc-per-node 8 -m megatron_vl.train --config RUN.yaml
 
-* When a rank stops with a message, that message is all that is shown; torchrun would print a traceback of its own behind it.
-* SIGTERM and SIGUSR1 ask the ranks to save and end, and the exit code is 0 then; torchrun would kill them after 30 seconds.
+* When a rank stops with a message, that message is all that is shown; torchrun would print a traceback of its
+  own behind it.
+* SIGTERM and SIGUSR1 ask the ranks to save and end, and the exit code is 0 then; torchrun would kill them
+  after 30 seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ RANK_PROGRAM = "megatron_vl.train"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 when all ranks ended well, else the exit code of the first that failed (128 + N when signal N ended it)."""
+    """Returns 0 when all ranks ended well, else the exit code of the first that failed (128 + N when signal N
+    ended it)."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -52,7 +55,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _ask_ranks(number: int, frame: FrameType | None) -> None:
     """Passes the wish to stop on to the ranks, and waits for them as before."""
-    print(f"megatron_vl.launch: {signal.Signals(number).name}: the ranks save and end", file=sys.stderr, flush=True)
+    print(
+        f"megatron_vl.launch: {signal.Signals(number).name}: the ranks save and end",
+        file=sys.stderr,
+        flush=True,
+    )
     for pid, command in children(os.getpid()).items():
         if RANK_PROGRAM in command:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile

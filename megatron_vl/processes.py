@@ -8,7 +8,8 @@ import psutil
 
 
 def children(parent: int) -> dict[int, tuple[str, ...]]:
-    """The living children of a process: id -> words of the command line. One that ends meanwhile is left out."""
+    """The living children of a process: id -> words of the command line. One that ends meanwhile is left
+    out."""
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(parent).children():

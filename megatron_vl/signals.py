@@ -1,11 +1,11 @@
 """Signals that ask a run to save its state and end: what a cluster sends before it takes the nodes back.
 
-SIGTERM and SIGUSR1 set a flag; the loop tells all ranks with the loss of the step, so that they save and end together,
-whichever of them were signalled. A second SIGTERM ends the process at once.
+SIGTERM and SIGUSR1 set a flag; the loop tells all ranks with the loss of the step, so that they save and end
+together, whichever of them were signalled. A second SIGTERM ends the process at once.
 
-torchrun forwards SIGTERM and kills what is left after 30 seconds, and it also sends SIGTERM to the ranks that are left when
-one has died: those would wait for the dead one for ever, hence :func:`_peer_is_gone`. ``python -m megatron_vl.launch`` has
-neither problem, because it forwards SIGUSR1 instead.
+torchrun forwards SIGTERM and kills what is left after 30 seconds, and it also sends SIGTERM to the ranks that
+are left when one has died: those would wait for the dead one for ever, hence :func:`_peer_is_gone`.
+``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _ask(number: int, frame: FrameType | None) -> None:
 
 
 def _peer_is_gone() -> bool:
-    """Whether fewer ranks of this node are alive than torchrun started: children of its process with our command line."""
+    """Whether fewer ranks of this node are alive than torchrun started: children of its process with our
+    command line."""
     siblings = children(os.getppid())
     own = siblings.get(os.getpid())
     return list(siblings.values()).count(own) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if own else False

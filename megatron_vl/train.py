@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N -m megatron_vl.train --config RUN.yaml [--section.field value ...]
 
-SIGTERM or SIGUSR1 to any rank: all ranks save after the step under way and end with exit code 0. torchrun kills its ranks 30
-seconds after SIGTERM; ``python -m megatron_vl.launch`` in its place waits for them.
+SIGTERM or SIGUSR1 to any rank: all ranks save after the step under way and end with exit code 0. torchrun
+kills its ranks 30 seconds after SIGTERM; ``python -m megatron_vl.launch`` in its place waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from megatron_vl.signals import take_stop_signals
 def main(argv: list[str] | None = None) -> int:
     """Parses, checks, trains. Returns the exit code: 0 done, 1 stopped with a message.
 
-    Where several ranks run and one fails, all of them end with its message (see :mod:`megatron_vl.parallel.failures`).
+    Where several ranks run and one fails, all of them end with its message (see
+    :mod:`megatron_vl.parallel.failures`).
     """
     config = parse(argv)
     faulthandler.enable()  # a crash in native code tells where Python was
@@ -44,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Prints why the training ends: this rank's error, or that of the rank which failed first. Returns the exit code."""
+    """Prints why the training ends: this rank's error, or that of the rank which failed first. Returns the
+    exit code."""
     failures.tell_once(failures.report(describe(error), is_fixable(error)))
     failures.leave()
     return exit_code(error)

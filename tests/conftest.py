@@ -33,7 +33,8 @@ LONGEST_FIRST = (
     "toolkit/test_plan.py",
     "test_examples.py",
 )
-"""Files of minutes, which begin first: with tests on two cores one would be busy alone at the end otherwise."""
+"""Files of minutes, which begin first: with tests on two cores one would be busy alone at the end
+otherwise."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -45,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """``make quick`` leaves out the tests marked ``ranks``; one that starts ranks without the mark fails everywhere."""
+    """``make quick`` leaves out the tests marked ``ranks``; one that starts ranks without the mark fails
+    everywhere."""
     ranks.allowed = item.get_closest_marker("ranks") is not None
 
 

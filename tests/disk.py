@@ -18,7 +18,9 @@ class Disk:
         before_rename: called with the old and the new path before each rename.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, before_rename: Callable[[Path, Path], None] | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, before_rename: Callable[[Path, Path], None] | None = None
+    ) -> None:
         self.contents: dict[int, tuple[int, int]] = {}
         """Size and time of the last change of each file by its inode, as of its last ``fsync``."""
         self.names: dict[int, dict[str, int]] = {}

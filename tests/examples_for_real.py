@@ -1,11 +1,13 @@
-"""Runs the scripts of the examples, all of them and for real, on small checkpoints of the same structure, on CPU.
+"""Runs the scripts of the examples, all of them and for real, on small checkpoints of the same structure, on
+CPU.
 
     python -m tests.examples_for_real [--only qwen3_vl_8b ...] [--out FOLDER]
 
-For each YAML: a checkpoint of the released family, layer count and tying, narrow; convert_then_split.sh in the YAML's own
-layout; pretrain.sh for two steps on the demo's conversations (layouts of more than four ranks in a smaller one, read from the
-same shards); evaluate.sh of the original, the round trip and the trained checkpoint, where VLMEvalKit is installed (make eval).
-Exit code 1 when a script fails. Some minutes an example; hence not among the tests.
+For each YAML: a checkpoint of the released family, layer count and tying, narrow; convert_then_split.sh in
+the YAML's own layout; pretrain.sh for two steps on the demo's conversations (layouts of more than four ranks
+in a smaller one, read from the same shards); evaluate.sh of the original, the round trip and the trained
+checkpoint, where VLMEvalKit is installed (make eval). Exit code 1 when a script fails. Some minutes an
+example; hence not among the tests.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from toolkit.demo.data import write_raw_data
 from toolkit.tiny import write_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-NARROW = {"hidden_size": 128, "heads": 8, "kv_heads": 2, "mrope_section": (2, 3, 3), "vision_hidden_size": 160, "vision_heads": 8}
+NARROW = {
+    "hidden_size": 128,
+    "heads": 8,
+    "kv_heads": 2,
+    "mrope_section": (2, 3, 3),
+    "vision_hidden_size": 160,
+    "vision_heads": 8,
+}
 RANKS = 4
 
 
@@ -58,13 +67,27 @@ def smaller(parallel: ParallelConfig, layers: int) -> list[str]:
     return options
 
 
-def scripts(example: Path, work: Path, data: Path, table: Path | None) -> dict[str, tuple[list[str], dict[str, Path | str]]]:
+def scripts(
+    example: Path, work: Path, data: Path, table: Path | None
+) -> dict[str, tuple[list[str], dict[str, Path | str]]]:
     """Script -> its options and environment."""
     config = parse_config(["--config", str(example)])
     spec = read_spec(ROOT / "tests" / "hf_configs" / f"{Path(config.model.hf).name}.json")
     small_checkpoint(work / "hf", spec)
-    paths: dict[str, Path | str] = {"HF": work / "hf", "FULL": work / "full", "SHARDS": work / "shards", "RUN": work / "run"}
-    options = ["--model.hf", work / "hf", "--model.checkpoint", work / "shards", "--checkpoint.dir", work / "run"]
+    paths: dict[str, Path | str] = {
+        "HF": work / "hf",
+        "FULL": work / "full",
+        "SHARDS": work / "shards",
+        "RUN": work / "run",
+    }
+    options = [
+        "--model.hf",
+        work / "hf",
+        "--model.checkpoint",
+        work / "shards",
+        "--checkpoint.dir",
+        work / "run",
+    ]
     options += ["--data.path", data, "--data.seq_len", "1024", "--data.num_workers", "1"]
     options += ["--steps", "2", "--global_batch_size", "4", "--optimizer.warmup_steps", "0"]
     options += ["--dtype", "float32", "--platform", "cpu", "--log.tensorboard", ""]
@@ -81,24 +104,42 @@ def scripts(example: Path, work: Path, data: Path, table: Path | None) -> dict[s
 
 
 def run(script: Path, options: list[str], variables: dict[str, Path | str], log: Path) -> tuple[bool, float]:
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {name: str(value) for name, value in variables.items()}
     start = time.perf_counter()
     with log.open("w") as file:
-        done = subprocess.run([str(script), *options], env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            [str(script), *options], env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+        )
     return done.returncode == 0, time.perf_counter() - start
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="names of examples")
-    parser.add_argument("--out", type=Path, default=None, help="folder for checkpoints and logs; default: a temporary one")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder for checkpoints and logs; default: a temporary one"
+    )
     args = parser.parse_args()
     out = args.out or Path(tempfile.mkdtemp(prefix="examples-"))
     examples = sorted((ROOT / "examples").glob("*.yaml"))
     write_raw_data(out / "raw")
     source = ["--input", str(out / "raw" / "conversations.json"), "--media-root", str(out / "raw" / "media")]
-    convert = [sys.executable, "-m", "toolkit", "data", "convert", *source, "--out", str(out / "data"), "--val-fraction", "0"]
+    convert = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "data",
+        "convert",
+        *source,
+        "--out",
+        str(out / "data"),
+        "--val-fraction",
+        "0",
+    ]
     subprocess.run(convert, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     table = None
     if importlib.util.find_spec("vlmeval"):
@@ -112,7 +153,9 @@ def main() -> int:
         work = out / example.stem
         work.mkdir()
         for name, (options, variables) in scripts(example, work, out / "data", table).items():
-            fine, seconds = run(ROOT / "examples" / name, [example.stem, *options], variables, work / f"{name}.log")
+            fine, seconds = run(
+                ROOT / "examples" / name, [example.stem, *options], variables, work / f"{name}.log"
+            )
             print(f"{'ok    ' if fine else 'FAILED'} {name} {example.stem} {seconds:.0f} s", flush=True)
             if not fine:
                 failed = True

@@ -1,4 +1,5 @@
-"""A wrong field is refused before anything starts, with its name and what would be valid; --help explains every field."""
+"""A wrong field is refused before anything starts, with its name and what would be valid; --help explains
+every field."""
 
 from __future__ import annotations
 
@@ -40,10 +41,19 @@ def test_help_explains_every_field(capsys):
         (["--optimizer.lrx", "3"], r"'optimizer.lrx' is unknown; did you mean optimizer.lr"),
         (["--step", "3"], r"'step' is unknown; did you mean steps"),  # no abbreviations
         (["--stepz", "3"], r"'stepz' is unknown; did you mean steps"),
-        (["--optimizer.schedule", "linear"], r"field 'optimizer.schedule': expected one of 'cosine', 'constant', got linear$"),
+        (
+            ["--optimizer.schedule", "linear"],
+            r"field 'optimizer.schedule': expected one of 'cosine', 'constant', got linear$",
+        ),
         (["--data.seq_len", "many"], r"field 'data.seq_len': expected a whole number, got many$"),
-        (["--stop_after", "soon"], r"field 'stop_after': expected a whole number or nothing \(null\), got soon$"),
-        (["--parallel.layers", "[1,x]"], r"field 'parallel.layers': expected a list of whole numbers or nothing"),
+        (
+            ["--stop_after", "soon"],
+            r"field 'stop_after': expected a whole number or nothing \(null\), got soon$",
+        ),
+        (
+            ["--parallel.layers", "[1,x]"],
+            r"field 'parallel.layers': expected a list of whole numbers or nothing",
+        ),
         (["--parallel", "5"], r"field 'parallel' is a section"),
         (["--model.vision_attention", "flash"], r"model.vision_attention.*'flash_attn'"),
         (["--optimizer.lr", "nan"], r"optimizer.lr.*nan"),
@@ -65,14 +75,22 @@ def test_unknown_or_ill_typed(arguments, message):
         ("optimizer: {lrr: 3}", 1, r"field 'optimizer\.lrr' is unknown; did you mean optimizer.lr"),
         ("seed: 3\noptimiser:\n  lr: 3", 2, r"field 'optimiser.lr' is unknown; did you mean"),
         ("seed: 3\nsteps: five", 2, r"field 'steps': expected a whole number, got five$"),
-        ("parallel:\n  tp: 2\n  layers: [1, x]", 3, r"field 'parallel.layers': expected a list of whole numbers or nothing"),
+        (
+            "parallel:\n  tp: 2\n  layers: [1, x]",
+            3,
+            r"field 'parallel.layers': expected a list of whole numbers or nothing",
+        ),
         ("seed: 3\nparallel: 2", 2, r"'parallel' is a section"),
         ("seed: 3\nparallel:\n# tp: 2\n", 2, r"'parallel' is a section"),
         ("steps: 3\nseed: 3\nsteps: 4", 3, r"field 'steps' is in line 1 already"),
         ("parallel: {tp: 2\nsteps: 3", 2, r"column 6: broken YAML: expected ',' or '}'.*from line 1"),
         ("steps: 3\n\tseed: 3", 2, r"column 1: broken YAML"),
         ("model: &a {hf: *a}", 1, r"broken YAML: an alias within what it stands for"),
-        ("seed: 3\nmodel: {hf: !!python/name:os.system ''}", 2, r"YAML tags such as .*os.system. are not read"),
+        (
+            "seed: 3\nmodel: {hf: !!python/name:os.system ''}",
+            2,
+            r"YAML tags such as .*os.system. are not read",
+        ),
         ("- steps", None, r"no fields in it"),
         ("# steps: 3", None, r"no fields in it"),
         ("steps: \udcff", None, r"not UTF-8 text"),
@@ -112,8 +130,16 @@ IMPOSSIBLE = [
     (["--parallel.vpp", "2"], 1, "parallel.vpp 2 needs pp of at least 2"),
     (["--parallel.vpp", "2", "--parallel.pp", "4", "--global_batch_size", "6"], 4, r"multiple of pp \(4\)"),
     (["--parallel.sequence_parallel", "true"], 1, "needs parallel.tp of at least 2"),
-    (["--parallel.tp_comm_overlap", "true", "--parallel.tp", "2"], 2, "tp_comm_overlap needs parallel.sequence_parallel"),
-    (["--parallel.sequence_parallel", "true", "--parallel.tp", "2", "--data.seq_len", "33"], 2, "data.seq_len 33"),
+    (
+        ["--parallel.tp_comm_overlap", "true", "--parallel.tp", "2"],
+        2,
+        "tp_comm_overlap needs parallel.sequence_parallel",
+    ),
+    (
+        ["--parallel.sequence_parallel", "true", "--parallel.tp", "2", "--data.seq_len", "33"],
+        2,
+        "data.seq_len 33",
+    ),
     (["--parallel.distributed_optimizer", "false"], 1, "needs parallel.distributed_optimizer"),
     (["--parallel.layers", "[1,3]"], 1, "has 2 entries; pp 1 x vpp 1 needs 1"),
     (["--optimizer.lr", "-1"], 1, "optimizer.lr -1.0 must be at least 0"),
@@ -122,8 +148,16 @@ IMPOSSIBLE = [
     (["--data.max_bad_share", "1.5"], 1, "data.max_bad_share 1.5 must be between 0 and 1"),
     (["--checkpoint.step", "-3"], 1, "checkpoint.step -3 must be at least 0"),
     (["--checkpoint.step", "7"], 1, "checkpoint.step 7 needs checkpoint.dir"),
-    (["--checkpoint.step", "7", "--checkpoint.dir", "runs", "--checkpoint.resume", "false"], 1, "and checkpoint.resume"),
-    (["--stop_after", "9", "--steps", "8", "--optimizer.warmup_steps", "0"], 1, "stop_after 9 must not be above steps 8"),
+    (
+        ["--checkpoint.step", "7", "--checkpoint.dir", "runs", "--checkpoint.resume", "false"],
+        1,
+        "and checkpoint.resume",
+    ),
+    (
+        ["--stop_after", "9", "--steps", "8", "--optimizer.warmup_steps", "0"],
+        1,
+        "stop_after 9 must not be above steps 8",
+    ),
     (["--data.video_fps", "0"], 1, "data.video_fps 0.0 must be above 0"),
     (["--data.min_pixels", "9", "--data.max_pixels", "8"], 1, "data.min_pixels 9"),
     (["--recompute.language_modules", '["attn"]'], 1, "valid: core_attn, mlp, layernorm"),
@@ -139,7 +173,10 @@ def test_impossible(arguments, world_size, message):
 
 def test_every_number_has_a_range():
     """A number that nothing bounds would be found out by whatever breaks first."""
-    checked = {name for _, _, names in config._RANGES for name in names.split()} | {"data.video_fps", "parallel.layers"}
+    checked = {name for _, _, names in config._RANGES for name in names.split()} | {
+        "data.video_fps",
+        "parallel.layers",
+    }
     numbers = set()
     for name in config.fields():
         section, _, leaf = name.rpartition(".")

@@ -1,7 +1,8 @@
 """Commands in the documents: blocks marked ``# checked`` run as they stand; all the others must be valid.
 
-The checked blocks of a document run in order in one folder that holds what its text asks the reader to have: the examples, a
-checkpoint (a small one with as many layers as the example's layout asks for) and conversations with their media.
+The checked blocks of a document run in order in one folder that holds what its text asks the reader to have:
+the examples, a checkpoint (a small one with as many layers as the example's layout asks for) and
+conversations with their media.
 """
 
 from __future__ import annotations
@@ -29,8 +30,15 @@ def blocks(document: Path) -> list[str]:
     return BLOCK.findall(document.read_text())
 
 
-COMMANDS = [(document.name, line) for document in DOCUMENTS for block in blocks(document) for line in logical_lines(block)]
-CHECKED = [document for document in DOCUMENTS if any(block.startswith("# checked\n") for block in blocks(document))]
+COMMANDS = [
+    (document.name, line)
+    for document in DOCUMENTS
+    for block in blocks(document)
+    for line in logical_lines(block)
+]
+CHECKED = [
+    document for document in DOCUMENTS if any(block.startswith("# checked\n") for block in blocks(document))
+]
 
 
 @pytest.mark.parametrize(("document", "line"), COMMANDS, ids=[line[:70] for _, line in COMMANDS])
@@ -62,7 +70,9 @@ def test_commands_are_valid(document, line):
         for word in words[1:]:
             assert not word.startswith(("tests/", "constraints")) or (ROOT / word).exists()
     else:
-        pytest.fail(f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to validate it")
+        pytest.fail(
+            f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to validate it"
+        )
 
 
 @pytest.mark.parametrize("document", CHECKED, ids=lambda path: path.name)
@@ -71,10 +81,17 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
     write_raw_data(tmp_path / "data")
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     script = "\n".join(block for block in blocks(document) if block.startswith("# checked\n"))
     done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+        ["bash", "-euxo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     assert "identical" in done.stdout

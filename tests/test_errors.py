@@ -1,4 +1,5 @@
-"""What a user can fix is told in one line; a bug keeps its traceback. The same for each rank of a training."""
+"""What a user can fix is told in one line; a bug keeps its traceback. The same for each rank of a
+training."""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ class OutOfMemoryError(RuntimeError):
         (FileNotFoundError(2, "a"), True, 1),
         (MemoryError("a"), True, 1),
         (OutOfMemoryError("a"), True, 1),
-        (RuntimeError("[..third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True, 1),
+        (
+            RuntimeError("[..third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+            True,
+            1,
+        ),
         (RuntimeError("shapes do not match"), False, 1),
         (ValueError("a"), False, 1),
         (AssertionError(), False, 1),

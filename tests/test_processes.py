@@ -1,4 +1,5 @@
-"""Children of a process: dead ones that nobody waited for are none, whatever a process calls itself; a tree ends whole."""
+"""Children of a process: dead ones that nobody waited for are none, whatever a process calls itself; a tree
+ends whole."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_living_children_with_their_words(tmp_path: Path) -> None:
-    # The kernel puts the program's name in parentheses into the line of numbers: one that looks like its end is no harm.
+    # The kernel puts the program's name in parentheses into the line of numbers: one that looks like its end
+    # is no harm.
     program = tmp_path / "a) R 1 (b"
     program.symlink_to("/bin/sleep")
     running = subprocess.Popen([program, "60"])

@@ -23,5 +23,8 @@ def _root() -> Path:
 
 @cache
 def tiny_checkpoint(family: str = "qwen2_5_vl", **options: Any) -> Path:
-    """The folder of a tiny checkpoint (options as in :func:`write_tiny_checkpoint`); shared, so read it only."""
-    return write_tiny_checkpoint(_root() / f"{family}_{tiny_checkpoint.cache_info().currsize}", family, **options)
+    """The folder of a tiny checkpoint (options as in :func:`write_tiny_checkpoint`); shared, so read it
+    only."""
+    return write_tiny_checkpoint(
+        _root() / f"{family}_{tiny_checkpoint.cache_info().currsize}", family, **options
+    )

@@ -1,4 +1,5 @@
-"""``python -m toolkit``: the ``megatron-vl`` command of this very Python, whether or not its environment is activated."""
+"""``python -m toolkit``: the ``megatron-vl`` command of this very Python, whether or not its environment is
+activated."""
 
 import sys
 

@@ -1,9 +1,9 @@
 """Hugging Face folders opened in ``transformers`` so that nothing in them is executed or unpickled.
 
-A checkpoint may come from anybody. What transformers 5.17 would do with one unless it is told otherwise: ask at the
-terminal whether to run the code that ``auto_map`` names (``trust_remote_code`` left out), fall back to ``torch.load`` where
-there are no safetensors, follow ``adapter_config.json`` to another model, and fetch kernels that ``config.json`` names as
-its attention.
+A checkpoint may come from anybody. What transformers 5.17 would do with one unless it is told otherwise: ask
+at the terminal whether to run the code that ``auto_map`` names (``trust_remote_code`` left out), fall back to
+``torch.load`` where there are no safetensors, follow ``adapter_config.json`` to another model, and fetch
+kernels that ``config.json`` names as its attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
 def check_folder(folder: str | Path) -> TensorFolder:
-    """The weights of a checkpoint folder of a known family, by their safetensors files and index, before anything opens it.
+    """The weights of a checkpoint folder of a known family, by their safetensors files and index, before
+    anything opens it.
 
     Raises:
         FileNotFoundError: no config or no safetensors weights.
@@ -37,9 +38,13 @@ def check_folder(folder: str | Path) -> TensorFolder:
         raise FileNotFoundError(f"{folder / 'config.json'} is missing; give a Hugging Face checkpoint folder")
     spec = read_spec(folder)
     if (folder / "adapter_config.json").exists():
-        raise ConfigError(f"{folder} holds an adapter (adapter_config.json), which names another model; merge the two")
+        raise ConfigError(
+            f"{folder} holds an adapter (adapter_config.json), which names another model; merge the two"
+        )
     if "transformers_weights" in spec.hf_config:
-        raise ConfigError(f"{folder / 'config.json'}: field 'transformers_weights' names other weights; remove it")
+        raise ConfigError(
+            f"{folder / 'config.json'}: field 'transformers_weights' names other weights; remove it"
+        )
     return TensorFolder(folder)
 
 

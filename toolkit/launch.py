@@ -24,21 +24,38 @@ def run_group(
     """Runs ``python -m module arguments`` in ``ranks`` processes on this machine, to its end.
 
     Args:
-        show: where what the processes print goes. nothing: into the result; all: to where this process prints; errors: all of
-            it to standard error, because standard output is for this process's own.
+        show: where what the processes print goes. nothing: into the result; all: to where this process
+            prints; errors: all of it to standard error, because standard output is for this process's own.
         environment: variables of the processes where the user has not set them.
         timeout: seconds, behind which the group is killed and subprocess.TimeoutExpired raised.
     """
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    variables = {"OMP_NUM_THREADS": "1", **(environment or {}), **os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    variables["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    )
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        **(environment or {}),
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    variables["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
+    )
     if ranks == 1:  # what torchrun would set, without its seconds
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+        }
         variables |= alone | {"MASTER_PORT": str(free_port())}
     kept = subprocess.PIPE if show == "nothing" else None
     command = [sys.executable, *launch, "-m", module, *map(str, arguments)]
     stdout = sys.stderr if show == "errors" else kept
-    return subprocess.run(command, env=variables, stdout=stdout, stderr=kept, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, env=variables, stdout=stdout, stderr=kept, text=True, timeout=timeout, check=False
+    )
 
 
 def free_port() -> int:

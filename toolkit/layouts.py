@@ -1,4 +1,5 @@
-"""How a parallel layout is written on the command line: ``1``, ``tp2sp``, ``tp2pp2vpp2``, ``pp2:layers=1-3``, ``ep2``."""
+"""How a parallel layout is written on the command line: ``1``, ``tp2sp``, ``tp2pp2vpp2``, ``pp2:layers=1-3``,
+``ep2``."""
 
 from __future__ import annotations
 
@@ -43,18 +44,27 @@ class LayoutSpec:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a step is a multiple of this: each data-parallel rank has as many, interleaving wants ``pp``."""
+        """The number of rows of a step is a multiple of this: each data-parallel rank has as many,
+        interleaving wants ``pp``."""
         return self.dp * (self.pp if self.vpp > 1 else 1)
 
     @property
     def model_parallel(self) -> dict[str, Any]:
         """The arguments of :func:`megatron_vl.spec.layout.make_layout`."""
         layers = list(self.layers) if self.layers is not None else None
-        return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "layers": layers, "ep": self.ep, "etp": self.etp}
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "vpp": self.vpp,
+            "layers": layers,
+            "ep": self.ep,
+            "etp": self.etp,
+        }
 
 
 def parse_layout(text: str) -> LayoutSpec:
-    """A layout from its text. Without ``dp`` there are as few data-parallel ranks as ``ep`` and ``etp`` allow.
+    """A layout from its text. Without ``dp`` there are as few data-parallel ranks as ``ep`` and ``etp``
+    allow.
 
     Raises:
         LayoutTextError: the text is not of the grammar, or names a size twice.
@@ -72,12 +82,15 @@ def parse_layout(text: str) -> LayoutSpec:
         sizes["dp"] = next(dp for dp in range(1, experts + 1) if tp * dp % experts == 0)
     if "sp" in names and tp == 1:
         raise LayoutTextError(f"layout {text!r}: sp (sequence parallel) needs tp of at least 2")
-    layers = tuple(int(part) for part in match[match.lastindex or 0].split("-")) if ":layers=" in text else None
+    layers = (
+        tuple(int(part) for part in match[match.lastindex or 0].split("-")) if ":layers=" in text else None
+    )
     return LayoutSpec(text.strip(), **sizes, sequence_parallel="sp" in names, layers=layers)
 
 
 def parse_layouts(text: str) -> list[LayoutSpec]:
-    """A comma-separated list of layouts. Raises :class:`LayoutTextError` as :func:`parse_layout`, and for an empty list."""
+    """A comma-separated list of layouts. Raises :class:`LayoutTextError` as :func:`parse_layout`, and for an
+    empty list."""
     layouts = [parse_layout(part) for part in text.split(",") if part.strip()]
     if not layouts:
         raise LayoutTextError(f"no layout is given; valid: {GRAMMAR}")

@@ -1,4 +1,5 @@
-"""Conversations with their media -> samples and prompts, with the loader's own functions and nothing of a data set."""
+"""Conversations with their media -> samples and prompts, with the loader's own functions and nothing of a
+data set."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class SampleEncoder:
         """A conversation as it is trained on.
 
         Args:
-            messages: HF messages, parts ``{"type": "image"}`` and ``{"type": "video"}`` standing for ``media`` in order.
+            messages: HF messages, parts ``{"type": "image"}`` and ``{"type": "video"}`` standing for
+                ``media`` in order.
             media: (kind, name for messages, file content).
 
         Raises:
@@ -53,7 +55,8 @@ class SampleEncoder:
         return Sample(token_ids, loss_mask, items)
 
     def prompt(self, messages: Sequence[dict[str, Any]], media: Sequence[tuple[str, str, bytes]]) -> Sample:
-        """A conversation up to the header of the assistant's next turn; nothing of it is learnt. Raises as :meth:`sample`."""
+        """A conversation up to the header of the assistant's next turn; nothing of it is learnt. Raises as
+        :meth:`sample`."""
         items = [self._item(*medium) for medium in media]
         token_ids = self.chat.encode_prompt(messages, [item.grid for item in items])
         return Sample(token_ids, token_ids.new_zeros(len(token_ids)).bool(), items)
@@ -81,8 +84,13 @@ def read_samples(path: Path) -> list[Sample]:
     with safe_open(path, framework="pt") as file:
         for i, grids in enumerate(json.loads(file.metadata()["grids"])):
             media = [
-                MediaItem(Grid(**grid | {"timestamps": tuple(grid["timestamps"])}), file.get_tensor(f"{i}.{j}.planes"))
+                MediaItem(
+                    Grid(**grid | {"timestamps": tuple(grid["timestamps"])}),
+                    file.get_tensor(f"{i}.{j}.planes"),
+                )
                 for j, grid in enumerate(grids)
             ]
-            samples.append(Sample(file.get_tensor(f"{i}.token_ids"), file.get_tensor(f"{i}.loss_mask"), media))
+            samples.append(
+                Sample(file.get_tensor(f"{i}.token_ids"), file.get_tensor(f"{i}.loss_mask"), media)
+            )
     return samples

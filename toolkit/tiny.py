@@ -1,10 +1,11 @@
 """Small Hugging Face checkpoints with the real architecture: for the demo, the tests and dry runs.
 
-A folder written here has what a released checkpoint has: a config with its old flat fields (Qwen3-VL: nested), sharded
-safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat template, image
-processor and generation settings. Only the sizes are small, and the structural oddities are kept: grouped queries, window
-and full vision layers, a vision FFN width that no tensor parallelism divides, M-RoPE sections of different lengths, more
-embedding rows than tokens, stacks of experts with their input dimension first.
+A folder written here has what a released checkpoint has: a config with its old flat fields (Qwen3-VL:
+nested), sharded safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special
+tokens, chat template, image processor and generation settings. Only the sizes are small, and the structural
+oddities are kept: grouped queries, window and full vision layers, a vision FFN width that no tensor
+parallelism divides, M-RoPE sections of different lengths, more embedding rows than tokens, stacks of experts
+with their input dimension first.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class TinySizes:
     vision_layers: int = 4
     vision_heads: int = 4
     vision_ffn_hidden_size: int = 107
-    """Qwen2.5-VL only; odd, so that no tensor parallelism divides it (released: 3420). Qwen2-VL has 4 x the width."""
+    """Qwen2.5-VL only; odd, so that no tensor parallelism divides it (released: 3420). Qwen2-VL has 4 x the
+    width."""
     full_attention_layers: tuple[int, ...] = (1, 3)
     """Qwen2.5-VL only: vision layers that do not attend in windows."""
     head_dim: int = 24
@@ -80,7 +82,8 @@ class TinySizes:
     dense_layers: tuple[int, ...] = ()
     """Decoder layers without experts (released: none)."""
     text_vocab_size: int = 400
-    """Largest number of byte-pair tokens; special tokens come on top, then the embedding is rounded up to a multiple of 128."""
+    """Largest number of byte-pair tokens; special tokens come on top, then the embedding is rounded up to a
+    multiple of 128."""
     min_pixels: int = 3136
     max_pixels: int = 12845056
 
@@ -102,12 +105,14 @@ def write_tiny_checkpoint(
     """Writes a small checkpoint of ``family`` with random weights and returns its folder.
 
     Args:
-        tied: input and output embeddings are one tensor (as in the 2B and 3B models); there is no ``lm_head.weight`` then.
-        released_style: flat config, preprocessor and tokenizer files, stacks of experts with the input dimension first, as in the
-            released folders; False: what ``save_pretrained`` of the installed transformers writes (5.x nests the config, but
-            keeps the released names, and has the output dimension of experts first).
-        memory_names: tensors named ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52 holds them in
-            memory and as some tools save them; False: ``visual.*`` and ``model.*``.
+        tied: input and output embeddings are one tensor (as in the 2B and 3B models); there is no
+            ``lm_head.weight`` then.
+        released_style: flat config, preprocessor and tokenizer files, stacks of experts with the input
+            dimension first, as in the released folders; False: what ``save_pretrained`` of the installed
+            transformers writes (5.x nests the config, but keeps the released names, and has the output
+            dimension of experts first).
+        memory_names: tensors named ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52
+            holds them in memory and as some tools save them; False: ``visual.*`` and ``model.*``.
         texts: what the tokenizer is trained on.
         shards: number of safetensors files.
         sizes, overrides: a :class:`TinySizes`, or fields of one by name.
@@ -142,8 +147,11 @@ def write_tiny_checkpoint(
     return folder
 
 
-def tiny_config(family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """A ``config.json`` in the style of the released checkpoints: flat for Qwen2-VL and Qwen2.5-VL, nested for Qwen3-VL."""
+def tiny_config(
+    family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    """A ``config.json`` in the style of the released checkpoints: flat for Qwen2-VL and Qwen2.5-VL, nested
+    for Qwen3-VL."""
     if family in NESTED:
         return _nested_config(family, sizes, text_tokens, tied, dtype)
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
@@ -170,7 +178,11 @@ def tiny_config(family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, 
             "tokens_per_second": 2,
         }
     return {
-        "architectures": ["Qwen2VLForConditionalGeneration" if family == "qwen2_vl" else "Qwen2_5_VLForConditionalGeneration"],
+        "architectures": [
+            "Qwen2VLForConditionalGeneration"
+            if family == "qwen2_vl"
+            else "Qwen2_5_VLForConditionalGeneration"
+        ],
         "attention_dropout": 0.0,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
@@ -203,7 +215,9 @@ def tiny_config(family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, 
     }
 
 
-def _nested_config(family: str, sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
+def _nested_config(
+    family: str, sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.dtype
+) -> dict[str, Any]:
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
     used = text_tokens + len(SPECIAL_TOKENS)
     text = {
@@ -223,7 +237,11 @@ def _nested_config(family: str, sizes: TinySizes, text_tokens: int, tied: bool, 
         "num_hidden_layers": sizes.layers,
         "num_key_value_heads": sizes.kv_heads,
         "rms_norm_eps": 1e-06,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": list(sizes.interleaved_section), "rope_type": "default"},
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": list(sizes.interleaved_section),
+            "rope_type": "default",
+        },
         "rope_theta": 5000000,
         "use_cache": True,
         "vocab_size": (used // 128 + 1) * 128,
@@ -255,7 +273,9 @@ def _nested_config(family: str, sizes: TinySizes, text_tokens: int, tied: bool, 
     }
     return {
         "architectures": [
-            "Qwen3VLMoeForConditionalGeneration" if family == "qwen3_vl_moe" else "Qwen3VLForConditionalGeneration"
+            "Qwen3VLMoeForConditionalGeneration"
+            if family == "qwen3_vl_moe"
+            else "Qwen3VLForConditionalGeneration"
         ],
         "image_token_id": ids["<|image_pad|>"],
         "model_type": family,
@@ -270,11 +290,14 @@ def _nested_config(family: str, sizes: TinySizes, text_tokens: int, tied: bool, 
 
 
 def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
-    """The transformers model of a flat config, every parameter random: biases and norms too, so that none is lost unseen."""
+    """The transformers model of a flat config, every parameter random: biases and norms too, so that none is
+    lost unseen."""
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-    fields = {name: value for name, value in config.items() if name not in ("architectures", "transformers_version")}
+    fields = {
+        name: value for name, value in config.items() if name not in ("architectures", "transformers_version")
+    }
     model = model_class(model_class.config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -286,8 +309,8 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
             elif "embed_tokens" in name:
                 parameter.copy_(0.1 * noise if config["tie_word_embeddings"] else noise)
             else:
-                # Unit gain, so that signals of a small model neither vanish nor explode; a patch embedding has five dimensions,
-                # a stack of experts three, with the inputs last.
+                # Unit gain, so that signals of a small model neither vanish nor explode; a patch embedding
+                # has five dimensions, a stack of experts three, with the inputs last.
                 inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
                 parameter.copy_(noise / inputs**0.5)
     return model.to(dtype)
@@ -301,7 +324,9 @@ def train_bpe(texts: tuple[str, ...], vocab_size: int) -> tuple[dict[str, int], 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), to_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), to_bytes]
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
@@ -315,14 +340,22 @@ def chat_template() -> str:
 
 
 def _save_pretrained(
-    folder: Path, model: Any, family: str, sizes: TinySizes, vocabulary: dict[str, int], merges: list[tuple[str, str]]
+    folder: Path,
+    model: Any,
+    family: str,
+    sizes: TinySizes,
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
 ) -> None:
-    """The folder as the installed transformers writes it: nested config, its own tensor names, ``processor_config.json``."""
+    """The folder as the installed transformers writes it: nested config, its own tensor names,
+    ``processor_config.json``."""
     from transformers import AutoProcessor
 
     with tempfile.TemporaryDirectory() as released:
         _write_processor(Path(released), family, sizes, vocabulary, merges)
-        AutoProcessor.from_pretrained(released, trust_remote_code=False, local_files_only=True).save_pretrained(folder)
+        AutoProcessor.from_pretrained(
+            released, trust_remote_code=False, local_files_only=True
+        ).save_pretrained(folder)
     model.save_pretrained(folder)
 
 
@@ -336,7 +369,8 @@ def _write_processor(
 
 
 def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
-    """``tokenizer.json``, ``vocab.json``, ``merges.txt``, ``tokenizer_config.json`` and ``chat_template.json``, as released."""
+    """``tokenizer.json``, ``vocab.json``, ``merges.txt``, ``tokenizer_config.json`` and
+    ``chat_template.json``, as released."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
@@ -375,7 +409,9 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tupl
 
 def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
     if family in NESTED:
-        return _qwen3_preprocessor(sizes.min_pixels, sizes.max_pixels) | {"image_processor_type": "Qwen2VLImageProcessorFast"}
+        return _qwen3_preprocessor(sizes.min_pixels, sizes.max_pixels) | {
+            "image_processor_type": "Qwen2VLImageProcessorFast"
+        }
     return {
         "min_pixels": sizes.min_pixels,
         "max_pixels": sizes.max_pixels,
@@ -391,7 +427,9 @@ def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
 
 def _video_preprocessor(sizes: TinySizes) -> dict[str, Any]:
     """Qwen3-VL's: the areas are those of all frames together."""
-    return _qwen3_preprocessor(sizes.min_pixels, 2 * sizes.max_pixels) | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    return _qwen3_preprocessor(sizes.min_pixels, 2 * sizes.max_pixels) | {
+        "video_processor_type": "Qwen3VLVideoProcessor"
+    }
 
 
 def _qwen3_preprocessor(shortest: int, longest: int) -> dict[str, Any]:
@@ -423,8 +461,13 @@ def _generation(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _released_name(name: str) -> str:
-    """The released name of a tensor that transformers >= 4.52 holds as ``model.visual.*`` or ``model.language_model.*``."""
-    return name.removeprefix("model.") if name.startswith("model.visual.") else name.replace("model.language_model.", "model.", 1)
+    """The released name of a tensor that transformers >= 4.52 holds as ``model.visual.*`` or
+    ``model.language_model.*``."""
+    return (
+        name.removeprefix("model.")
+        if name.startswith("model.visual.")
+        else name.replace("model.language_model.", "model.", 1)
+    )
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:

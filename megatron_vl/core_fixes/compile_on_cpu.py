@@ -1,7 +1,8 @@
 """Core's small functions stay uncompiled where there is no GPU.
 
-Megatron-core 0.19.2 wraps some forty of them in ``torch.compile`` while it is imported. Making the wrappers imports inductor:
-two of the six seconds of processor time that each rank needs to start, for kernels that a CPU run does not gain from.
+Megatron-core 0.19.2 wraps some forty of them in ``torch.compile`` while it is imported. Making the wrappers
+imports inductor: two of the six seconds of processor time that each rank needs to start, for kernels that a
+CPU run does not gain from.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Everything in this project that replaces, or reaches into, what Megatron-core, Transformer Engine or torch keep to themselves.
+"""Everything in this project that replaces, or reaches into, what Megatron-core, Transformer Engine or torch
+keep to themselves.
 
-Each entry says what is touched, why, for which version it was written, when it can go, and which test fails when it is taken
-out or is no longer needed. ``tests/core_fixes/test_register.py`` checks that the entries are true and that none is missing.
+Each entry says what is touched, why, for which version it was written, when it can go, and which test fails
+when it is taken out or is no longer needed. ``tests/core_fixes/test_register.py`` checks that the entries are
+true and that none is missing.
 
-A new version of Megatron-core may break any of them without a message, so an unknown version is refused at the start
-(:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
+A new version of Megatron-core may break any of them without a message, so an unknown version is refused at
+the start (:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def check_core_version() -> None:
     """Refuses a version of Megatron-core that the fixes below were not written for.
 
     Raises:
-        CoreVersionError: another version is installed, or none, and ``MEGATRON_VL_UNTESTED_CORE`` is not set to 1.
+        CoreVersionError: another version is installed, or none, and ``MEGATRON_VL_UNTESTED_CORE`` is not set
+            to 1.
     """
     try:
         installed = version(CORE)
@@ -92,7 +95,9 @@ FIXES: tuple[Fix, ...] = (
     ),
     Fix(
         ours="megatron_vl.core_fixes.wgrad_fusion:fuse_weight_gradients",
-        touches=("transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",),
+        touches=(
+            "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",
+        ),
         why="Core's switch is for all linears at once, and its own output layer then wants a CUDA extension of APEX.",
         written_for=_CORE,
         goes_when="GPTModel takes a Transformer Engine output layer",
@@ -129,7 +134,9 @@ FIXES: tuple[Fix, ...] = (
     ),
     Fix(
         ours="megatron_vl.training.weight_copy:copy_weights_together",
-        touches=("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",),
+        touches=(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
+        ),
         why="Core copies the weights of each parameter in a launch of its own: 1,650 a step with experts.",
         written_for=_CORE,
         goes_when="core copies them together",

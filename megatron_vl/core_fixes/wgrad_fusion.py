@@ -1,8 +1,9 @@
 """Gradient-accumulation fusion without APEX (Megatron-core 0.19.2).
 
-Core's config switch is for all linears at once, and its own ColumnParallelLinear (the output layer of GPTModel) then
-wants a CUDA extension of APEX. Transformer Engine's linears can add weight gradients into ``main_grad`` by themselves,
-so the switch stays off and only they are told. Can go when GPTModel takes a Transformer Engine output layer.
+Core's config switch is for all linears at once, and its own ColumnParallelLinear (the output layer of
+GPTModel) then wants a CUDA extension of APEX. Transformer Engine's linears can add weight gradients into
+``main_grad`` by themselves, so the switch stays off and only they are told. Can go when GPTModel takes a
+Transformer Engine output layer.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from torch import nn
 
 
 def fuse_weight_gradients(model: nn.Module) -> int:
-    """Lets every Transformer Engine linear of ``model`` accumulate into ``main_grad``. Returns how many there are.
+    """Lets every Transformer Engine linear of ``model`` accumulate into ``main_grad``. Returns how many there
+    are.
 
     ``main_grad`` must exist before the first backward pass: wrap the model in Megatron-core's DDP.
     """
     count = 0
     for module in model.modules():
         origins = tuple(kind.__module__ for kind in type(module).__mro__)
-        if hasattr(module, "fuse_wgrad_accumulation") and any(o.startswith("transformer_engine.") for o in origins):
+        if hasattr(module, "fuse_wgrad_accumulation") and any(
+            o.startswith("transformer_engine.") for o in origins
+        ):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
             count += 1
     return count

@@ -1,7 +1,7 @@
 """Samples -> one packed :class:`~megatron_vl.data.row.Row`.
 
-Everything that depends on the data is computed here, on the CPU. Nothing is decoded here: the samples bring their
-pixel planes (see :mod:`megatron_vl.data.pixels`).
+Everything that depends on the data is computed here, on the CPU. Nothing is decoded here: the samples bring
+their pixel planes (see :mod:`megatron_vl.data.pixels`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class MediaItem:
 
     grid: Grid
     planes: Tensor
-    """uint8 [F, h * w, channels * patch * patch]: the frames, patches in merge-unit order. An image is one frame. Time
-    slice ``i`` of the grid is frame ``min(i, F - 1)``: the last frame is repeated, as HF's processors do."""
+    """uint8 [F, h * w, channels * patch * patch]: the frames, patches in merge-unit order. An image is one
+    frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``: the last frame is repeated, as HF's
+    processors do."""
 
 
 @dataclass
@@ -75,7 +76,8 @@ def pack_row(
     pad_token_id: int | None = None,
     video_positions: VideoPositions = "released",
 ) -> Row:
-    """Puts whole samples behind each other into a row of ``seq_len`` tokens; the padded tail is one more segment.
+    """Puts whole samples behind each other into a row of ``seq_len`` tokens; the padded tail is one more
+    segment.
 
     Args:
         pad_token_id: fills the tail; None: the model's own.
@@ -88,7 +90,9 @@ def pack_row(
     lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
     used = int(lengths.sum())
     if not len(samples) or used > seq_len or bool((lengths == 0).any()):
-        raise PackError(f"{len(samples)} samples of {lengths.tolist()} tokens do not make a row of {seq_len} tokens")
+        raise PackError(
+            f"{len(samples)} samples of {lengths.tolist()} tokens do not make a row of {seq_len} tokens"
+        )
     filler = pad_token(spec) if pad_token_id is None else pad_token_id
     tail = seq_len - used
     tokens = pad(torch.cat([sample.token_ids for sample in samples]), (0, tail), value=filler)
@@ -115,7 +119,8 @@ def pack_row(
 
 
 def _targets(samples: Sequence[Sample], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Labels int64 [S] and loss mask float32 [S]: the next token of the same sample, where it is to be learnt."""
+    """Labels int64 [S] and loss mask float32 [S]: the next token of the same sample, where it is to be
+    learnt."""
     labels = torch.zeros(seq_len, dtype=torch.int64)
     mask = torch.zeros(seq_len, dtype=torch.float32)
     start = 0
@@ -165,16 +170,20 @@ def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -
 
 
 def _plane_index(item: MediaItem, temporal: int) -> Tensor:
-    """int64 [patches, temporal]: the planes of each patch in merge-unit order, counted from the item's first."""
+    """int64 [patches, temporal]: the planes of each patch in merge-unit order, counted from the item's
+    first."""
     grid, frames, per_frame = item.grid, item.planes.shape[0], item.grid.h * item.grid.w
     if item.planes.shape[1] != per_frame:
-        raise PackError(f"a {grid.kind} of {grid.h} x {grid.w} patches came with {item.planes.shape[1]} planes a frame")
+        raise PackError(
+            f"a {grid.kind} of {grid.h} x {grid.w} patches came with {item.planes.shape[1]} planes a frame"
+        )
     slices = torch.arange(grid.t * temporal).clamp(max=frames - 1).view(grid.t, 1, temporal)
     return (slices * per_frame + torch.arange(per_frame)[:, None]).reshape(-1, temporal)
 
 
 def dummy_vision(spec: ModelSpec) -> VisionBatch:
-    """One black merge unit without a place in the text: keeps the vision tower's backward running in text-only rows."""
+    """One black merge unit without a place in the text: keeps the vision tower's backward running in
+    text-only rows."""
     vision = spec.vision
     grid = Grid(1, vision.spatial_merge_size, vision.spatial_merge_size)
     segment = torch.tensor([0, grid.patches], dtype=torch.int32)

@@ -13,7 +13,8 @@ LISTED_PER_ROW = 256
 
 @dataclass(frozen=True)
 class DroppedSample:
-    """One sample that is left out, or (a medium that does not decode) stays in the row grey and without loss."""
+    """One sample that is left out, or (a medium that does not decode) stays in the row grey and without
+    loss."""
 
     key: str
     """Key in the data set; ``SHARD[i]``, from 0, where not even that could be read."""
@@ -32,13 +33,13 @@ class DroppedSample:
 class BadSampleMeter:
     """Says when too large a share of the samples cannot be used.
 
-    The share is ``bad / max(seen, minimum)``: a few bad samples at the start stop nothing, and a data set that is bad from
-    the start is noticed before ``minimum`` samples were read.
+    The share is ``bad / max(seen, minimum)``: a few bad samples at the start stop nothing, and a data set
+    that is bad from the start is noticed before ``minimum`` samples were read.
 
     Args:
         max_share: largest share that is accepted, 0 (none) to 1 (any).
-        minimum: samples that the share is counted of while fewer were seen. To tolerate that a whole shard is gone where it
-            is a small part of the data, give the number of samples of the data set.
+        minimum: samples that the share is counted of while fewer were seen. To tolerate that a whole shard is
+            gone where it is a small part of the data, give the number of samples of the data set.
 
     Raises:
         ValueError: impossible limits.
@@ -46,13 +47,16 @@ class BadSampleMeter:
 
     def __init__(self, max_share: float, minimum: int = 1000) -> None:
         if not 0 <= max_share <= 1 or minimum < 1:
-            raise ValueError(f"data.max_bad_share {max_share} must be from 0 to 1, and {minimum} samples at least 1")
+            raise ValueError(
+                f"data.max_bad_share {max_share} must be from 0 to 1, and {minimum} samples at least 1"
+            )
         self.max_share, self.minimum = max_share, minimum
         self.used = 0
         self.reasons: Counter[str] = Counter()
 
     def add(self, samples: int, dropped: Mapping[str, int]) -> None:
-        """Counts ``samples`` in rows and ``dropped`` ones by reason (``Row.num_samples`` and ``Row.dropped``)."""
+        """Counts ``samples`` in rows and ``dropped`` ones by reason (``Row.num_samples`` and
+        ``Row.dropped``)."""
         self.used += samples
         self.reasons.update(dropped)
 
@@ -98,6 +102,8 @@ def add_pending(state: Mapping[str, Any], pending: Iterable[Mapping[str, int]]) 
     meter = BadSampleMeter(1.0)
     meter.load_state_dict(state)
     for counts in pending:
-        reasons = {name.removeprefix(DROPPED): count for name, count in counts.items() if name.startswith(DROPPED)}
+        reasons = {
+            name.removeprefix(DROPPED): count for name, count in counts.items() if name.startswith(DROPPED)
+        }
         meter.add(counts.get("samples", 0), reasons)
     return {**state, **meter.state_dict()}

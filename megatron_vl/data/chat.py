@@ -1,7 +1,7 @@
 """Conversation -> tokens and loss mask, with the checkpoint's own tokenizer and chat template.
 
-The text is what ``apply_chat_template`` renders (in transformers' sandbox) and the tokens are those of the whole text; the
-placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
+The text is what ``apply_chat_template`` renders (in transformers' sandbox) and the tokens are those of the
+whole text; the placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
 
 Where the family writes times into the text (Qwen3-VL), a video becomes, for each frame group,
 ``<1.5 seconds><|vision_start|>...<|vision_end|>``. The template writes a ``<|vision_start|>`` and a
@@ -12,11 +12,11 @@ Where the family writes times into the text (Qwen3-VL), a video becomes, for eac
 * ``transformers_5_10``: they stay. The processors of transformers keep them since they were rewritten in
   5.10, and vLLM follows where it finds 5.10 or later (its issue 46817).
 
-Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the newline behind
-it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the text rendered with and
-without it. A token that begins in the header (content that starts with a newline melts into it) is not learnt, because
-nobody could have to predict it. Placeholders of media inside an assistant turn, and what stands for a video there, are not
-learnt: they are no text of the assistant's.
+Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the
+newline behind it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the
+text rendered with and without it. A token that begins in the header (content that starts with a newline melts
+into it) is not learnt, because nobody could have to predict it. Placeholders of media inside an assistant
+turn, and what stands for a video there, are not learnt: they are no text of the assistant's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class ChatEncoder:
         self.template = read_chat_template(hf_dir)
         ids = (spec.image_token_id, spec.video_token_id)
         if max(ids) >= len(self.tokenizer):
-            raise ChatError(f"{hf_dir}: the tokenizer has {len(self.tokenizer)} tokens; the config's placeholders are {ids}")
+            raise ChatError(
+                f"{hf_dir}: the tokenizer has {len(self.tokenizer)} tokens; the config's placeholders are {ids}"
+            )
         self.image_token, self.video_token = self.tokenizer.convert_ids_to_tokens(list(ids))
         self._placeholder = re.compile("|".join(map(re.escape, (self.image_token, self.video_token))))
 
@@ -76,10 +78,15 @@ class ChatEncoder:
         """The conversation as the checkpoint's template writes it, one placeholder a medium."""
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=generation_prompt
+                list(messages),
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
             )
         except Exception as error:  # jinja errors, and whatever a template raises
-            raise ChatError(f"the chat template refuses the conversation ({type(error).__name__}: {error})") from error
+            raise ChatError(
+                f"the chat template refuses the conversation ({type(error).__name__}: {error})"
+            ) from error
 
     def assistant_spans(self, messages: Sequence[dict[str, Any]], text: str) -> list[tuple[int, int]]:
         """Start and end in ``text`` (the rendered conversation) of what is learnt of each assistant turn.
@@ -102,7 +109,9 @@ class ChatEncoder:
                 or start < 0
                 or (i and start > len(before))
             ):
-                raise ChatError(f"turn {i + 1}: the chat template does not write the conversation turn by turn")
+                raise ChatError(
+                    f"turn {i + 1}: the chat template does not write the conversation turn by turn"
+                )
             spans.append((start + len(header), len(after.rstrip())))
         return spans
 
@@ -134,20 +143,26 @@ class ChatEncoder:
         return ids.repeat_interleave(repeats), learnt.repeat_interleave(repeats)
 
     def encode_prompt(self, messages: Sequence[dict[str, Any]], grids: Sequence[Grid]) -> Tensor:
-        """Token ids int64 [n] up to the header of the assistant's next turn, placeholders expanded; else as :meth:`encode`."""
+        """Token ids int64 [n] up to the header of the assistant's next turn, placeholders expanded; else as
+        :meth:`encode`."""
         text = self.render(messages, generation_prompt=True)
         self._check_placeholders(text, grids)
-        ids = torch.tensor(self.tokenizer(self._write_times(text, [], grids)[0])["input_ids"], dtype=torch.int64)
+        ids = torch.tensor(
+            self.tokenizer(self._write_times(text, [], grids)[0])["input_ids"], dtype=torch.int64
+        )
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
         return ids.repeat_interleave(self._repeats(is_media, grids))
 
     def _repeats(self, is_media: Tensor, grids: Sequence[Grid]) -> Tensor:
         """How often each token stands: a placeholder once for each merge unit of its medium, int64 [n].
 
-        Repeating the ids equals tokenizing the repeated text: special tokens are cut out before anything is merged.
+        Repeating the ids equals tokenizing the repeated text: special tokens are cut out before anything is
+        merged.
         """
         repeats = torch.ones(len(is_media), dtype=torch.int64)
-        counts = [run.tokens(self.spec.vision.spatial_merge_size) for run in placeholder_runs(grids, self.spec)]
+        counts = [
+            run.tokens(self.spec.vision.spatial_merge_size) for run in placeholder_runs(grids, self.spec)
+        ]
         repeats[is_media] = torch.tensor(counts, dtype=torch.int64)
         return repeats
 
@@ -174,18 +189,27 @@ class ChatEncoder:
         return "".join([*parts, text[done:]]), moved, inserted  # type: ignore[return-value]
 
     def _check_placeholders(self, text: str, grids: Sequence[Grid]) -> None:
-        written = ["image" if token == self.image_token else "video" for token in self._placeholder.findall(text)]
+        written = [
+            "image" if token == self.image_token else "video" for token in self._placeholder.findall(text)
+        ]
         given: list[str] = [grid.kind for grid in grids]
         if written != given:
-            raise ChatError(f"the text has placeholders for {_listed(written)}, the conversation brings {_listed(given)}")
+            raise ChatError(
+                f"the text has placeholders for {_listed(written)}, the conversation brings {_listed(given)}"
+            )
 
 
 def _listed(kinds: list[str]) -> str:
-    return ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "") if kinds else "nothing"
+    return (
+        ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
+        if kinds
+        else "nothing"
+    )
 
 
 def read_chat_template(hf_dir: str | Path) -> str:
-    """The chat template of an HF folder: ``chat_template.jinja``, ``chat_template.json`` or the tokenizer's config.
+    """The chat template of an HF folder: ``chat_template.jinja``, ``chat_template.json`` or the tokenizer's
+    config.
 
     Raises:
         FileNotFoundError: there is none.
@@ -198,11 +222,14 @@ def read_chat_template(hf_dir: str | Path) -> str:
             template = json.loads((folder / name).read_text()).get("chat_template")
             if isinstance(template, str):
                 return template
-    raise FileNotFoundError(f"{folder} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json)")
+    raise FileNotFoundError(
+        f"{folder} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json)"
+    )
 
 
 def stop_tokens(hf_dir: str | Path) -> list[int]:
-    """The tokens that end a turn: ``eos_token_id`` of ``generation_config.json``, else of ``config.json``, as in HF's generate.
+    """The tokens that end a turn: ``eos_token_id`` of ``generation_config.json``, else of ``config.json``, as
+    in HF's generate.
 
     Raises:
         ChatError: neither file says one.
@@ -221,7 +248,9 @@ def _load_tokenizer(folder: Path) -> Any:
 
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise FileNotFoundError(f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, use_fast=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True, use_fast=True
+    )
     if not tokenizer.is_fast:
         raise ChatError(f"{folder}: the tokenizer gives no character offsets; a tokenizer.json is needed")
     return tokenizer

@@ -1,12 +1,13 @@
 """What a data set says about itself, read before Energon acts on it.
 
-Energon 7.4.1 imports whatever module ``dataset.yaml`` or a metadataset names, calls what it names there, and runs Python files
-beside it (``sample_loader``, ``part_filter``); names of shards may lead anywhere. A data set may come from anybody, and all
-that this project's loader needs of a description is that there is nothing special about it.
+Energon 7.4.1 imports whatever module ``dataset.yaml`` or a metadataset names, calls what it names there, and
+runs Python files beside it (``sample_loader``, ``part_filter``); names of shards may lead anywhere. A data
+set may come from anybody, and all that this project's loader needs of a description is that there is nothing
+special about it.
 
-Reading it is linear in the number of shards, and opens none of them: one listing of the folder shows which names
-are links. One rank of a training reads it (:func:`read_description`) and sends the others what a loader needs
-(:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
+Reading it is linear in the number of shards, and opens none of them: one listing of the folder shows which
+names are links. One rank of a training reads it (:func:`read_description`) and sends the others what a loader
+needs (:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from megatron_vl.errors import UserError
 
 META = ".nv-meta"
 MOST_SHARDS = 4_000_000
-"""Of a data set; the converter refuses to write more. Energon 7.4.1 keeps about 740 bytes of memory for each shard on
-every rank that owns a loader: 2.8 GiB of it at this bound, which is a data set of a petabyte in shards of 256 MB."""
+"""Of a data set; the converter refuses to write more. Energon 7.4.1 keeps about 740 bytes of memory for each
+shard on every rank that owns a loader: 2.8 GiB of it at this bound, which is a data set of a petabyte in
+shards of 256 MB."""
 LARGEST = 48 * MOST_SHARDS
 """Bytes of a description file; the converter writes at most 39 about a shard."""
 DEEPEST_YAML = 100
@@ -51,8 +53,8 @@ METADATASET_KEYS = {
     ),
     *("shuffle_over_epochs_multiplier", "subset", "range"),
 }
-"""What a split of a metadataset may say; the rest (joins, other description files, auxiliary data) names code or leads
-elsewhere."""
+"""What a split of a metadataset may say; the rest (joins, other description files, auxiliary data) names code
+or leads elsewhere."""
 DEFAULTS = {"weight": 1, "repetitions": 1, "shuffle_over_epochs_multiplier": 1, "subset": None}
 """What Energon takes where a metadataset says nothing."""
 KINDS = {
@@ -86,7 +88,8 @@ class SplitFacts:
     identity: dict[str, Any]
     """What the order of samples follows from, as JSON values; compare with :func:`difference`."""
     former: str
-    """What versions before 2026-11-22 took for the identity: ``index.uuid``, else the name of the folder or file."""
+    """What versions before 2026-11-22 took for the identity: ``index.uuid``, else the name of the folder or
+    file."""
     samples: int | None
     """Over all ranks; None for a metadataset, whose parts begin anew at different times."""
     largest_shard: int
@@ -107,7 +110,8 @@ class DataSet:
     counts: dict[str, int]
     """Samples of each shard."""
     uuid: str
-    """Made by the converter from the SHA-256 of all shards; empty where a data set was prepared without one."""
+    """Made by the converter from the SHA-256 of all shards; empty where a data set was prepared without
+    one."""
 
     def identity(self, split: str) -> dict[str, Any]:
         """By content; without the path, so that the folder can be moved."""
@@ -170,7 +174,8 @@ class Metadataset:
     """By the path as written."""
 
     def identity(self, split: str) -> dict[str, Any]:
-        """The mixture's structure and weights with the identity of each part; ``name`` is for messages only."""
+        """The mixture's structure and weights with the identity of each part; ``name`` is for messages
+        only."""
         return {"mixture": self._identity(self._split(split), split)}
 
     def facts(self, split: str) -> SplitFacts:
@@ -284,7 +289,8 @@ def _uuid(path: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A YAML or JSON object as Energon reads it, without tags, aliases or a size that only harm has use for."""
+    """A YAML or JSON object as Energon reads it, without tags, aliases or a size that only harm has use
+    for."""
     if not path.is_file():
         raise DescriptionError(f"{path} is missing; convert the data with `megatron-vl data convert`")
     if path.stat().st_size > LARGEST:
@@ -310,7 +316,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_yaml(path: Path, text: str) -> None:
-    """Refuses what is no YAML, more than one document of it, and what makes values that are not written there.
+    """Refuses what is no YAML, more than one document of it, and what makes values that are not written
+    there.
 
     Energon's own parser is lenient and knows neither tags nor aliases. PyYAML is fast enough through libyaml.
     """
@@ -436,11 +443,13 @@ def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
     return [*inner, value["path"]]
 
 
-# ------------------------------------------------------------------------------------------ comparing identities
+# ------------------------------------------------------------------------------------------ comparing
+# identities
 
 
 def difference(saved: Any, now: Any, name: str = "the data set") -> str:
-    """What differs between two identities of :class:`SplitFacts`, in a clause for a message; empty when nothing does.
+    """What differs between two identities of :class:`SplitFacts`, in a clause for a message; empty when
+    nothing does.
 
     Args:
         name: of the part that is compared.

@@ -1,14 +1,15 @@
 """Energon loader: shards written by ``megatron-vl data convert`` -> packed rows.
 
-Order of work in a worker: tokens, loss mask and grids from the stored sizes, without decoding (``preencode_sample``); packing
-on two budgets (``select_samples_to_pack``); pixels only then (``postencode_sample``); one :class:`Row`
-(``pack_selected_samples``). Nothing vanishes: what cannot be used is logged, counted in ``Row.dropped`` of the next row and
-listed in its ``Row.dropped_samples``. A sample that cannot be read or encoded still goes through Energon, marked, until
-rows are chosen: so it also does when a state is restored whose samples can no longer be read.
+Order of work in a worker: tokens, loss mask and grids from the stored sizes, without decoding
+(``preencode_sample``); packing on two budgets (``select_samples_to_pack``); pixels only then
+(``postencode_sample``); one :class:`Row` (``pack_selected_samples``). Nothing vanishes: what cannot be used
+is logged, counted in ``Row.dropped`` of the next row and listed in its ``Row.dropped_samples``. A sample that
+cannot be read or encoded still goes through Energon, marked, until rows are chosen: so it also does when a
+state is restored whose samples can no longer be read.
 
-A medium that fails to decode after packing leaves its sample in the row, grey and without loss, so that all ranks see
-the same row. One loader serves a data-parallel replica. (A validation pass ends: what is dropped behind its last row has no
-row to be counted in, and is logged only.)
+A medium that fails to decode after packing leaves its sample in the row, grey and without loss, so that all
+ranks see the same row. One loader serves a data-parallel replica. (A validation pass ends: what is dropped
+behind its last row has no row to be counted in, and is logged only.)
 """
 
 from __future__ import annotations
@@ -69,16 +70,24 @@ log = logging.getLogger(__name__)
 __all__ = ["BadSampleMeter", "DroppedSample", "LoaderError", "RowLoader", "build_loader", "pack_greedily"]
 
 MOST_REFUSED_IN_A_ROW = 1000
-"""Unusable samples one after the other at which a worker stops instead of searching for ever; three times the largest
-shard when that is more, so that shards which vanished do not end a run that has others."""
+"""Unusable samples one after the other at which a worker stops instead of searching for ever; three times the
+largest shard when that is more, so that shards which vanished do not end a run that has others."""
 GREY = 128
-PIXEL_FIELDS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "video_fps", "video_max_frames")
+PIXEL_FIELDS = (
+    "min_pixels",
+    "max_pixels",
+    "video_min_pixels",
+    "video_max_pixels",
+    "video_fps",
+    "video_max_frames",
+)
 STATE_VERSION = 2
 """Of what the order of samples follows from: another packing reads the same state differently."""
 
 
 class UnusableError(Exception):
-    """A sample that is left out: what it is counted under, the detail, and its tokens or patches where they are too many."""
+    """A sample that is left out: what it is counted under, the detail, and its tokens or patches where they
+    are too many."""
 
     def __init__(self, reason: str, detail: str, size: int = 0) -> None:
         super().__init__(detail)
@@ -128,7 +137,9 @@ def cook(crude: dict[str, Any]) -> RawSample:
     """Energon's crude sample -> :class:`RawSample`. Never fails: what is missing is counted when encoding."""
     members = {name: data for name, data in crude.items() if not name.startswith("__") and name != "json"}
     shard, broken = crude.get("__shard__", ""), crude.get(BROKEN)
-    return RawSample(**basic_sample_keys(crude), text=crude.get("json"), members=members, shard=shard, broken=broken)
+    return RawSample(
+        **basic_sample_keys(crude), text=crude.get("json"), members=members, shard=shard, broken=broken
+    )
 
 
 def stored_bytes(sample: RawSample) -> int:
@@ -141,7 +152,8 @@ class RowEncoder(DefaultTaskEncoder):
 
     cookers = [Cooker(cook)]
     decoder = None  # raw bytes: Energon's decoder would decode every picture before packing
-    # Energon's own limits (100 failures in a row) would end the process before the run's rule on bad samples does.
+    # Energon's own limits (100 failures in a row) would end the process before the run's rule on bad samples
+    # does.
     __default_failure_tolerance__ = 0
 
     def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
@@ -154,7 +166,8 @@ class RowEncoder(DefaultTaskEncoder):
         self.logged: Counter[str] = Counter()
         self.refused_in_a_row = 0
         self.smallest: dict[str, int] = {}
-        """By reason, the tokens or patches of the smallest sample that was too large since the last usable one."""
+        """By reason, the tokens or patches of the smallest sample that was too large since the last usable
+        one."""
         self.most_refused = MOST_REFUSED_IN_A_ROW
         self.shielded = False
         self.shuffles = False
@@ -172,7 +185,9 @@ class RowEncoder(DefaultTaskEncoder):
             dataset = ShuffleBufferDataset(dataset, size, most_bytes, stored_bytes, worker_config)
         return super().build_encode_sample(dataset, worker_config=worker_config)
 
-    def build_batch(self, dataset: Any, *, packing_buffer_size: int, worker_config: WorkerConfig, **unused: Any) -> RowPacking:
+    def build_batch(
+        self, dataset: Any, *, packing_buffer_size: int, worker_config: WorkerConfig, **unused: Any
+    ) -> RowPacking:
         select, encode, pack = self.select_rows, self.postencode_sample, self.pack_selected_samples
         return RowPacking(dataset, packing_buffer_size, select, encode, pack, worker_config)
 
@@ -188,7 +203,9 @@ class RowEncoder(DefaultTaskEncoder):
             refused = (error.reason, str(error))
             if error.size:
                 self.smallest[error.reason] = min(error.size, self.smallest.get(error.reason, error.size))
-        except Exception as error:  # the sample came from outside: whatever it makes the code below raise is about it
+        except (
+            Exception
+        ) as error:  # the sample came from outside: whatever it makes the code below raise is about it
             refused = ("cannot be encoded", f"{type(error).__name__}: {error}")
         else:
             self.refused_in_a_row = 0
@@ -204,13 +221,17 @@ class RowEncoder(DefaultTaskEncoder):
                 f"{self._advice()}"
             )
         self._log(sample, *refused)
-        return EncodedSample.derive_from(sample, shard=sample.shard, source=_source(sample.text), refused=refused)
+        return EncodedSample.derive_from(
+            sample, shard=sample.shard, source=_source(sample.text), refused=refused
+        )
 
     def _encode(self, sample: RawSample) -> EncodedSample:
         if sample.broken:
             raise UnusableError(*sample.broken)
         if sample.text is None:
-            raise LoaderError("the sample has no .json member; was the data set written by `megatron-vl data convert`?")
+            raise LoaderError(
+                "the sample has no .json member; was the data set written by `megatron-vl data convert`?"
+            )
         if crc_differs(sample.text):
             raise UnusableError("text changed since conversion", "the CRC-32 of the sample's JSON differs")
         record = json.loads(sample.text)
@@ -245,10 +266,19 @@ class RowEncoder(DefaultTaskEncoder):
 
     def _advice(self) -> str:
         """For samples that were too large: which field to raise, and how far at least."""
-        units = {"longer than seq_len": ("tokens", "data.seq_len"), "more than max_patches": ("patches", "data.max_patches")}
-        told = [f"the smallest {reason} has {size} {units[reason][0]}" for reason, size in self.smallest.items()]
+        units = {
+            "longer than seq_len": ("tokens", "data.seq_len"),
+            "more than max_patches": ("patches", "data.max_patches"),
+        }
+        told = [
+            f"the smallest {reason} has {size} {units[reason][0]}" for reason, size in self.smallest.items()
+        ]
         fields = " and ".join(units[reason][1] for reason in self.smallest)
-        return f". Of these, {', '.join(told)}: raise {fields}, or lower data.max_pixels where pictures fill it" if told else ""
+        return (
+            f". Of these, {', '.join(told)}: raise {fields}, or lower data.max_pixels where pictures fill it"
+            if told
+            else ""
+        )
 
     def _log(self, sample: Sample, reason: str, detail: str) -> None:
         if self.logged[reason] <= 10:
@@ -259,9 +289,13 @@ class RowEncoder(DefaultTaskEncoder):
         """Counts a sample for the next row and lists it there."""
         self.dropped[reason] += 1
         if len(self.dropped_samples) < LISTED_PER_ROW:
-            self.dropped_samples.append(DroppedSample(sample.__key__, sample.shard, sample.source, reason, detail))
+            self.dropped_samples.append(
+                DroppedSample(sample.__key__, sample.shard, sample.source, reason, detail)
+            )
 
-    def select_rows(self, samples: list[EncodedSample], last: bool) -> tuple[list[list[EncodedSample]], list[EncodedSample]]:
+    def select_rows(
+        self, samples: list[EncodedSample], last: bool
+    ) -> tuple[list[list[EncodedSample]], list[EncodedSample]]:
         """Of a buffer: the rows to make now and the samples that wait (see :class:`RowPacking`)."""
         usable = [sample for sample in samples if not sample.refused]
         for sample in samples:
@@ -339,13 +373,17 @@ def grid_of(item: dict[str, Any], settings: PixelSettings) -> Grid:
 
 
 def planes_of(item: dict[str, Any], data: bytes, grid: Grid, settings: PixelSettings) -> Tensor:
-    """Decodes a stored medium. Raises :class:`PixelError`; a picture larger than the stored one is not decoded."""
+    """Decodes a stored medium. Raises :class:`PixelError`; a picture larger than the stored one is not
+    decoded."""
     if item["kind"] == "image":
         return image_planes(data, grid, settings, item["height"] * item["width"])
-    return video_planes(data, VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), grid, settings)
+    return video_planes(
+        data, VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), grid, settings
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- the loader
+# ---------------------------------------------------------------------------------------------------- the
+# loader
 
 
 WAYS_OUT = {
@@ -364,7 +402,8 @@ WAYS_OUT = {
 
 
 class RowLoader:
-    """Iterator of rows of one data-parallel replica. Training repeats for ever, validation ends after one pass."""
+    """Iterator of rows of one data-parallel replica. Training repeats for ever, validation ends after one
+    pass."""
 
     def __init__(self, loader: Any, identity: dict[str, Any], facts: SplitFacts, notes: list[str]) -> None:
         self._loader, self._identity, self._former = loader, identity, facts.former
@@ -385,7 +424,9 @@ class RowLoader:
         try:
             return next(self._rows)
         except FatalSampleError as error:
-            found = re.search(r"\d+ samples in a row cannot be used [^\n]*", str(error))  # without Energon's wrapping
+            found = re.search(
+                r"\d+ samples in a row cannot be used [^\n]*", str(error)
+            )  # without Energon's wrapping
             raise LoaderError(found.group() if found else str(error)) from error
 
     @property
@@ -394,15 +435,17 @@ class RowLoader:
         return self._identity["dataset"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as JSON values; the next row after :meth:`load_state_dict` is the next row here."""
+        """Where the loader stands, as JSON values; the next row after :meth:`load_state_dict` is the next row
+        here."""
         return {"identity": self._identity, "energon": to_json(self._loader.save_state_rank())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where ``state`` was saved; before the first row is read.
 
         Raises:
-            StateError: the state is of another data set, rank, number of ranks or workers, or of other packing (Energon
-                would restore some of these without a word, and wrong), or rows were read already.
+            StateError: the state is of another data set, rank, number of ranks or workers, or of other
+                packing (Energon would restore some of these without a word, and wrong), or rows were read
+                already.
         """
         if self._rows is not None:
             raise StateError("a loader state must be loaded before the first row is read")
@@ -420,12 +463,17 @@ class RowLoader:
         energon = from_json(state["energon"])
         self._loader.restore_state_rank(energon)
         if energon is not None and self._identity["num_workers"]:
-            # Energon 7.4.1 ignores the offset here: a worker that has not spoken since would be rewound by the next save.
-            counters = [(w.state.sample_index + w.offset - 1) if w.state is not None else -1 for w in energon.worker_states]
+            # Energon 7.4.1 ignores the offset here: a worker that has not spoken since would be rewound by
+            # the next save.
+            counters = [
+                (w.state.sample_index + w.offset - 1) if w.state is not None else -1
+                for w in energon.worker_states
+            ]
             self._loader._worker_sample_counters = counters
 
     def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """An identity that an earlier version saved; what it lacks is taken to be as it is now, with a note."""
+        """An identity that an earlier version saved; what it lacks is taken to be as it is now, with a
+        note."""
         saved, now = dict(saved), self._identity
 
         if "shuffle_buffer_gib" not in saved:
@@ -473,7 +521,8 @@ def build_loader(
     """The loader of data-parallel rank ``dp_rank``.
 
     Args:
-        data: the data set and how rows are made. hf_dir: tokenizer, chat template and image processor are read from it.
+        data: the data set and how rows are made. hf_dir: tokenizer, chat template and image processor are
+            read from it.
         split: ``train`` (shuffled, endless) or ``val`` (in order, once).
         facts: of this split, where another rank has read and checked the description; None: it is read here.
 
@@ -511,7 +560,9 @@ def build_loader(
         n_checkpoints=4 * workers + 4,
         watchdog_timeout_seconds=None,
     )
-    loader.pin_memory = False  # rows are pinned where they are sent from; Energon leaves no other way to say so
+    loader.pin_memory = (
+        False  # rows are pinned where they are sent from; Energon leaves no other way to say so
+    )
     identity = {
         "version": STATE_VERSION,
         "dataset": facts.identity,
@@ -554,7 +605,12 @@ def _buffer_note(data: DataConfig, sample_bytes: float) -> str:
 
 def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split: str) -> Any:
     buffer = data.packing_buffer if data.pack else 1
-    common: dict[str, Any] = {"worker_config": config, "task_encoder": encoder, "batch_size": None, "packing_buffer_size": buffer}
+    common: dict[str, Any] = {
+        "worker_config": config,
+        "task_encoder": encoder,
+        "batch_size": None,
+        "packing_buffer_size": buffer,
+    }
     if split != "train":
         return get_val_dataset(data.path, split_part=split, **common)
     encoder.shuffles = True
@@ -562,7 +618,11 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     if data.shuffle_buffer > 0:
         order |= {"shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
     else:  # Energon reads 16 places of a data set in turn unless told otherwise
-        order |= {"shuffle_over_epochs_multiplier": None, "max_samples_per_sequence": None, "parallel_shard_iters": 1}
+        order |= {
+            "shuffle_over_epochs_multiplier": None,
+            "max_samples_per_sequence": None,
+            "parallel_shard_iters": 1,
+        }
     return get_train_dataset(data.path, split_part=split, **order, **common)
 
 

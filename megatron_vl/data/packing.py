@@ -1,13 +1,14 @@
 """Which samples share a row.
 
-Energon's ``PackingDataset`` hands its buffer to a function and drops what the function does not return, so the last row of
-every buffer is partly filled. :class:`RowPacking` puts the rest back into that buffer instead. The buffer is part of
-Energon's saved state (as restore keys, in order), so a resumed run packs the same rows.
+Energon's ``PackingDataset`` hands its buffer to a function and drops what the function does not return, so
+the last row of every buffer is partly filled. :class:`RowPacking` puts the rest back into that buffer
+instead. The buffer is part of Energon's saved state (as restore keys, in order), so a resumed run packs the
+same rows.
 
-Each time one row is made: the oldest sample of the buffer and those others that fill the row best. The oldest always
-goes, so none waits for ever. Fill rates over 1,000 rows (lengths of COCO pictures at their own size plus text, 64 samples
-in the buffer, 4,096 / 8,192 tokens): 93.0 / 89.5 % when each buffer is packed first-fit decreasing and emptied, 96 % when the
-worst row is held back, above 99.99 % here.
+Each time one row is made: the oldest sample of the buffer and those others that fill the row best. The oldest
+always goes, so none waits for ever. Fill rates over 1,000 rows (lengths of COCO pictures at their own size
+plus text, 64 samples in the buffer, 4,096 / 8,192 tokens): 93.0 / 89.5 % when each buffer is packed first-fit
+decreasing and emptied, 96 % when the worst row is held back, above 99.99 % here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def fill_row(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -> lis
     # least[t]: the fewest patches with which some of the samples looked at so far take t tokens.
     least = np.full(room + 1, UNREACHED, np.int32)
     least[0] = sizes[0][1] if patches else 0
-    later = [(i, sizes[i][0], sizes[i][1] if patches else 0) for i in range(len(sizes) - 1, 0, -1) if sizes[i][0] <= room]
+    later = [
+        (i, sizes[i][0], sizes[i][1] if patches else 0)
+        for i in range(len(sizes) - 1, 0, -1)
+        if sizes[i][0] <= room
+    ]
     tables = [least]
     for _, need, pixels in later:
         least = least.copy()
@@ -60,7 +65,8 @@ def pack_greedily(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -
         tokens: budget of a row. patches: budget of a row; 0: none.
 
     Returns:
-        Rows in the order of their earliest sample, samples in their order: packing shuffles as little as it can.
+        Rows in the order of their earliest sample, samples in their order: packing shuffles as little as it
+        can.
     """
     rows: list[list[int]] = []
     free: list[list[int]] = []
@@ -83,8 +89,8 @@ class RowPacking(PackingDataset):
     Args:
         dataset: encoded samples.
         buffer_size: samples among which is chosen.
-        select: gets the buffer, oldest first, and whether it is the last one; returns the rows to make now and the samples
-            that wait (none when it is the last). What is in neither is left out.
+        select: gets the buffer, oldest first, and whether it is the last one; returns the rows to make now
+            and the samples that wait (none when it is the last). What is in neither is left out.
         encode, pack: as Energon's ``sample_encoder`` and ``final_packer``; both stateless.
     """
 
@@ -114,8 +120,9 @@ class RowPacking(PackingDataset):
         )
 
     def _rows_now(self, samples: list[Any]) -> list[list[Any]]:
-        # A buffer that is not full is handed over only when the data set has ended (Energon 7.4.1, `__iter__`); and Energon
-        # has emptied its buffer before it calls, so what is put there now is what it goes on with.
+        # A buffer that is not full is handed over only when the data set has ended (Energon 7.4.1,
+        # `__iter__`); and Energon has emptied its buffer before it calls, so what is put there now is what it
+        # goes on with.
         rows, rest = self.select(samples, len(samples) < self.buffer_size)
         self._reading_buffer.extend(rest)
         return rows

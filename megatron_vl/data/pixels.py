@@ -1,21 +1,25 @@
 """Images and videos -> grids (without decoding) and uint8 pixel planes (decoded last).
 
-Sizes, resampling and normalisation are those of the checkpoint's own image processor. Pixels stay uint8 until they are
-on the device: 8 times less memory and traffic than HF's ``pixel_values``, and the same numbers after normalisation.
+Sizes, resampling and normalisation are those of the checkpoint's own image processor. Pixels stay uint8 until
+they are on the device: 8 times less memory and traffic than HF's ``pixel_values``, and the same numbers after
+normalisation.
 
-What is followed (transformers 5.17): ``Qwen2VLImageProcessor`` (torchvision backend) and ``Qwen2VLVideoProcessor``. Files
-are opened as ``transformers.image_utils.load_image`` opens them: EXIF orientation applied, then ``convert("RGB")``.
+What is followed (transformers 5.17): ``Qwen2VLImageProcessor`` (torchvision backend) and
+``Qwen2VLVideoProcessor``. Files are opened as ``transformers.image_utils.load_image`` opens them: EXIF
+orientation applied, then ``convert("RGB")``.
 
-Frames of a video: ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fps`` and ``max_frames = video_max_frames``:
-``n = seconds * fps``, at least the processor's ``min_frames`` (4), at most ``max_frames`` and what the video has, rounded
-down to a multiple of ``temporal_patch_size``; frame ``i`` is frame ``int(i * total / n)`` of the video. A video with fewer
-frames than ``temporal_patch_size`` (HF fails there) keeps what it has, its last frame repeated. A frame group covers
+Frames of a video: ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fps`` and
+``max_frames = video_max_frames``: ``n = seconds * fps``, at least the processor's ``min_frames`` (4), at most
+``max_frames`` and what the video has, rounded down to a multiple of ``temporal_patch_size``; frame ``i`` is
+frame ``int(i * total / n)`` of the video. A video with fewer frames than ``temporal_patch_size`` (HF fails
+there) keeps what it has, its last frame repeated. A frame group covers
 ``temporal_patch_size / (n / total * fps_of_the_file)`` seconds, as in ``Qwen2_5_VLProcessor``.
 
-A folder whose processor is Qwen3-VL's follows ``Qwen3VLVideoProcessor`` instead (``PixelSettings.video_spread``): ``n`` is not
-rounded to a multiple of ``temporal_patch_size`` (the last frame is repeated), the frames lie evenly from the first to the
-last of the video, and the limits on the area are those of all frames together. The time of a frame group is the mean of its
-first and last frame's, as in ``Qwen3VLProcessor``.
+A folder whose processor is Qwen3-VL's follows ``Qwen3VLVideoProcessor`` instead
+(``PixelSettings.video_spread``): ``n`` is not rounded to a multiple of ``temporal_patch_size`` (the last
+frame is repeated), the frames lie evenly from the first to the last of the video, and the limits on the area
+are those of all frames together. The time of a frame group is the mean of its first and last frame's, as in
+``Qwen3VLProcessor``.
 """
 
 from __future__ import annotations
@@ -42,11 +46,11 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT = 200
 MAX_PIXELS = 128_000_000
-"""Largest picture or video frame that is decoded unless a caller says otherwise. Checked in the header, before decoding: a
-file of some kilobytes can say that it holds gigabytes."""
+"""Largest picture or video frame that is decoded unless a caller says otherwise. Checked in the header,
+before decoding: a file of some kilobytes can say that it holds gigabytes."""
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "AVIF", "TGA")
-"""Of all that Pillow reads, the formats of pictures (JPEG's reader takes MPO too). EPS, for one, is a program that Pillow
-hands to Ghostscript."""
+"""Of all that Pillow reads, the formats of pictures (JPEG's reader takes MPO too). EPS, for one, is a program
+that Pillow hands to Ghostscript."""
 
 
 class PixelError(UserError, ValueError):
@@ -90,7 +94,8 @@ class PixelSettings:
     video_min_frames: int = 4
     video_max_frames: int = 32
     video_spread: bool = False
-    """Frames and area of a video by the rule of ``Qwen3VLVideoProcessor``; areas are then those of all frames together."""
+    """Frames and area of a video by the rule of ``Qwen3VLVideoProcessor``; areas are then those of all frames
+    together."""
     resample: int = 3
     """PIL's number of the filter: 3 is bicubic."""
     norm: PixelNorm = PixelNorm()
@@ -111,7 +116,8 @@ class VideoInfo:
     width: int
 
 
-# ---------------------------------------------------------------------------------------------- processor settings
+# ---------------------------------------------------------------------------------------------- processor
+# settings
 
 
 def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> PixelSettings:
@@ -126,7 +132,9 @@ def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> P
     low, high = _limits(image, (56 * 56, 28 * 28 * 1280), hf_dir)
     # A folder without a video processor's config: HF reads the image processor's file for videos too.
     spread = _is_spread(video, image)
-    video_low, video_high = _limits(video, (128 * 32 * 32, 32 * 32 * 768) if spread else (128 * 28 * 28, 28 * 28 * 768), hf_dir)
+    video_low, video_high = _limits(
+        video, (128 * 32 * 32, 32 * 32 * 768) if spread else (128 * 28 * 28, 28 * 28 * 768), hf_dir
+    )
     if not spread:  # limits of one picture say nothing about all frames together
         video_low, video_high = data.min_pixels or video_low, data.max_pixels or video_high
     settings = PixelSettings(
@@ -149,7 +157,8 @@ def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> P
 
 
 def read_pixel_norm(hf_dir: str | Path) -> PixelNorm:
-    """Mean and standard deviation of the checkpoint's own image processor. Raises as :func:`read_pixel_settings`."""
+    """Mean and standard deviation of the checkpoint's own image processor. Raises as
+    :func:`read_pixel_settings`."""
     return read_pixel_settings(hf_dir).norm
 
 
@@ -161,13 +170,21 @@ def _processor_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     )
     found = nested.get("image_processor") or image
     if not found:
-        raise FileNotFoundError(f"{folder} has no preprocessor_config.json or processor_config.json with an image_processor")
+        raise FileNotFoundError(
+            f"{folder} has no preprocessor_config.json or processor_config.json with an image_processor"
+        )
     return found, nested.get("video_processor") or video or image or found
 
 
 def _is_spread(video: dict[str, Any], image: dict[str, Any]) -> bool:
-    """Whether videos follow Qwen3-VL's rule: by the video processor's type, else by the processor that the folder is for."""
-    kind = video.get("video_processor_type") or video.get("processor_class") or image.get("processor_class") or ""
+    """Whether videos follow Qwen3-VL's rule: by the video processor's type, else by the processor that the
+    folder is for."""
+    kind = (
+        video.get("video_processor_type")
+        or video.get("processor_class")
+        or image.get("processor_class")
+        or ""
+    )
     return kind.startswith("Qwen3VL")
 
 
@@ -175,8 +192,14 @@ def _limits(config: dict[str, Any], default: tuple[int, int], where: str | Path)
     """Least and most pixels, from ``min_pixels`` / ``max_pixels`` or ``size``."""
     size = config.get("size")
     size = size if isinstance(size, dict) else {}
-    low = next((v for v in (config.get("min_pixels"), size.get("shortest_edge"), size.get("min_pixels")) if v), default[0])
-    high = next((v for v in (config.get("max_pixels"), size.get("longest_edge"), size.get("max_pixels")) if v), default[1])
+    low = next(
+        (v for v in (config.get("min_pixels"), size.get("shortest_edge"), size.get("min_pixels")) if v),
+        default[0],
+    )
+    high = next(
+        (v for v in (config.get("max_pixels"), size.get("longest_edge"), size.get("max_pixels")) if v),
+        default[1],
+    )
     if low > high:
         raise PixelError(f"{where}: the processor's smallest area {low} is above its largest {high}")
     return int(low), int(high)
@@ -199,11 +222,15 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
     if image.get("do_resize", True) is False or image.get("do_convert_rgb", True) is False:
         raise PixelError(f"{where}: an image processor with do_resize or do_convert_rgb off is not supported")
     if settings.resample not in (0, 2, 3):
-        raise PixelError(f"{where}: resample {settings.resample} is not supported; valid: 0 (nearest), 2 (bilinear), 3 (bicubic)")
+        raise PixelError(
+            f"{where}: resample {settings.resample} is not supported; valid: 0 (nearest), 2 (bilinear), 3 (bicubic)"
+        )
     if video is not image and _norm(video, where) != settings.norm:
         raise PixelError(f"{where}: image and video processor normalise differently")
     if video.get("cap_pixels_per_frame"):
-        raise PixelError(f"{where}: a video processor with cap_pixels_per_frame is not supported; set it to false")
+        raise PixelError(
+            f"{where}: a video processor with cap_pixels_per_frame is not supported; set it to false"
+        )
     for low, high, kind in (
         (settings.min_pixels, settings.max_pixels, "image"),
         (settings.video_min_pixels, settings.video_max_pixels, "video"),
@@ -218,11 +245,13 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
         )
 
 
-# ------------------------------------------------------------------------------------------------ sizes and counts
+# ------------------------------------------------------------------------------------------------ sizes and
+# counts
 
 
 def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Height and width after resizing: multiples of ``factor``, area within the limits (HF's ``smart_resize``).
+    """Height and width after resizing: multiples of ``factor``, area within the limits (HF's
+    ``smart_resize``).
 
     Raises:
         PixelError: an empty picture, or one 200 times as long as wide.
@@ -230,7 +259,9 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
     if min(height, width) < 1:
         raise PixelError(f"a picture of {height} x {width} pixels is empty")
     if max(height, width) / min(height, width) > MAX_ASPECT:
-        raise PixelError(f"a picture of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide")
+        raise PixelError(
+            f"a picture of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide"
+        )
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
         beta = math.sqrt(height * width / max_pixels)
@@ -238,7 +269,10 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
         new_width = max(factor, math.floor(width / beta / factor) * factor)
     elif new_height * new_width < min_pixels:
         beta = math.sqrt(min_pixels / (height * width))
-        new_height, new_width = math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
+        new_height, new_width = (
+            math.ceil(height * beta / factor) * factor,
+            math.ceil(width * beta / factor) * factor,
+        )
     return new_height, new_width
 
 
@@ -257,7 +291,9 @@ def resized_video_size(frames: int, height: int, width: int, settings: PixelSett
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > MAX_ASPECT:
-        raise PixelError(f"a video of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide")
+        raise PixelError(
+            f"a video of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide"
+        )
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     step = settings.temporal_patch_size
     volume = round(frames / step) * step * new_height * new_width
@@ -267,12 +303,16 @@ def resized_video_size(frames: int, height: int, width: int, settings: PixelSett
         new_width = max(factor, math.floor(width / beta / factor) * factor)
     elif volume < low:
         beta = math.sqrt(low / (frames * height * width))
-        new_height, new_width = math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
+        new_height, new_width = (
+            math.ceil(height * beta / factor) * factor,
+            math.ceil(width * beta / factor) * factor,
+        )
     return new_height, new_width
 
 
 def image_grid(height: int, width: int, settings: PixelSettings) -> Grid:
-    """The grid of an image of this size; ``grid.tokens(settings.merge_size)`` is its number of placeholders."""
+    """The grid of an image of this size; ``grid.tokens(settings.merge_size)`` is its number of
+    placeholders."""
     size = resized_size(height, width, settings.factor, settings.min_pixels, settings.max_pixels)
     return Grid(1, size[0] // settings.patch_size, size[1] // settings.patch_size)
 
@@ -283,11 +323,15 @@ def video_grid(video: VideoInfo, settings: PixelSettings) -> Grid:
     frames = len(indices)
     size = resized_video_size(max(frames, step), video.height, video.width, settings)
     # HF hands this number on as a float32 tensor: round it in the same way.
-    seconds = torch.tensor(settings.temporal_patch_size / (frames / video.frames * video.fps), dtype=torch.float32).item()
+    seconds = torch.tensor(
+        settings.temporal_patch_size / (frames / video.frames * video.fps), dtype=torch.float32
+    ).item()
     groups = -(-frames // step)
     times = [index / video.fps for index in indices + indices[-1:] * (groups * step - frames)]
     timestamps = tuple((times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step))
-    return Grid(groups, size[0] // settings.patch_size, size[1] // settings.patch_size, "video", seconds, timestamps)
+    return Grid(
+        groups, size[0] // settings.patch_size, size[1] // settings.patch_size, "video", seconds, timestamps
+    )
 
 
 def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
@@ -307,7 +351,8 @@ def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
     return torch.arange(0, video.frames, video.frames / count).int().tolist()
 
 
-# --------------------------------------------------------------------------------------------------------- pixels
+# ---------------------------------------------------------------------------------------------------------
+# pixels
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
@@ -347,13 +392,16 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
     except Exception as error:
         raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
     if image.width * image.height > max_pixels:
-        raise TooLargeError(f"{image.height} x {image.width} pixels, more than the {max_pixels} that are allowed")
+        raise TooLargeError(
+            f"{image.height} x {image.width} pixels, more than the {max_pixels} that are allowed"
+        )
     return image
 
 
 @cache
 def _image_formats() -> list[str]:
-    """Those of :data:`IMAGE_FORMATS` that this Pillow was built with (12.0 raises a KeyError for any other)."""
+    """Those of :data:`IMAGE_FORMATS` that this Pillow was built with (12.0 raises a KeyError for any
+    other)."""
     from PIL import Image
 
     Image.init()
@@ -361,7 +409,8 @@ def _image_formats() -> list[str]:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Height and width of an image file as :func:`decode_image` gives it, from its header. Raises :class:`PixelError`."""
+    """Height and width of an image file as :func:`decode_image` gives it, from its header. Raises
+    :class:`PixelError`."""
     try:
         with open_image(data) as image:
             width, height = image.size
@@ -374,7 +423,8 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 def _decode_plain_jpeg(data: bytes, image: Any) -> Tensor | None:
-    """simplejpeg for an upright RGB JPEG (1.4 times as fast as Pillow, the same pixels); None for all others."""
+    """simplejpeg for an upright RGB JPEG (1.4 times as fast as Pillow, the same pixels); None for all
+    others."""
     if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(0x0112, 1) != 1:
         return None
     import simplejpeg
@@ -400,7 +450,9 @@ def _planes(frames: Tensor, grid: Grid, settings: PixelSettings) -> Tensor:
 
     filters = {0: InterpolationMode.NEAREST, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
     p, m = settings.patch_size, settings.merge_size
-    frames = resize(frames, [grid.h * p, grid.w * p], interpolation=filters[settings.resample], antialias=True)
+    frames = resize(
+        frames, [grid.h * p, grid.w * p], interpolation=filters[settings.resample], antialias=True
+    )
     blocks = frames.reshape(frames.shape[0], 3, grid.h // m, m, p, grid.w // m, m, p)
     return blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(frames.shape[0], grid.h * grid.w, 3 * p * p)
 
@@ -437,7 +489,8 @@ def video_planes(data: bytes, video: VideoInfo, grid: Grid, settings: PixelSetti
 
 
 def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor:
-    """Frames uint8 [len(wanted), 3, height, width] of a video file, in RGB, in the size that they are stored in.
+    """Frames uint8 [len(wanted), 3, height, width] of a video file, in RGB, in the size that they are stored
+    in.
 
     Args:
         wanted: numbers of frames from 0, each larger than the one before.
@@ -448,8 +501,9 @@ def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor
     from av.video.reformatter import VideoReformatter
 
     chosen: list[Tensor] = []
-    # A converter of our own, without threads: PyAV 19 keeps one for the whole process, and its threads do not survive the
-    # fork into loader workers (a worker then waits for ever when the parent has converted a frame before).
+    # A converter of our own, without threads: PyAV 19 keeps one for the whole process, and its threads do not
+    # survive the fork into loader workers (a worker then waits for ever when the parent has converted a frame
+    # before).
     converter = VideoReformatter()
     try:
         # Coded frames are larger than shown ones: sides are rounded up to whole blocks.
@@ -469,19 +523,26 @@ def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor
     return torch.stack(chosen)
 
 
-VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
+VIDEO_FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
+)
 
 
 def _open_video(data: bytes, max_pixels: int) -> Any:
     import av
 
-    # Playlists and other scripts that name further files stay closed: no such format, and no protocol to follow a name.
-    container = av.open(io.BytesIO(data), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"})
+    # Playlists and other scripts that name further files stay closed: no such format, and no protocol to
+    # follow a name.
+    container = av.open(
+        io.BytesIO(data), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
+    )
     for stream in container.streams.video:
         codec = stream.codec_context
         codec.thread_count = 1  # there is a process a core already
         if codec.width * codec.height > max_pixels:
             container.close()
-            raise TooLargeError(f"frames of {codec.height} x {codec.width} pixels, more than the {max_pixels} that are allowed")
+            raise TooLargeError(
+                f"frames of {codec.height} x {codec.width} pixels, more than the {max_pixels} that are allowed"
+            )
         codec.options = {"max_pixels": str(max_pixels)}  # a later frame may say that it is larger
     return container

@@ -1,7 +1,8 @@
 """What a shard gives when storage has changed since conversion: the sample, or what is wrong with it.
 
-Energon 7.4.1 reads tars inside a generator without a net: one file that vanished ends the epoch of a worker. Here every
-place in the data set yields something, so that the order of samples, and a saved state, stay what they are.
+Energon 7.4.1 reads tars inside a generator without a net: one file that vanished ends the epoch of a worker.
+Here every place in the data set yields something, so that the order of samples, and a saved state, stay what
+they are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class TolerantReader:
         except FileNotFoundError as error:
             reason, detail = "shard missing", f"{error.filename or error} does not exist"
         except OSError as error:
-            # A handle that failed once may fail for ever (a network file system that came back): open it again.
+            # A handle that failed once may fail for ever (a network file system that came back): open it
+            # again.
             self.reader.close()
             reason, detail = "shard unreadable", str(error)
         except Exception as error:  # whatever tarfile, struct and Energon raise on bytes that are no tar

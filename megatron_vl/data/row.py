@@ -1,8 +1,9 @@
 """One packed row: what a loader worker hands to the model.
 
 A row is ``seq_len`` tokens of whole samples, padded at the end; the padded tail is one more segment, so that
-``cu_seqlens[-1] == seq_len`` always. Everything that depends on the data (segments, positions, window order, where
-features go) is computed here, on the CPU, so that a training step never waits for the GPU to learn a number.
+``cu_seqlens[-1] == seq_len`` always. Everything that depends on the data (segments, positions, window order,
+where features go) is computed here, on the CPU, so that a training step never waits for the GPU to learn a
+number.
 
 Shape legend: S seq_len, P patches of the row, Q distinct pixel planes, N merged features (P / merge_unit).
 """
@@ -22,13 +23,14 @@ from megatron_vl.data.bad_samples import DroppedSample
 class VisionBatch:
     """All images and video frames of a row, in the order in which the vision tower reads them.
 
-    Patches are already in window order (merge units grouped by window, see :func:`megatron_vl.spec.positions.window_order`),
-    so the tower never permutes; ``feature_index`` undoes the order when features are placed.
+    Patches are already in window order (merge units grouped by window, see
+    :func:`megatron_vl.spec.positions.window_order`), so the tower never permutes; ``feature_index`` undoes
+    the order when features are placed.
     """
 
     planes: Tensor
-    """uint8 [Q, channels * patch * patch]: one time slice of a patch, not normalised. An image's patch is one plane
-    used twice, a video's patch is two planes."""
+    """uint8 [Q, channels * patch * patch]: one time slice of a patch, not normalised. An image's patch is one
+    plane used twice, a video's patch is two planes."""
     plane_index: Tensor
     """int32 [P, temporal_patch_size]: the planes of each patch."""
     position_hw: Tensor
@@ -42,8 +44,8 @@ class VisionBatch:
     max_seqlen: int
     max_window_seqlen: int
     feature_index: Tensor
-    """int64 [N]: token position in the row of each merged feature, in tower order. Empty for the dummy image of a
-    text-only row, whose features are multiplied by zero."""
+    """int64 [N]: token position in the row of each merged feature, in tower order. Empty for the dummy image
+    of a text-only row, whose features are multiplied by zero."""
 
 
 @dataclass
@@ -68,8 +70,8 @@ class Row:
     num_patches: int = 0
     """Real patches (0 for a text-only row, although the dummy has some)."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Samples that could not be used since the last row, by reason. One whose medium does not decode is also in the row,
-    grey and without loss, so that all ranks see the same row."""
+    """Samples that could not be used since the last row, by reason. One whose medium does not decode is also
+    in the row, grey and without loss, so that all ranks see the same row."""
     dropped_samples: list[DroppedSample] = dataclasses.field(default_factory=list)
     """The samples behind ``dropped``, at most ``LISTED_PER_ROW`` of them."""
     keys: list[str] = dataclasses.field(default_factory=list)
@@ -81,16 +83,17 @@ class Row:
 
 
 LOSS_INDEX_MULTIPLE = 128
-"""Tiles of a matrix product on GPUs are 128 rows high, so less padding than that would save nothing; and rows of S tokens
-have no more than S / 128 different numbers of logits, whose memory the allocator can use again."""
+"""Tiles of a matrix product on GPUs are 128 rows high, so less padding than that would save nothing; and rows
+of S tokens have no more than S / 128 different numbers of logits, whose memory the allocator can use
+again."""
 
 
 def loss_index(loss_mask: Tensor) -> Tensor | None:
     """Tokens for which the output layer is computed: int64 [N], ascending; None when they are all of the row.
 
-    These are the tokens that bear loss, and as many that do not as make N a multiple of :data:`LOSS_INDEX_MULTIPLE`. The
-    latter weigh nothing by the mask itself. A row without loss has some too: gradients of the last layers are then zero
-    instead of missing.
+    These are the tokens that bear loss, and as many that do not as make N a multiple of
+    :data:`LOSS_INDEX_MULTIPLE`. The latter weigh nothing by the mask itself. A row without loss has some too:
+    gradients of the last layers are then zero instead of missing.
 
     Args:
         loss_mask: [S], on the host.

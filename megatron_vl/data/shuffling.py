@@ -17,14 +17,15 @@ GIB = 1 << 30
 class ShuffleBufferDataset(EnergonShuffleBuffer[Any]):
     """Hands out a random sample of its buffer once that holds ``size`` samples, or ``most_bytes`` bytes.
 
-    Where the bytes never reach the bound, this is Energon 7.4.1's own buffer, draw for draw, and the saved states of
-    the two are the same (Energon finds a state by the name of its class, hence the name). The bytes follow from the
-    samples in the buffer, which a restored state brings back: only where the bound bites and storage has lost some
-    of them since does the order change.
+    Where the bytes never reach the bound, this is Energon 7.4.1's own buffer, draw for draw, and the saved
+    states of the two are the same (Energon finds a state by the name of its class, hence the name). The bytes
+    follow from the samples in the buffer, which a restored state brings back: only where the bound bites and
+    storage has lost some of them since does the order change.
 
     Args:
         size: samples, at least 1.
-        most_bytes: the sample that reaches this bound is held, too; one that is larger by itself passes straight
+        most_bytes: the sample that reaches this bound is held, too; one that is larger by itself passes
+            straight
             through. 0: no such bound.
         size_of: bytes of a sample.
     """

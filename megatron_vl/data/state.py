@@ -24,9 +24,19 @@ class StateError(UserError, ValueError):
 def _classes() -> dict[str, type]:
     from megatron.energon.flavors.webdataset.sample_loader import SliceState
     from megatron.energon.rng import SystemRngState
-    from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
+    from megatron.energon.savable_loader import (
+        SavableDataLoaderState,
+        SavableDatasetCheckpoint,
+        SavableDatasetState,
+    )
 
-    known = (SliceState, SystemRngState, SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState)
+    known = (
+        SliceState,
+        SystemRngState,
+        SavableDataLoaderState,
+        SavableDatasetCheckpoint,
+        SavableDatasetState,
+    )
     return {cls.__name__: cls for cls in known}
 
 
@@ -43,16 +53,29 @@ def to_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return {"tensor": to_json(value.numpy())}
     if isinstance(value, np.ndarray):
-        return {"array": base64.b64encode(value.tobytes()).decode(), "dtype": value.dtype.str, "shape": list(value.shape)}
+        return {
+            "array": base64.b64encode(value.tobytes()).decode(),
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+        }
     if isinstance(value, (list, tuple)):
         items = [to_json(item) for item in value]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
-        return {"flex" if isinstance(value, FlexState) else "dict": [[to_json(k), to_json(v)] for k, v in value.items()]}
+        return {
+            "flex" if isinstance(value, FlexState) else "dict": [
+                [to_json(k), to_json(v)] for k, v in value.items()
+            ]
+        }
     name = type(value).__name__
     if _classes().get(name) is type(value) and dataclasses.is_dataclass(value):
-        return {"object": name, "fields": {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}}
-    raise StateError(f"the loader state holds a {type(value).__module__}.{name}, which this version cannot write")
+        return {
+            "object": name,
+            "fields": {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)},
+        }
+    raise StateError(
+        f"the loader state holds a {type(value).__module__}.{name}, which this version cannot write"
+    )
 
 
 def from_json(value: Any) -> Any:
@@ -76,5 +99,7 @@ def from_json(value: Any) -> Any:
         if name in value:
             return cls((from_json(k), from_json(v)) for k, v in value[name])
     if value.get("object") in _classes():
-        return _classes()[value["object"]](**{name: from_json(item) for name, item in value["fields"].items()})
+        return _classes()[value["object"]](
+            **{name: from_json(item) for name, item in value["fields"].items()}
+        )
     raise StateError(f"the loader state is damaged or of another version: {sorted(value)[:5]}")

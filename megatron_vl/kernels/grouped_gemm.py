@@ -1,12 +1,13 @@
 """Matrix products of many experts, one Triton kernel launch a product.
 
-Rows are sorted by expert and how many each expert has is known on the device alone, so nothing here waits for it. Weights
-stay separate tensors: kernels read their addresses from an int64 table (:class:`Addresses`). Products are bf16 in, fp32
-accumulated; a weight gradient is added to the expert's ``main_grad`` where it is computed. A library that launches one
-product after another spends more time launching than computing where a GPU holds many experts (figures: docs/log.md).
+Rows are sorted by expert and how many each expert has is known on the device alone, so nothing here waits for
+it. Weights stay separate tensors: kernels read their addresses from an int64 table (:class:`Addresses`).
+Products are bf16 in, fp32 accumulated; a weight gradient is added to the expert's ``main_grad`` where it is
+computed. A library that launches one product after another spends more time launching than computing where a
+GPU holds many experts (figures: docs/log.md).
 
-:class:`Plan` cuts the rows into tiles of which each belongs to one expert. At most ``rows / tile + experts`` exist; that
-bound is the grid, and programs without a tile leave at once.
+:class:`Plan` cuts the rows into tiles of which each belongs to one expert. At most ``rows / tile + experts``
+exist; that bound is the grid, and programs without a tile leave at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _PLAN_BLOCK = 128
 
 
 @triton.jit(do_not_specialize=["experts", "bound"])
-def _plan(counts, starts, tiles, experts, bound, ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def _plan(
+    counts, starts, tiles, experts, bound, ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """BLOCK tiles a program: expert, first row and end of the expert's rows; expert -1: no tile."""
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, mask=expert < experts, other=0).to(tl.int32)
@@ -98,9 +101,11 @@ def _weight_product(
     dy, x, starts, addresses, like, OUT, IN, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN], into the type of ``like``.
+    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN], into the type of
+    ``like``.
 
-    Blocks come through the tensor memory accelerator: it fills rows past the expert's last with zeros, and they need no mask.
+    Blocks come through the tensor memory accelerator: it fills rows past the expert's last with zeros, and
+    they need no mask.
     """
     across = tl.cdiv(IN, BLOCK_N)
     tiles = tl.cdiv(OUT, BLOCK_M) * across
@@ -172,14 +177,21 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def row_product(
-    x: Tensor, addresses: Tensor, where: Plan, out_features: int, *, transposed: bool, config: Config = ROWS_CONFIG
+    x: Tensor,
+    addresses: Tensor,
+    where: Plan,
+    out_features: int,
+    *,
+    transposed: bool,
+    config: Config = ROWS_CONFIG,
 ) -> Tensor:
     """Each row times its expert's weight.
 
     Args:
         x: [rows, features in], contiguous; rows of a multiple of 16 bytes, here and in the result.
         addresses: int64 [experts], of contiguous weights in the type of ``x``.
-        transposed: weights are [out_features, in] (a forward product); otherwise [in, out_features] (its input gradient).
+        transposed: weights are [out_features, in] (a forward product); otherwise [in, out_features] (its
+            input gradient).
 
     Returns:
         [rows, out_features].
@@ -188,13 +200,28 @@ def row_product(
     if out.numel():
         bound = where.tiles.shape[1]
         _row_product[(bound * triton.cdiv(out_features, config.n),)](
-            x, addresses, where.tiles, out, bound, x.shape[1], out_features, TRANSPOSED=transposed, **config.options()
+            x,
+            addresses,
+            where.tiles,
+            out,
+            bound,
+            x.shape[1],
+            out_features,
+            TRANSPOSED=transposed,
+            **config.options(),
         )
     return out
 
 
 def weight_product(
-    dy: Tensor, x: Tensor, addresses: Tensor, where: Plan, like: Tensor, *, add: bool, config: Config = WEIGHT_CONFIG
+    dy: Tensor,
+    x: Tensor,
+    addresses: Tensor,
+    where: Plan,
+    like: Tensor,
+    *,
+    add: bool,
+    config: Config = WEIGHT_CONFIG,
 ) -> None:
     """Weight gradients, written or added to where ``addresses`` point.
 

@@ -1,8 +1,8 @@
 """SwiGLU as one Triton kernel each way, optionally weighted per row (mixture of experts).
 
-Megatron-core leaves it to torch.compile, whose backward writes the two halves through a masked concatenation: five times
-slower than the memory allows on an H200, 9 % of a training step of Qwen2.5-VL-7B (docs/log.md). Arithmetic is fp32,
-rounded once.
+Megatron-core leaves it to torch.compile, whose backward writes the two halves through a masked concatenation:
+five times slower than the memory allows on an H200, 9 % of a training step of Qwen2.5-VL-7B (docs/log.md).
+Arithmetic is fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def _backward(x, weight, dout, dx, dweight, width, WEIGHTED: tl.constexpr, BLOCK
     if WEIGHTED:
         tl.store(dweight + row, tl.sum(grad * silu * up, 0).to(dweight.dtype.element_ty))
         grad *= tl.load(weight + row).to(tl.float32)
-    tl.store(dx + row * 2 * width + column, (grad * up * (sigmoid + silu * (1 - sigmoid))).to(dx.dtype.element_ty), mask=mask)
+    tl.store(
+        dx + row * 2 * width + column,
+        (grad * up * (sigmoid + silu * (1 - sigmoid))).to(dx.dtype.element_ty),
+        mask=mask,
+    )
     tl.store(dx + row * 2 * width + width + column, (grad * silu).to(dx.dtype.element_ty), mask=mask)
 
 
@@ -57,7 +61,9 @@ class _SwiGLU(torch.autograd.Function):
         dout, dx = dout.contiguous(), torch.empty_like(x)
         dweight = torch.empty_like(weight) if weight is not None else None
         if dout.numel():
-            _backward[_grid(dout, weight)](x, weight, dout, dx, dweight, dout.shape[1], **_options(dout, weight))
+            _backward[_grid(dout, weight)](
+                x, weight, dout, dx, dweight, dout.shape[1], **_options(dout, weight)
+            )
         return dx, dweight
 
 

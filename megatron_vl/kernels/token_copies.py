@@ -1,8 +1,8 @@
 """Rows copied to several places, and summed again: all that moving tokens to experts does within a rank.
 
-Places are an int32 table [T, K]: where the k-th copy of row t lies, or -1. :func:`scatter_rows` and :func:`sum_rows` are each
-other's gradient, so the table is all that autograd keeps. Triton kernels on a GPU (and where Triton interprets), torch
-elsewhere.
+Places are an int32 table [T, K]: where the k-th copy of row t lies, or -1. :func:`scatter_rows` and
+:func:`sum_rows` are each other's gradient, so the table is all that autograd keeps. Triton kernels on a GPU
+(and where Triton interprets), torch elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def positions(chosen: Tensor) -> Tensor:
-    """Places of copies in the order of their column, then of their row: one sort by destination, without sorting.
+    """Places of copies in the order of their column, then of their row: one sort by destination, without
+    sorting.
 
     Args:
         chosen: bool [T, K]: whether row t has a copy for destination k.

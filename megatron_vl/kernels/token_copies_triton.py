@@ -1,7 +1,9 @@
-"""Triton kernels that copy rows to several places and sum them again (:mod:`megatron_vl.kernels.token_copies`).
+"""Triton kernels that copy rows to several places and sum them again
+(:mod:`megatron_vl.kernels.token_copies`).
 
-A program has one row (or 2,048 columns of it). It goes from copy to copy by the smallest place above the last one, so what
-is not there costs neither memory traffic nor a step, and sums have a fixed order: by place. Nothing is atomic.
+A program has one row (or 2,048 columns of it). It goes from copy to copy by the smallest place above the last
+one, so what is not there costs neither memory traffic nor a step, and sums have a fixed order: by place.
+Nothing is atomic.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from torch import Tensor
 _COLUMNS = 2048
 """Of a row, at most, a program: one warp holds them, in float32 too."""
 _SLOTS = 32
-"""Of a table's row, at least: what a warp holds, one in each lane, has its smallest found in one instruction."""
+"""Of a table's row, at least: what a warp holds, one in each lane, has its smallest found in one
+instruction."""
 _ELEMENTS = 1024
 _END = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _scatter(x, places, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def _scatter(
+    x, places, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Row i of x to all of places[i]."""
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +55,8 @@ def _sum(y, places, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.co
 
 @triton.jit(do_not_specialize=["total"])
 def _parts(spread, places, packed, total, WIDTH: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Parts of WIDTH numbers from spread [parts, WIDTH] to packed[places], or back with zeros where a part has no place."""
+    """Parts of WIDTH numbers from spread [parts, WIDTH] to packed[places], or back with zeros where a part
+    has no place."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + index // WIDTH, mask=index < total, other=-1)
     there = packed + place.to(tl.int64) * WIDTH + index % WIDTH

@@ -1,20 +1,23 @@
-"""Full attention within the segments of a vision tower, for heads whose size is no power of two, as Triton kernels.
+"""Full attention within the segments of a vision tower, for heads whose size is no power of two, as Triton
+kernels.
 
-Heads of 72 (Qwen3-VL) and 80 (Qwen2-VL, Qwen2.5-VL) are slow in kernels that round them up to 96 or 128. Here a head is
-cut into two parts, 64 and 16 wide: products over the head dimension are sums of two, products onto it are two, and next to
-nothing is spent on padding.
+Heads of 72 (Qwen3-VL) and 80 (Qwen2-VL, Qwen2.5-VL) are slow in kernels that round them up to 96 or 128. Here
+a head is cut into two parts, 64 and 16 wide: products over the head dimension are sums of two, products onto
+it are two, and next to nothing is spent on padding.
 
-Online softmax in base 2 (FlashAttention, arXiv 2205.14135 and 2307.08691): scores never leave the chip, one log-sum-exp
-per row is kept. The backward pass is one kernel for dQ and one for dK and dV, both without atomics, so gradients are the
-same in every run. Products take the input's type and are summed in fp32.
+Online softmax in base 2 (FlashAttention, arXiv 2205.14135 and 2307.08691): scores never leave the chip, one
+log-sum-exp per row is kept. The backward pass is one kernel for dQ and one for dK and dV, both without
+atomics, so gradients are the same in every run. Products take the input's type and are summed in fp32.
 
 A grid cannot know the segments' lengths, which live on the device. Segment ``i`` owns the tiles from
-``cu_seqlens[i] // OWN + i`` on: enough of them, at most one too many, and the whole grid is known on the host.
+``cu_seqlens[i] // OWN + i`` on: enough of them, at most one too many, and the whole grid is known on the
+host.
 
-Query, key and value are packed ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper). The kernel that
-packs applies RoPE, too (:func:`tower_attention`), in fp32 and rounded once, as ``apply_rotary_pos_emb_vision`` of
-transformers does, and puts the two members of each rotated pair next to one another: scores do not mind the order, and the
-backward kernels find both members in one thread when they turn the gradients back.
+Query, key and value are packed ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper). The
+kernel that packs applies RoPE, too (:func:`tower_attention`), in fp32 and rounded once, as
+``apply_rotary_pos_emb_vision`` of transformers does, and puts the two members of each rotated pair next to
+one another: scores do not mind the order, and the backward kernels find both members in one thread when they
+turn the gradients back.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ SEARCH = tl.constexpr(128)
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut: rows of its own, rows that it walks over at a time, warps, stages of the pipeline."""
+    """How a kernel is cut: rows of its own, rows that it walks over at a time, warps, stages of the
+    pipeline."""
 
     own: int
     step: int
@@ -78,7 +82,8 @@ def _find(cu, segments, OWN: tl.constexpr):
 
 @triton.jit
 def _rows(parts, plane, row, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Both parts of ROWS rows of a plane, zero behind the size of a head; the second is the first where there is but one."""
+    """Both parts of ROWS rows of a plane, zero behind the size of a head; the second is the first where there
+    is but one."""
     a = parts[0].load([plane, row, 0]).reshape(ROWS, D1)
     b = a
     if D2 > 0:
@@ -158,7 +163,8 @@ def _store_gradient(dqkv, which: tl.constexpr, cos, sin, start, first, end, valu
 
 @triton.jit(do_not_specialize=["patches"])
 def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """Some patches of one head: query and key rotated, pairs side by side; [P, heads, 3, d] -> [3, heads, P, d]."""
+    """Some patches of one head: query and key rotated, pairs side by side; [P, heads, 3, d] -> [3, heads, P,
+    d]."""
     head, heads = tl.program_id(1), tl.num_programs(1)
     row, column, there = _place(tl.program_id(0).to(tl.int64) * ROWS, patches, ROWS, 0, TILE, HALF)
     angle = row * HALF + column
@@ -170,16 +176,36 @@ def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr
     plane = heads.to(tl.int64) * patches * (2 * HALF)
     for part in tl.static_range(2):
         x = base + part * 2 * HALF + column
-        a, b = tl.load(x, mask=there, other=0.0).to(tl.float32), tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
+        a, b = (
+            tl.load(x, mask=there, other=0.0).to(tl.float32),
+            tl.load(x + HALF, mask=there, other=0.0).to(tl.float32),
+        )
         pairs = tl.interleave(a * c - b * s, b * c + a * s)
         tl.store(place + part * plane, pairs.to(packed.dtype.element_ty), mask=whole)
     tl.store(place + 2 * plane, tl.load(base + 4 * HALF + wide, mask=whole, other=0.0), mask=whole)
 
 
 @triton.jit(do_not_specialize=["segments", "width"])
-def _forward(own1, own2, walked1, walked2, out, lse, cu, segments, scale, width,
-             OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):  # fmt: skip
-    """OWN queries of one head over all keys of their segment. own, walked: what is packed, in descriptors of both parts."""
+def _forward(
+    own1,
+    own2,
+    walked1,
+    walked2,
+    out,
+    lse,
+    cu,
+    segments,
+    scale,
+    width,
+    # fmt: skip
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+):
+    """OWN queries of one head over all keys of their segment. own, walked: what is packed, in descriptors of
+    both parts."""
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
@@ -208,7 +234,9 @@ def _forward(own1, own2, walked1, walked2, out, lse, cu, segments, scale, width,
 
 
 @triton.jit
-def _product_sum(out, dout, start, first, end, OWN: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+def _product_sum(
+    out, dout, start, first, end, OWN: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
+):
     """(a part of dout [OWN, WIDTH], sum(out * dout) over it)"""
     head, heads = tl.program_id(1), tl.num_programs(1)
     row, column, there = _place(first - start, end - start, OWN, LOW, WIDTH, D)
@@ -255,7 +283,8 @@ def _backward_query(own1, own2, walked1, walked2, out, dout, lse, delta, dqkv, c
 def _backward_key(own1, own2, walked1, walked2, dout1, dout2, lse, delta, dqkv, cos, sin, cu, segments, scale, factor,
                   ROTATED: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
                   D1: tl.constexpr, D2: tl.constexpr):  # fmt: skip
-    """dK and dV of OWN keys of one head over all queries of their segment; scores lie on their side, [OWN, STEP].
+    """dK and dV of OWN keys of one head over all queries of their segment; scores lie on their side, [OWN,
+    STEP].
 
     dout, lse and delta are descriptors.
     """
@@ -266,8 +295,8 @@ def _backward_key(own1, own2, walked1, walked2, dout1, dout2, lse, delta, dqkv, 
     k = _rows((own1, own2), heads + head, first, OWN, D1, D2)
     v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
     dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
-    # Descriptors of statistics start and end at whole 16 bytes. Queries of other segments weigh nothing. What lies
-    # after the last query was never written and may be NaN, which a weight of zero does not take away.
+    # Descriptors of statistics start and end at whole 16 bytes. Queries of other segments weigh nothing. What
+    # lies after the last query was never written and may be NaN, which a weight of zero does not take away.
     for row in tl.range(start // 4 * 4, end, STEP):
         q = _rows((walked1, walked2), head, row, STEP, D1, D2)
         do = _rows((dout1, dout2), head, row, STEP, D1, D2)
@@ -293,7 +322,9 @@ def _parts(head_dim: int) -> tuple[int, int]:
 def _described(planes: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """[planes, P, d] in tiles of some rows of both parts."""
     shape, strides = list(planes.shape), list(planes.stride())
-    first, second = (TensorDescriptor(planes, shape, strides, [1, rows, width or 16]) for width in _parts(planes.shape[2]))
+    first, second = (
+        TensorDescriptor(planes, shape, strides, [1, rows, width or 16]) for width in _parts(planes.shape[2])
+    )
     return first, second
 
 
@@ -303,8 +334,9 @@ _THREAD = threading.local()
 def _make_context_current(device: torch.device) -> None:
     """Makes CUDA's context current in this thread, which any kernel of torch's does.
 
-    Triton 3.6 makes descriptors on the host before it looks for a context, and finds none (``invalid device context``) in a
-    thread where CUDA did nothing yet, if the kernel was loaded by another. Threads of autograd begin like that on device 0.
+    Triton 3.6 makes descriptors on the host before it looks for a context, and finds none
+    (``invalid device context``) in a thread where CUDA did nothing yet, if the kernel was loaded by another.
+    Threads of autograd begin like that on device 0.
     """
     if not getattr(_THREAD, "current", False):
         torch.zeros(1, device=device)
@@ -354,13 +386,27 @@ def _gradient_of_key(packed: Tensor, dout: Tensor, lse: Tensor, cu: Tensor, angl
                      dqkv: Tensor) -> None:  # fmt: skip
     """Fills the thirds of key and value of dqkv [P, h, 3, d]."""
     planes = packed.flatten(0, 1)
-    described = *_described(planes, tile.own), *_described(planes, tile.step), *_described(dout.transpose(0, 1), tile.step)
+    described = (
+        *_described(planes, tile.own),
+        *_described(planes, tile.step),
+        *_described(dout.transpose(0, 1), tile.step),
+    )
     statistics = (TensorDescriptor.from_tensor(x, [1, tile.step]) for x in (lse, delta))
     tensors = dqkv, *(angles or (lse, lse)), cu
-    _launch(_backward_key, tile, packed, (*described, *statistics), tensors, packed.shape[3] ** -0.5, ROTATED=angles is not None)
+    _launch(
+        _backward_key,
+        tile,
+        packed,
+        (*described, *statistics),
+        tensors,
+        packed.shape[3] ** -0.5,
+        ROTATED=angles is not None,
+    )
 
 
-def _gradient(packed: Tensor, out: Tensor, dout: Tensor, lse: Tensor, cu: Tensor, angles: Angles, tiles: Tiles) -> Tensor:
+def _gradient(
+    packed: Tensor, out: Tensor, dout: Tensor, lse: Tensor, cu: Tensor, angles: Angles, tiles: Tiles
+) -> Tensor:
     """[P, h, 3, d]"""
     _, heads, patches, d = packed.shape
     dqkv, delta = packed.new_empty(patches, heads, 3, d), torch.empty_like(lse)
@@ -398,7 +444,9 @@ class _Attention(torch.autograd.Function):
 
 class _RotatedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, head_dim: int, tiles: Tiles) -> Tensor:
+    def forward(
+        ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, head_dim: int, tiles: Tiles
+    ) -> Tensor:
         packed = _pack_rotated(qkv, cos, sin, head_dim)
         out, lse = _attend(packed, cu_seqlens, tiles.forward)
         ctx.save_for_backward(packed, cos, sin, out, lse, cu_seqlens)
@@ -426,7 +474,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, til
     return _Attention.apply(query, key, value, cu_seqlens, tiles)
 
 
-def tower_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, head_dim: int, tiles: Tiles = TILES) -> Tensor:
+def tower_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, head_dim: int, tiles: Tiles = TILES
+) -> Tensor:
     """RoPE and softmax attention within segments.
 
     Args:

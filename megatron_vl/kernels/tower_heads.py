@@ -1,4 +1,5 @@
-"""For which heads of a vision tower our full-attention kernels are made and taken. Imports nothing, for the memory estimate."""
+"""For which heads of a vision tower our full-attention kernels are made and taken. Imports nothing, for the
+memory estimate."""
 
 from __future__ import annotations
 
@@ -9,5 +10,6 @@ def has_kernels(head_dim: int) -> bool:
 
 
 def kernels_are_fastest(head_dim: int) -> bool:
-    """Whether they are what ``auto`` means on CUDA in bfloat16; heads of 64 and 128 are what others are made for."""
+    """Whether they are what ``auto`` means on CUDA in bfloat16; heads of 64 and 128 are what others are made
+    for."""
     return has_kernels(head_dim) and head_dim % 64 > 0

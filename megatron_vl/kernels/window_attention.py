@@ -1,12 +1,12 @@
 """Attention within small windows, RoPE included, as one Triton kernel each way.
 
-Qwen2.5-VL's tower attends within windows of at most 8 x 8 patches in 28 of its 32 layers. A window of one head fits
-into one thread block, so forward and backward each read ``qkv`` once and write once: no rotated copies of query and
-key, no log-sum-exp, no separate pass for ``delta``. Kernels written for long sequences spend most of their time on
-blocks that are mostly empty here (figures: docs/log.md).
+Qwen2.5-VL's tower attends within windows of at most 8 x 8 patches in 28 of its 32 layers. A window of one
+head fits into one thread block, so forward and backward each read ``qkv`` once and write once: no rotated
+copies of query and key, no log-sum-exp, no separate pass for ``delta``. Kernels written for long sequences
+spend most of their time on blocks that are mostly empty here (figures: docs/log.md).
 
-The layout is that of Megatron-core's ``linear_qkv`` output: ``[P, heads * 3 * d]``, per head query, key, value.
-Rotation is computed in fp32 and rounded once, as ``apply_rotary_pos_emb_vision`` of transformers does.
+The layout is that of Megatron-core's ``linear_qkv`` output: ``[P, heads * 3 * d]``, per head query, key,
+value. Rotation is computed in fp32 and rounded once, as ``apply_rotary_pos_emb_vision`` of transformers does.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ def _scores(q1, q2, k1, k2, inside, scale):
 
 
 @triton.jit
-def _forward(qkv, cos, sin, cu, out, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """One window of one head. BLOCK: patches of a tile; HALF: d / 2; TILE: HALF rounded up to a power of two."""
+def _forward(
+    qkv, cos, sin, cu, out, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """One window of one head. BLOCK: patches of a tile; HALF: d / 2; TILE: HALF rounded up to a power of
+    two."""
     window, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu + window)
     length = tl.load(cu + window + 1) - start
@@ -61,7 +64,9 @@ def _forward(qkv, cos, sin, cu, out, scale, heads, HALF: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _backward(qkv, cos, sin, cu, dout, dqkv, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _backward(
+    qkv, cos, sin, cu, dout, dqkv, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
     """The gradient of :func:`_forward`; scores are computed again."""
     window, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu + window)
@@ -99,7 +104,9 @@ def _backward(qkv, cos, sin, cu, dout, dqkv, scale, heads, HALF: tl.constexpr, B
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int, head_dim: int) -> Tensor:
+    def forward(
+        ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int, head_dim: int
+    ) -> Tensor:
         heads = qkv.shape[1] // (3 * head_dim)
         out = qkv.new_empty(qkv.shape[0], heads * head_dim)
         _launch(_forward, (qkv, cos, sin, cu_seqlens, out), longest, head_dim, heads)
@@ -130,7 +137,9 @@ def _launch(kernel, tensors: tuple[Tensor, ...], longest: int, head_dim: int, he
     )
 
 
-def window_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int, head_dim: int) -> Tensor:
+def window_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int, head_dim: int
+) -> Tensor:
     """RoPE and softmax attention within windows.
 
     Args:

@@ -1,11 +1,12 @@
 """Packed attention: one interface, a backend per platform.
 
-A packed row carries several sequences behind one another; ``cu_seqlens`` says where each begins. Megatron-core's own
-packed path (``thd``) restarts the rotary frequencies at each sequence and so cannot serve M-RoPE; here core is told
-``sbhd`` with a batch of one, applies RoPE from the position ids as they are, and calls :class:`PackedAttention`.
+A packed row carries several sequences behind one another; ``cu_seqlens`` says where each begins.
+Megatron-core's own packed path (``thd``) restarts the rotary frequencies at each sequence and so cannot serve
+M-RoPE; here core is told ``sbhd`` with a batch of one, applies RoPE from the position ids as they are, and
+calls :class:`PackedAttention`.
 
-Backends: ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2 in torch),
-``flash_attn`` (the package) and ``triton`` (:mod:`megatron_vl.kernels.tower_attention`, for towers).
+Backends: ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2 in
+torch), ``flash_attn`` (the package) and ``triton`` (:mod:`megatron_vl.kernels.tower_attention`, for towers).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What core hands down to every layer: the segments of full attention and, where a tower has them, of windows."""
+    """What core hands down to every layer: the segments of full attention and, where a tower has them, of
+    windows."""
 
     full: Segments | None = None
     window: Segments | None = None
@@ -109,11 +111,14 @@ class PackedAttention(nn.Module):
         return out.reshape(out.shape[0], 1, -1)
 
 
-def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16) -> str:
+def choose_backend(
+    name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
+) -> str:
     """The backend for ``auto``: the fastest measured on the platform; otherwise ``name``, checked.
 
-    Measured on H200 (docs/log.md): the vision tower's heads of 72 and 80 are fastest with our kernels, its short segments of
-    other heads with FlashAttention-2, the language model's long causal segments with cuDNN through Transformer Engine.
+    Measured on H200 (docs/log.md): the vision tower's heads of 72 and 80 are fastest with our kernels, its
+    short segments of other heads with FlashAttention-2, the language model's long causal segments with cuDNN
+    through Transformer Engine.
 
     Raises:
         ValueError: the name is unknown or cannot run on this platform, or not for this attention.
@@ -132,9 +137,13 @@ def choose_backend(name: str, *, platform: str, head_dim: int, causal: bool, dty
     if platform == "cpu" and name != "sdpa":
         raise RunConfigError(f"attention backend {name!r} has no CPU kernel; use sdpa or auto")
     if name == "triton" and not (towers and has_kernels(head_dim)):
-        raise RunConfigError("attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto")
+        raise RunConfigError(
+            "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto"
+        )
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        raise RunConfigError("attention backend flash_attn: the package is not installed (pip install -e .[gpu])")
+        raise RunConfigError(
+            "attention backend flash_attn: the package is not installed (pip install -e .[gpu])"
+        )
     return name
 
 
@@ -152,7 +161,8 @@ def make_backend(name: str) -> Backend:
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """Torch's SDPA, once per run of equally long segments. Reads ``cu_seqlens`` on the host: for CPU and for checks."""
+    """Torch's SDPA, once per run of equally long segments. Reads ``cu_seqlens`` on the host: for CPU and for
+    checks."""
     bounds = segments.cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
     out, i, start = [], 0, 0
@@ -174,7 +184,9 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = segments.cu_seqlens, segments.max_seqlen
-    out = varlen_attn(query, key, value, cu, cu, longest, longest, window_size=(-1, 0) if causal else (-1, -1))
+    out = varlen_attn(
+        query, key, value, cu, cu, longest, longest, window_size=(-1, 0) if causal else (-1, -1)
+    )
     assert isinstance(out, Tensor)  # a tuple only when the log-sum-exp is asked for
     return out
 
@@ -194,7 +206,8 @@ def _triton(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causa
 
 
 class _TransformerEngine:
-    """Transformer Engine's DotProductAttention in ``thd``, built at the first call, when the local heads are known."""
+    """Transformer Engine's DotProductAttention in ``thd``, built at the first call, when the local heads are
+    known."""
 
     def __init__(self) -> None:
         self.module: nn.Module | None = None

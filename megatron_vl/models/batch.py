@@ -1,6 +1,7 @@
 """What a forward pass gets: one packed row on the device of this rank.
 
-The loader's :class:`megatron_vl.data.row.Row` holds the same on the host; :mod:`megatron_vl.training.feed` carries it over.
+The loader's :class:`megatron_vl.data.row.Row` holds the same on the host; :mod:`megatron_vl.training.feed`
+carries it over.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class DeviceRow:
     """None on ranks without the vision tower."""
     feature_index: Tensor | None
     loss_index: Tensor | None = None
-    """int64 [N], ascending: the tokens for which logits are computed where losses are asked for; None: all."""
+    """int64 [N], ascending: the tokens for which logits are computed where losses are asked for; None:
+    all."""
     cache: CacheUse | None = None
     """While text is generated: the keys and values that are kept."""

@@ -1,4 +1,5 @@
-"""Builds this rank's model chunks for a layout. The order: configs, tower (first chunk), GPTModel, freezing."""
+"""Builds this rank's model chunks for a layout. The order: configs, tower (first chunk), GPTModel,
+freezing."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def build_chunks(
     pixel_mean: tuple[float, ...],
     pixel_std: tuple[float, ...],
 ) -> list[VisionLanguageModel]:
-    """This rank's chunks (one per virtual stage) with random weights, on the platform's device, parameters frozen as asked.
+    """This rank's chunks (one per virtual stage) with random weights, on the platform's device, parameters
+    frozen as asked.
 
     Megatron-core's process groups must exist (:func:`megatron_vl.parallel.grid.make_grid`).
     """
@@ -62,16 +64,24 @@ def build_chunks(
         tp_comm_overlap=config.parallel.tp_comm_overlap,
     )
     if core.tp_comm_overlap:
-        tp_overlap.start(config.data.seq_len, spec.language.hidden_size, layout.tp, dtype, fp8=core.fp8 is not None)
+        tp_overlap.start(
+            config.data.seq_len, spec.language.hidden_size, layout.tp, dtype, fp8=core.fp8 is not None
+        )
     deepstack = len(spec.vision.deepstack_layers)
     # Levels only become fewer, so the first boundary between chunks decides.
     message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
     rank, chunks = mpu.get_pipeline_model_parallel_rank(), []
     for stage in range(layout.vpp):
-        tower = _tower(platform, spec, layout, config, pixel_mean, pixel_std) if rank == 0 and stage == 0 else None
+        tower = (
+            _tower(platform, spec, layout, config, pixel_mean, pixel_std)
+            if rank == 0 and stage == 0
+            else None
+        )
         language = _language(platform, spec, layout, config, core, rank, stage)
         layers = layout.chunk_layers(rank, stage)
-        chunk = VisionLanguageModel(core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels)
+        chunk = VisionLanguageModel(
+            core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels
+        )
         chunks.append(chunk.to(device=platform.device, dtype=dtype))
     _zero_padding(chunks, spec, layout, mpu.get_tensor_model_parallel_rank())
     _freeze(chunks, config.model)
@@ -93,7 +103,9 @@ def _tower(
     # The kernel's products would be TF32 in float32.
     fusable = platform.name == "cuda" and dtype == torch.bfloat16
     if model.window_attention == "fused" and not fusable:
-        raise RunConfigError("model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend")
+        raise RunConfigError(
+            "model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend"
+        )
     return VisionTower(
         platform,
         spec.vision,
@@ -102,7 +114,11 @@ def _tower(
         pixel_mean=pixel_mean,
         pixel_std=pixel_std,
         attention_backend=choose_backend(
-            model.vision_attention, platform=platform.name, head_dim=spec.vision.head_dim, causal=False, dtype=dtype
+            model.vision_attention,
+            platform=platform.name,
+            head_dim=spec.vision.head_dim,
+            causal=False,
+            dtype=dtype,
         ),
         frozen=model.freeze_vision,
         fused_windows=fusable and model.window_attention != "backend",
@@ -111,7 +127,13 @@ def _tower(
 
 
 def _language(
-    platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig, core: TransformerConfig, rank: int, stage: int
+    platform: Platform,
+    spec: ModelSpec,
+    layout: Layout,
+    config: TrainConfig,
+    core: TransformerConfig,
+    rank: int,
+    stage: int,
 ) -> GPTModel:
     """The language model's part of virtual stage ``stage`` of pipeline rank ``rank``."""
     m, recompute, layers = spec.language, config.recompute, layout.chunk_layers(rank, stage)
@@ -126,7 +148,8 @@ def _language(
             ),
             causal=True,
             deepstack=len(spec.vision.deepstack_layers),
-            recompute_activation=recompute.language == "selective" and "activation" in recompute.language_modules,
+            recompute_activation=recompute.language == "selective"
+            and "activation" in recompute.language_modules,
             experts=[m.has_experts(layer) for layer in layers],
         ),
         vocab_size=m.vocab_size,
@@ -183,7 +206,9 @@ def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
 
 
 @torch.no_grad()
-def _zero_padding(chunks: Iterable[VisionLanguageModel], spec: ModelSpec, layout: Layout, tp_rank: int) -> None:
+def _zero_padding(
+    chunks: Iterable[VisionLanguageModel], spec: ModelSpec, layout: Layout, tp_rank: int
+) -> None:
     """Zeroes the padded FFN rows and columns of random weights. They stay zero: their gradients are zero."""
     v = spec.vision
     if v.padded_ffn_hidden_size == v.ffn_hidden_size:
@@ -205,11 +230,17 @@ def _freeze(chunks: Iterable[VisionLanguageModel], model: ModelConfig) -> None:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             part = part_of(name)
-            if {"vision": model.freeze_vision, "merger": model.freeze_merger, "language": model.freeze_language}[part]:
+            if {
+                "vision": model.freeze_vision,
+                "merger": model.freeze_merger,
+                "language": model.freeze_language,
+            }[part]:
                 parameter.requires_grad_(False)
 
 
-def chunk_tensors(chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int, ep_rank: int = 0) -> list[LiveTensor]:
+def chunk_tensors(
+    chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int, ep_rank: int = 0
+) -> list[LiveTensor]:
     """The parameters of all chunks of a rank under their canonical names."""
     first_expert = ep_rank * ((chunks[0].config.num_moe_experts or 0) // layout.ep)
     return [
@@ -223,13 +254,18 @@ def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[LiveTensor]) ->
     """The table of the model, after checking that the live parameters have the shapes it says.
 
     Raises:
-        RuntimeError: a live parameter has no entry or another shape: the table and the modules have drifted apart.
+        RuntimeError: a live parameter has no entry or another shape: the table and the modules have drifted
+            apart.
     """
     table = tensor_table(spec)
     for name, parameter, expert in tensors:
         if name not in table:
-            raise RuntimeError(f"parameter {name} has no entry in the tensor table (tied: {OUTPUT} is stored as the embedding)")
+            raise RuntimeError(
+                f"parameter {name} has no entry in the tensor table (tied: {OUTPUT} is stored as the embedding)"
+            )
         want = table[name].shard_shape(layout.cut)[0 if expert is None else 1 :]
         if tuple(parameter.shape) != want:
-            raise RuntimeError(f"parameter {name} has shape {tuple(parameter.shape)}, the table says {want} for {layout.cut}")
+            raise RuntimeError(
+                f"parameter {name} has shape {tuple(parameter.shape)}, the table says {want} for {layout.cut}"
+            )
     return table

@@ -1,7 +1,9 @@
 """Layers that save time or memory where Megatron-core's own leave some.
 
-* :class:`TowerSelfAttention`: layers of a tower through our kernels, RoPE included, from ``linear_qkv`` to ``linear_proj``.
-* :class:`FusedMLP`: SwiGLU as one kernel; the activation may be computed again in the backward pass instead of being kept.
+* :class:`TowerSelfAttention`: layers of a tower through our kernels, RoPE included, from ``linear_qkv`` to
+  ``linear_proj``.
+* :class:`FusedMLP`: SwiGLU as one kernel; the activation may be computed again in the backward pass instead
+  of being kept.
 * :func:`with_bias`: biases are added by the matrix product, so that their gradients come out of it too.
 """
 
@@ -20,12 +22,12 @@ from megatron_vl.models.attention import PackedRow
 
 
 class TowerSelfAttention(SelfAttention):
-    """Core's SelfAttention; :mod:`megatron_vl.kernels.window_attention` and :mod:`megatron_vl.kernels.tower_attention` take
-    what they are made for.
+    """Core's SelfAttention; :mod:`megatron_vl.kernels.window_attention` and
+    :mod:`megatron_vl.kernels.tower_attention` take what they are made for.
 
     Args:
-        fused_windows: layers that attend within small windows take the kernel; full layers take theirs where the backend is
-            ``triton``.
+        fused_windows: layers that attend within small windows take the kernel; full layers take theirs where
+            the backend is ``triton``.
     """
 
     def __init__(self, *args: Any, fused_windows: bool, **kwargs: Any) -> None:
@@ -44,7 +46,8 @@ class TowerSelfAttention(SelfAttention):
         return self.linear_proj(kernel(qkv[:, 0])[:, None])
 
     def _kernel(self, row: PackedRow) -> Callable[[Tensor], Tensor] | None:
-        """From the fused QKV output [P, heads * 3 * d] to [P, heads * d], if there is a kernel for this layer."""
+        """From the fused QKV output [P, heads * 3 * d] to [P, heads * d], if there is a kernel for this
+        layer."""
         from megatron_vl.kernels.tower_attention import tower_attention
         from megatron_vl.kernels.window_attention import MAX_WINDOW, window_attention
 
@@ -65,8 +68,8 @@ class FusedMLP(MLP):
     """Core's dense MLP with our SwiGLU.
 
     Args:
-        recompute: keep ``linear_fc1``'s output alone and compute the activation (half as large when gated) again for the
-            backward pass, which costs one elementwise kernel.
+        recompute: keep ``linear_fc1``'s output alone and compute the activation (half as large when gated)
+            again for the backward pass, which costs one elementwise kernel.
     """
 
     def __init__(self, *args: Any, recompute: bool = False, **kwargs: Any) -> None:
@@ -98,11 +101,13 @@ class FusedMLP(MLP):
         return self.activation_func(gate) * up
 
 
-def computed_again(kept: Tensor, function: Callable[..., Tensor], *inputs: Any) -> AbstractContextManager[Any]:
+def computed_again(
+    kept: Tensor, function: Callable[..., Tensor], *inputs: Any
+) -> AbstractContextManager[Any]:
     """Within the context, autograd keeps ``function(*inputs)`` in place of the tensor ``kept`` that it gave.
 
-    Works for every operator that saves ``kept`` (or a view of all of it) through ``save_for_backward``, Transformer Engine's
-    linears among them; what saves a quantised copy keeps that copy.
+    Works for every operator that saves ``kept`` (or a view of all of it) through ``save_for_backward``,
+    Transformer Engine's linears among them; what saves a quantised copy keeps that copy.
     """
     address, size = kept.data_ptr(), kept.numel()
 
@@ -123,8 +128,8 @@ def computed_again(kept: Tensor, function: Callable[..., Tensor], *inputs: Any) 
 def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
     """A linear's constructor whose module adds its bias itself, whatever core asks for.
 
-    Core leaves biases to fused elementwise kernels, whose backward sums ``[P, F]`` gradients with a kernel of its own;
-    cuBLASLt gives the sum as a by-product of the weight gradient.
+    Core leaves biases to fused elementwise kernels, whose backward sums ``[P, F]`` gradients with a kernel of
+    its own; cuBLASLt gives the sum as a by-product of the weight gradient.
     """
 
     def build(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """Output layer and cross entropy of the tokens that bear loss, and of no others.
 
-In rows of pictures most tokens have no label to be learnt: placeholders of pixels, questions, padding. The output layer is
-the widest of the model, so their logits are left out. What comes back has a place for every token of the row, zero where
-nothing was computed. It is Megatron-core's own output layer and loss, called through the ``output_processor`` of GPTModel.
+In rows of pictures most tokens have no label to be learnt: placeholders of pixels, questions, padding. The
+output layer is the widest of the model, so their logits are left out. What comes back has a place for every
+token of the row, zero where nothing was computed. It is Megatron-core's own output layer and loss, called
+through the ``output_processor`` of GPTModel.
 """
 
 from __future__ import annotations
@@ -25,19 +26,23 @@ def selected_losses(
     compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
     **_: Any,
 ) -> Tensor:
-    """Per-token losses [1, S] of hidden states [S (/ tp with sequence parallelism), 1, H]; 0 outside ``context``.
+    """Per-token losses [1, S] of hidden states [S (/ tp with sequence parallelism), 1, H]; 0 outside
+    ``context``.
 
     Args:
         output_weight: the tied weight; None: the output layer has its own.
         labels: int64 [1, S].
-        context: int64 [N], distinct places in the row: :func:`megatron_vl.data.row.loss_index`. They are the same on all
-            tensor-parallel ranks.
+        context: int64 [N], distinct places in the row: :func:`megatron_vl.data.row.loss_index`. They are the
+            same on all tensor-parallel ranks.
     """
     if output_layer.sequence_parallel:
-        # Loss tokens lie unevenly over the ranks' parts of the row, so each rank needs all of them before it chooses. The
-        # selection copies, and keeps nothing of core's shared buffer.
+        # Loss tokens lie unevenly over the ranks' parts of the row, so each rank needs all of them before it
+        # chooses. The selection copies, and keeps nothing of core's shared buffer.
         hidden_states = gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group, use_global_buffer=True
+            hidden_states,
+            tensor_parallel_output_grad=False,
+            group=output_layer.tp_group,
+            use_global_buffer=True,
         )
     with _whole_input(output_layer):
         logits, _bias = output_layer(hidden_states.index_select(0, context), weight=output_weight)
@@ -49,9 +54,10 @@ def selected_losses(
 def _whole_input(layer: ColumnParallelLinear) -> Iterator[None]:
     """A sequence-parallel output layer takes whole inputs meanwhile, as without sequence parallelism.
 
-    Gradients of the inputs are then summed over the ranks in one all-reduce that runs beside the product for the weight's
-    gradient, and each rank keeps its part of the row. For N of S tokens that moves S + 2 N instead of the 3 S of core's own
-    sequence-parallel layer, which gathers once more in the backward pass: never more, whatever the row.
+    Gradients of the inputs are then summed over the ranks in one all-reduce that runs beside the product for
+    the weight's gradient, and each rank keeps its part of the row. For N of S tokens that moves S + 2 N
+    instead of the 3 S of core's own sequence-parallel layer, which gathers once more in the backward pass:
+    never more, whatever the row.
     """
     sequence_parallel, allreduce = layer.sequence_parallel, layer.allreduce_dgrad
     layer.sequence_parallel, layer.allreduce_dgrad = False, allreduce or sequence_parallel

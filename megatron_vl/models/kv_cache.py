@@ -1,8 +1,8 @@
 """Keys and values kept while text is generated, so that each new token costs one token.
 
 Megatron-core's inference contexts belong to its own attention, which packed rows with M-RoPE do not use (see
-:mod:`megatron_vl.models.attention`). RoPE is applied before attention from explicit positions, so what is kept here needs no
-further care.
+:mod:`megatron_vl.models.attention`). RoPE is applied before attention from explicit positions, so what is
+kept here needs no further care.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class KVCache:
         self._kept: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
 
     def fill(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> None:
-        """Keeps key and value [S, g, d] of a prompt's tokens; what follows them in the row is none of the prompt's."""
+        """Keeps key and value [S, g, d] of a prompt's tokens; what follows them in the row is none of the
+        prompt's."""
         n = self.used[prompt]
         kept = []
         for tensor in (key, value):
@@ -56,11 +57,15 @@ class CacheUse:
 
     cache: KVCache
     prompts: list[int]
-    """The prompt that the row begins with; or, of a row of new tokens, the prompt that each of its first tokens follows."""
+    """The prompt that the row begins with; or, of a row of new tokens, the prompt that each of its first
+    tokens follows."""
     filling: bool
 
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[], Tensor]) -> Tensor:
-        """query [S, h, d], key and value [S, g, d] -> [S, h, d]; tokens that belong to no prompt get zeros or nonsense.
+    def attend(
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[], Tensor]
+    ) -> Tensor:
+        """query [S, h, d], key and value [S, g, d] -> [S, h, d]; tokens that belong to no prompt get zeros or
+        nonsense.
 
         Args:
             attend: the layer's own attention over the row.

@@ -37,7 +37,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LocalRMSNorm(nn.Module):
-    """RMSNorm that sequence parallelism accepts (core's local spec refuses it). Statistics in fp32, as in HF."""
+    """RMSNorm that sequence parallelism accepts (core's local spec refuses it). Statistics in fp32, as in
+    HF."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -83,7 +84,14 @@ def linears(platform: Platform) -> tuple[Any, Any]:
     return ColumnParallelLinear, RowParallelLinear
 
 
-def _mlp(config: TransformerConfig, pg_collection: Any, *, submodules: MLPSubmodules, recompute: bool, **kwargs: Any) -> FusedMLP:
+def _mlp(
+    config: TransformerConfig,
+    pg_collection: Any,
+    *,
+    submodules: MLPSubmodules,
+    recompute: bool,
+    **kwargs: Any,
+) -> FusedMLP:
     """What core calls to build a layer's MLP."""
     kwargs.pop("is_mtp_layer", None)
     return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute=recompute, **kwargs)
@@ -149,7 +157,11 @@ def block_spec(
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=layer_norm,
-            mlp=partial(_mlp, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row), recompute=recompute_activation),
+            mlp=partial(
+                _mlp,
+                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
+                recompute=recompute_activation,
+            ),
             mlp_bda=get_bias_dropout_add,
         ),
     )

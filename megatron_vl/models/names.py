@@ -1,10 +1,12 @@
 """Canonical tensor names of the live modules, whichever platform built them.
 
-Transformer Engine fuses a norm into the linear that follows and numbers layers per chunk; the local modules keep the
-norm apart. Canonical names (see :mod:`megatron_vl.spec.tensors`) follow the fused style with global numbers.
+Transformer Engine fuses a norm into the linear that follows and numbers layers per chunk; the local modules
+keep the norm apart. Canonical names (see :mod:`megatron_vl.spec.tensors`) follow the fused style with global
+numbers.
 
-A canonical expert tensor is a stack of all experts; live, each expert is a parameter of its own, ``weight3`` of a grouped
-linear or ``local_experts.3`` of a list. :class:`LiveTensor` says which of the stack a parameter is.
+A canonical expert tensor is a stack of all experts; live, each expert is a parameter of its own, ``weight3``
+of a grouped linear or ``local_experts.3`` of a list. :class:`LiveTensor` says which of the stack a parameter
+is.
 """
 
 from __future__ import annotations
@@ -29,16 +31,21 @@ _EXPERT = re.compile(
 
 
 class LiveTensor(NamedTuple):
-    """A live parameter: a whole canonical tensor (this rank's part of it), or one expert of a stack of them."""
+    """A live parameter: a whole canonical tensor (this rank's part of it), or one expert of a stack of
+    them."""
 
     name: str
     parameter: nn.Parameter
     expert: int | None = None
-    """Which expert of the canonical tensor's dim 0, counted over all ranks; None where that has no experts."""
+    """Which expert of the canonical tensor's dim 0, counted over all ranks; None where that has no
+    experts."""
 
 
-def canonical_name(module_name: str, first_layer: int, tied: bool, *, router: bool = False) -> tuple[str, int | None]:
-    """The canonical name of a parameter of a chunk whose first decoder layer is ``first_layer``, and its expert on this rank.
+def canonical_name(
+    module_name: str, first_layer: int, tied: bool, *, router: bool = False
+) -> tuple[str, int | None]:
+    """The canonical name of a parameter of a chunk whose first decoder layer is ``first_layer``, and its
+    expert on this rank.
 
     Args:
         router: whether the parameter's layer has experts; the norm before them stays apart.
@@ -54,7 +61,9 @@ def canonical_name(module_name: str, first_layer: int, tied: bool, *, router: bo
     return (EMBEDDING if tied and name == OUTPUT else name), expert
 
 
-def named_tensors(chunk: VisionLanguageModel, first_layer: int, first_expert: int = 0) -> Iterator[LiveTensor]:
+def named_tensors(
+    chunk: VisionLanguageModel, first_layer: int, first_expert: int = 0
+) -> Iterator[LiveTensor]:
     """The parameters of one chunk. A tied output layer yields the embedding's name a second time.
 
     Args:

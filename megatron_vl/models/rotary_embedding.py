@@ -1,7 +1,8 @@
 """Rotary tables: M-RoPE of the language model and 2D RoPE of the vision tower.
 
-Both give the angles ``[S, 1, 1, dim]`` that Megatron-core's rotary functions take (two equal halves, rotate-half
-convention). The products are elementwise in fp32, never a matrix product, so TF32 settings cannot touch them.
+Both give the angles ``[S, 1, 1, dim]`` that Megatron-core's rotary functions take (two equal halves,
+rotate-half convention). The products are elementwise in fp32, never a matrix product, so TF32 settings cannot
+touch them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from megatron_vl.spec.families import LanguageSpec
 class MRope(nn.Module):
     """Multimodal RoPE (Qwen2-VL, arXiv 2409.12191): each frequency follows time, height or width.
 
-    Reference: ``Qwen2VLRotaryEmbedding`` and ``apply_multimodal_rotary_pos_emb`` of transformers; interleaved,
-    ``Qwen3VLTextRotaryEmbedding``. It takes the place of core's ``MultimodalRotaryEmbedding`` and is called in the same way.
+    Reference: ``Qwen2VLRotaryEmbedding`` and ``apply_multimodal_rotary_pos_emb`` of transformers;
+    interleaved, ``Qwen3VLTextRotaryEmbedding``. It takes the place of core's ``MultimodalRotaryEmbedding``
+    and is called in the same way.
     """
 
     def __init__(self, language: LanguageSpec) -> None:
@@ -24,7 +26,9 @@ class MRope(nn.Module):
         half = language.head_dim // 2
         exponent = torch.arange(0, language.head_dim, 2, dtype=torch.float32) / language.head_dim
         self._inv_freq = 1.0 / language.rope_theta**exponent
-        if language.mrope_interleaved:  # t h w t h w ..., and time alone where height and width have had their number
+        if (
+            language.mrope_interleaved
+        ):  # t h w t h w ..., and time alone where height and width have had their number
             self._axis = torch.zeros(half, dtype=torch.int64)
             for axis in (1, 2):
                 self._axis[axis : 3 * language.mrope_section[axis] : 3] = axis
@@ -32,7 +36,9 @@ class MRope(nn.Module):
             self._axis = torch.repeat_interleave(torch.arange(3), torch.tensor(language.mrope_section))
         assert self._axis.numel() == half
 
-    def forward(self, position_ids: Tensor, mrope_section: list[int] | None = None, cp_group: object = None) -> Tensor:
+    def forward(
+        self, position_ids: Tensor, mrope_section: list[int] | None = None, cp_group: object = None
+    ) -> Tensor:
         """position_ids [3, 1, S] (or [3, S]) -> angles [S, 1, 1, head_dim]."""
         device = position_ids.device
         if self._inv_freq.device != device:
@@ -49,8 +55,11 @@ def vision_angles(position_hw: Tensor, head_dim: int) -> Tensor:
         position_hw: int [P, 2], row and column of each patch.
 
     Returns:
-        Angles [P, 1, 1, head_dim], fp32. Reference: ``VisionRotaryEmbedding`` and ``rot_pos_emb`` of Qwen2-VL.
+        Angles [P, 1, 1, head_dim], fp32. Reference: ``VisionRotaryEmbedding`` and ``rot_pos_emb`` of
+        Qwen2-VL.
     """
-    exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=position_hw.device) / (head_dim // 2)
+    exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=position_hw.device) / (
+        head_dim // 2
+    )
     angles = (position_hw.float()[:, :, None] * (1.0 / 10000.0**exponent)).flatten(1)
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -57,7 +57,8 @@ def language_config(
 
     Args:
         aux_loss: coefficient of the experts' load-balancing loss; 0: none.
-        tp_comm_overlap: tensor-parallel collectives beside the matrix products (:mod:`megatron_vl.parallel.tp_overlap`).
+        tp_comm_overlap: tensor-parallel collectives beside the matrix products
+            (:mod:`megatron_vl.parallel.tp_overlap`).
     """
     if tp_comm_overlap and not platform.transformer_engine:
         raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
@@ -90,7 +91,8 @@ def language_config(
         **_fp8(platform, fp8, dtype),
         **_common(platform, layout, dtype, spec.initializer_range),
     )
-    # Overlapped p2p of the interleaved schedule needs unbatched sends; batched ones are what 1F1B uses on CUDA.
+    # Overlapped p2p of the interleaved schedule needs unbatched sends; batched ones are what 1F1B uses on
+    # CUDA.
     if layout.vpp > 1:
         config.batch_p2p_comm = False
         config.overlap_p2p_comm = platform.name == "cuda"
@@ -98,9 +100,16 @@ def language_config(
 
 
 def vision_config(
-    platform: Platform, spec: ModelSpec, layout: Layout, *, dtype: torch.dtype, recompute: RecomputeConfig, fp8: Fp8Config
+    platform: Platform,
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    recompute: RecomputeConfig,
+    fp8: Fp8Config,
 ) -> TransformerConfig:
-    """The vision tower's config: on one pipeline stage, no sequence parallelism (its patch count varies per row)."""
+    """The vision tower's config: on one pipeline stage, no sequence parallelism (its patch count varies per
+    row)."""
     v = spec.vision
     return TransformerConfig(
         num_layers=v.num_layers,
@@ -127,14 +136,19 @@ def _fp8(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, An
     if fp8.recipe == "none":
         return {}
     if not platform.transformer_engine or dtype != torch.bfloat16:
-        raise RunConfigError(f"fp8.recipe {fp8.recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none")
+        raise RunConfigError(
+            f"fp8.recipe {fp8.recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none"
+        )
     return {"fp8": "hybrid", "fp8_recipe": fp8.recipe}
 
 
 def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool = False) -> dict[str, Any]:
     if kind == "selective" and "layernorm" in modules and not platform.transformer_engine:
-        # Core 0.19.2: CheckpointWithoutOutput takes an argument only with Transformer Engine and fails in the backward pass.
-        raise RunConfigError("recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp")
+        # Core 0.19.2: CheckpointWithoutOutput takes an argument only with Transformer Engine and fails in the
+        # backward pass.
+        raise RunConfigError(
+            "recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp"
+        )
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     core_modules = [module for module in modules if module != "activation"]  # ours: fused_layers.FusedMLP

@@ -1,7 +1,7 @@
 """The packed vision tower as a Megatron-core TransformerBlock.
 
-All images and video frames of a row go through in one call, in window order (the loader has arranged them), tensor
-parallel over the group that is handed in. Reference: ``Qwen2VisionTransformerPretrainedModel``,
+All images and video frames of a row go through in one call, in window order (the loader has arranged them),
+tensor parallel over the group that is handed in. Reference: ``Qwen2VisionTransformerPretrainedModel``,
 ``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen3VLVisionModel`` of transformers.
 """
 
@@ -29,7 +29,9 @@ class PatchEmbed(nn.Module):
     Pixels are normalised here, on the device, with the checkpoint's own mean and standard deviation.
     """
 
-    def __init__(self, vision: VisionSpec, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, vision: VisionSpec, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.vision = vision
         self.proj = nn.Linear(vision.patch_dim, vision.hidden_size, bias=vision.patch_bias, dtype=dtype)
@@ -49,7 +51,8 @@ class PatchEmbed(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """A square table of learned position embeddings, interpolated (bilinear, corners aligned) to the size of each frame.
+    """A square table of learned position embeddings, interpolated (bilinear, corners aligned) to the size of
+    each frame.
 
     Reference: ``get_vision_interpolation_indices_and_weights`` of transformers.
     """
@@ -60,14 +63,18 @@ class PositionTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(side**2, width, dtype=dtype))
 
     def forward(self, position_hw: Tensor, frame_hw: Tensor) -> Tensor:
-        """Rows and columns int [P, 2] of patches in frames of frame_hw int [P, 2] patches -> fp32 [P, width]."""
+        """Rows and columns int [P, 2] of patches in frames of frame_hw int [P, 2] patches -> fp32 [P,
+        width]."""
         place = position_hw.float() * (self.side - 1) / (frame_hw - 1).clamp(min=1)
         low = place.floor()
         part = place - low
         near = low.long()
         far = (near + 1).clamp(max=self.side - 1)
         rows, columns = torch.stack((near[:, 0], far[:, 0]), 1), torch.stack((near[:, 1], far[:, 1]), 1)
-        row_weight, column_weight = torch.stack((1 - part[:, 0], part[:, 0]), 1), torch.stack((1 - part[:, 1], part[:, 1]), 1)
+        row_weight, column_weight = (
+            torch.stack((1 - part[:, 0], part[:, 0]), 1),
+            torch.stack((1 - part[:, 1], part[:, 1]), 1),
+        )
         index = (rows[:, :, None] * self.side + columns[:, None, :]).flatten(1)
         weight = (row_weight[:, :, None] * column_weight[:, None, :]).flatten(1)
         return F.embedding_bag(index, self.weight.float(), per_sample_weights=weight, mode="sum")
@@ -91,11 +98,19 @@ class Merger(nn.Module):
         super().__init__()
         self.width = vision.merge_unit * vision.hidden_size
         column, row = linears(platform)
-        shared = {"config": config, "init_method": config.init_method, "bias": True, "is_expert": False, "tp_group": tp_group}
+        shared = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": True,
+            "is_expert": False,
+            "tp_group": tp_group,
+        }
         self.norm_width = self.width if norm_unit else vision.hidden_size
         self.norm = norm(platform, config, self.norm_width)
         self.linear_fc1 = column(self.width, self.width, gather_output=False, skip_bias_add=False, **shared)
-        self.linear_fc2 = row(self.width, vision.out_hidden_size, input_is_parallel=True, skip_bias_add=False, **shared)
+        self.linear_fc2 = row(
+            self.width, vision.out_hidden_size, input_is_parallel=True, skip_bias_add=False, **shared
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[P, 1, hidden] -> [P / merge_unit, 1, out_hidden]"""
@@ -130,7 +145,8 @@ class VisionTower(nn.Module):
         super().__init__()
         self.vision, self.frozen = vision, frozen
         self.rotating_kernels = fused_windows or attention_backend == "triton"
-        # Products in FP8 contract over whole tiles of patches; what is added is one more segment of zeros, cut off at the end.
+        # Products in FP8 contract over whole tiles of patches; what is added is one more segment of zeros,
+        # cut off at the end.
         self.padded_to = fp8_rows(config)
         self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
@@ -138,7 +154,9 @@ class VisionTower(nn.Module):
             nn.init.zeros_(self.patch_embed.proj.bias)
         self.position_table = None
         if vision.position_table_side:
-            self.position_table = PositionTable(vision.position_table_side, vision.hidden_size, config.params_dtype)
+            self.position_table = PositionTable(
+                vision.position_table_side, vision.hidden_size, config.params_dtype
+            )
             nn.init.normal_(self.position_table.weight, std=config.init_method_std)
         spec = block_spec(
             platform,
@@ -157,7 +175,8 @@ class VisionTower(nn.Module):
         )
 
     def forward(self, batch: VisionInput) -> list[Tensor]:
-        """[merged features, out_hidden], in tower order: those of the last layer, then those of each DeepStack layer."""
+        """[merged features, out_hidden], in tower order: those of the last layer, then those of each
+        DeepStack layer."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             hidden = self.patch_embed(batch.planes, batch.plane_index)
             if self.position_table is not None:
@@ -181,5 +200,7 @@ class VisionTower(nn.Module):
         # The block gives a pair when it was asked for inner layers.
         last, inner = hidden if self.deepstack_mergers else (hidden, [])
         patches = batch.position_hw.shape[0]
-        deepstack = [merger(x[:patches])[:, 0] for merger, x in zip(self.deepstack_mergers, inner, strict=True)]
+        deepstack = [
+            merger(x[:patches])[:, 0] for merger, x in zip(self.deepstack_mergers, inner, strict=True)
+        ]
         return [self.merger(last[:patches])[:, 0], *deepstack]

@@ -1,7 +1,8 @@
-"""One pipeline chunk of a vision-language model: vision tower (first chunk only) and its part of the GPTModel.
+"""One pipeline chunk of a vision-language model: vision tower (first chunk only) and its part of the
+GPTModel.
 
-Features take the place of the placeholders' embeddings before the sequence-parallel scatter, so that images may lie
-anywhere in a row and any tensor-parallel rank may own any token.
+Features take the place of the placeholders' embeddings before the sequence-parallel scatter, so that images
+may lie anywhere in a row and any tensor-parallel rank may own any token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from megatron_vl.parallel.ddp import AbsentTower
 
 
 class VisionLanguageModel(MegatronModule):
-    """What Megatron-core's schedules call: ``forward(row)`` gives per-token losses on the last chunk, hidden states before.
+    """What Megatron-core's schedules call: ``forward(row)`` gives per-token losses on the last chunk, hidden
+    states before.
 
     Args:
         config: the language model's TransformerConfig.
@@ -32,7 +34,8 @@ class VisionLanguageModel(MegatronModule):
         vision: the tower on the first chunk, None elsewhere.
         deepstack: levels of visual features that the first decoder layers add.
         layers: the global decoder layers of this chunk.
-        message_levels: levels for which every pipeline message has room: as many as travel over any stage boundary.
+        message_levels: levels for which every pipeline message has room: as many as travel over any stage
+            boundary.
     """
 
     def __init__(
@@ -47,7 +50,10 @@ class VisionLanguageModel(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.deepstack, self.message_levels = deepstack, message_levels
-        self.levels_in, self.levels_out = levels_before(layers.start, deepstack), levels_before(layers.stop, deepstack)
+        self.levels_in, self.levels_out = (
+            levels_before(layers.start, deepstack),
+            levels_before(layers.stop, deepstack),
+        )
         self.vision_model = vision
         self.absent_tower: AbsentTower | None = None
         """Set where rows without pictures may skip the tower; without it they run it on a dummy picture."""
@@ -59,7 +65,8 @@ class VisionLanguageModel(MegatronModule):
         self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
 
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
-        """Takes what came from the stage before: the hidden state, the levels of DeepStack still to be added, and unused room."""
+        """Takes what came from the stage before: the hidden state, the levels of DeepStack still to be added,
+        and unused room."""
         received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         if received is not None and self.levels_in < self.message_levels:
             received = received[: received.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)]
@@ -70,8 +77,8 @@ class VisionLanguageModel(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
     def forward(self, row: DeviceRow, labels: bool = True) -> Tensor:
-        """Per-token losses [1, S] (logits [1, S, V / tp] when ``labels`` is False) on the last chunk, else a pipeline message:
-        hidden state and levels of DeepStack, [(1 + message_levels) * S (/ tp), 1, H].
+        """Per-token losses [1, S] (logits [1, S, V / tp] when ``labels`` is False) on the last chunk, else a
+        pipeline message: hidden state and levels of DeepStack, [(1 + message_levels) * S (/ tp), 1, H].
 
         Losses outside ``row.loss_index`` are 0.
         """
@@ -91,11 +98,14 @@ class VisionLanguageModel(MegatronModule):
         )
         unused = 0 if self.post_process else self.message_levels - self.levels_out
         if unused:
-            out = torch.cat((out, out.new_zeros(out.shape[0] // (1 + self.levels_out) * unused, *out.shape[1:])))
+            out = torch.cat(
+                (out, out.new_zeros(out.shape[0] // (1 + self.levels_out) * unused, *out.shape[1:]))
+            )
         return out
 
     def _padding_mask(self, row: DeviceRow) -> Tensor | None:
-        """Which tokens are padding, bool [1, S (/ tp)]; None where none is, or where no experts ask for it."""
+        """Which tokens are padding, bool [1, S (/ tp)]; None where none is, or where no experts ask for
+        it."""
         if not self.config.num_moe_experts or row.real_tokens == row.tokens.numel():
             return None
         padding = torch.arange(row.tokens.numel(), device=row.tokens.device) >= row.real_tokens
@@ -105,7 +115,8 @@ class VisionLanguageModel(MegatronModule):
         return padding[None]
 
     def _embed(self, row: DeviceRow) -> Tensor:
-        """Token embeddings with the features in place and the levels of DeepStack, [(1 + levels) * S (/ tp), 1, H].
+        """Token embeddings with the features in place and the levels of DeepStack, [(1 + levels) * S (/ tp),
+        1, H].
 
         Scattered when sequence parallel, each part on its own.
         """
@@ -113,30 +124,36 @@ class VisionLanguageModel(MegatronModule):
         if self.absent_tower is not None:
             self.absent_tower.gather()
         if self.vision_model is not None and row.vision is not None and not self._may_skip_tower(row):
-            # Before the embedding, as parameters are registered: in that order they are gathered and gradients reduced.
+            # Before the embedding, as parameters are registered: in that order they are gathered and
+            # gradients reduced.
             features = self.vision_model(row.vision)
         embedded = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
         if features is None and self.absent_tower is not None:
             embedded = self.absent_tower.skip(embedded)
         parts = [embedded, *(torch.zeros_like(embedded) for _ in range(self.deepstack))]
         if features is not None:
-            parts = [place_features(part, f, row.feature_index) for part, f in zip(parts, features, strict=True)]
+            parts = [
+                place_features(part, f, row.feature_index) for part, f in zip(parts, features, strict=True)
+            ]
         if self.config.sequence_parallel:
             parts = [scatter_to_sequence_parallel_region(part) for part in parts]
         return torch.cat(parts) if self.deepstack else parts[0]
 
     def _may_skip_tower(self, row: DeviceRow) -> bool:
-        """Whether the row has no picture and the backward pass will come by the embedding, where the tower is reported."""
+        """Whether the row has no picture and the backward pass will come by the embedding, where the tower is
+        reported."""
         if self.absent_tower is None or row.feature_index is None or row.feature_index.numel():
             return False
-        return not torch.is_grad_enabled() or any(p.requires_grad for p in self.language_model.embedding.parameters())
+        return not torch.is_grad_enabled() or any(
+            p.requires_grad for p in self.language_model.embedding.parameters()
+        )
 
 
 def place_features(embedded: Tensor, features: Tensor, feature_index: Tensor | None) -> Tensor:
     """Puts features [N, H] at tokens ``feature_index`` of embedded [S, 1, H].
 
-    A text-only row that ran the tower has no index: its dummy features are added as zero, so that the tower's gradients exist
-    on every rank in every step (overlapped reduction waits for each of them).
+    A text-only row that ran the tower has no index: its dummy features are added as zero, so that the tower's
+    gradients exist on every rank in every step (overlapped reduction waits for each of them).
     """
     assert feature_index is not None
     features = features.to(embedded.dtype)

@@ -1,8 +1,8 @@
 """Which data-parallel rank gets which rows of a step, so that no rank waits for one with more pictures.
 
-Rows have equally many tokens and different numbers of patches. Ranks meet at every gradient reduction, so a step lasts as
-long as the rank with the most work. Every rank keeps as many rows as it read; rows are swapped between the ranks with the
-most and the least work while that lowers the larger of the two.
+Rows have equally many tokens and different numbers of patches. Ranks meet at every gradient reduction, so a
+step lasts as long as the rank with the most work. Every rank keeps as many rows as it read; rows are swapped
+between the ranks with the most and the least work while that lowers the larger of the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CANDIDATES = 8
-"""Ranks with the least work that are tried as partners: trying all of hundreds takes half a second and gains nothing."""
+"""Ranks with the least work that are tried as partners: trying all of hundreds takes half a second and gains
+nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def balance(costs: list[list[float]], tolerance: float = 0.01) -> list[list[Plac
 def _best_swap(
     costs: list[list[float]], places: list[list[Place]], loads: list[float], heavy: int
 ) -> tuple[int, int, int, float] | None:
-    """(other rank, row of the heavy rank, row of the other, cost moved) that lowers the pair's larger load most."""
+    """(other rank, row of the heavy rank, row of the other, cost moved) that lowers the pair's larger load
+    most."""
 
     def cost(place: Place) -> float:
         return costs[place.rank][place.row]

@@ -1,14 +1,17 @@
 """Data parallelism of a rank's chunk: Megatron-core's DDP (0.19.2), with four differences.
 
-* Gradients are divided by the tokens of the batch in the own slice alone. With the distributed optimizer a rank reads no
-  others, and core divides the whole buffers: 60 GB of memory traffic a step for a model of 7 B parameters, 14 ms on an H200.
-* Reductions that overlap with the backward pass are started in the order of the buckets, the same on every rank. Core starts
-  each when its last gradient is there, which is one order only while all ranks run one graph.
-* A row without pictures skips the vision tower (:class:`AbsentTower`), so ranks do run different graphs. A tower that ran on
-  a dummy picture instead cost 100 ms a row on H200 (Qwen2.5-VL-7B): its kernels are so small that launching them is the limit,
-  15 % of a step of text rows.
-* Before a module runs, the gathers of its parameters are looked up by bucket, found once, and not by parameter: a layer of
-  Qwen3-VL-30B-A3B has 256 and more of them on a GPU, and asking for each took a sixth of what the host does in a step.
+* Gradients are divided by the tokens of the batch in the own slice alone. With the distributed optimizer a
+  rank reads no others, and core divides the whole buffers: 60 GB of memory traffic a step for a model of 7 B
+  parameters, 14 ms on an H200.
+* Reductions that overlap with the backward pass are started in the order of the buckets, the same on every
+  rank. Core starts each when its last gradient is there, which is one order only while all ranks run one
+  graph.
+* A row without pictures skips the vision tower (:class:`AbsentTower`), so ranks do run different graphs. A
+  tower that ran on a dummy picture instead cost 100 ms a row on H200 (Qwen2.5-VL-7B): its kernels are so
+  small that launching them is the limit, 15 % of a step of text rows.
+* Before a module runs, the gathers of its parameters are looked up by bucket, found once, and not by
+  parameter: a layer of Qwen3-VL-30B-A3B has 256 and more of them on a GPU, and asking for each took a sixth
+  of what the host does in a step.
 """
 
 from __future__ import annotations
@@ -24,13 +27,16 @@ from torch import Tensor, nn
 
 
 class ReplicaDDP(DistributedDataParallel):
-    """Core's DDP with the differences above; see :class:`megatron.core.distributed.DistributedDataParallel`."""
+    """Core's DDP with the differences above; see
+    :class:`megatron.core.distributed.DistributedDataParallel`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._orders = []
         if self.ddp_config.overlap_grad_reduce:
-            self._orders = [_InOrder(groups) for groups in (self.bucket_groups, self.expert_parallel_bucket_groups)]
+            self._orders = [
+                _InOrder(groups) for groups in (self.bucket_groups, self.expert_parallel_bucket_groups)
+            ]
 
     def scale_gradients(self, scaling_factor: Tensor | float) -> None:
         """Multiplies this rank's reduced gradients; after the reduction only."""
@@ -46,7 +52,8 @@ class ReplicaDDP(DistributedDataParallel):
                 bucket.grad_data.chunk(size)[rank].mul_(scaling_factor)
 
     def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """What the hooks of these parameters say in the backward pass, for those that autograd does not come by."""
+        """What the hooks of these parameters say in the backward pass, for those that autograd does not come
+        by."""
         if not self.ddp_config.overlap_grad_reduce:
             return
         for parameter in parameters:
@@ -66,7 +73,9 @@ class ReplicaDDP(DistributedDataParallel):
                 groups = list(dict.fromkeys(known[p] for p in module.parameters(recurse=False) if p in known))
             for group in groups:
                 if group.param_gather_handle is not None or not group.param_gather_dispatched:
-                    ahead = self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
+                    ahead = (
+                        self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
+                    )
                     group.finish_param_sync(skip_next_bucket_dispatch=ahead)
 
         return hook
@@ -78,7 +87,8 @@ class ReplicaDDP(DistributedDataParallel):
 
 
 class _InOrder:
-    """Starts the gradient reductions of bucket groups in the order of the list; one that is ready early waits for its turn."""
+    """Starts the gradient reductions of bucket groups in the order of the list; one that is ready early waits
+    for its turn."""
 
     def __init__(self, groups: list[Any]) -> None:
         self.starts = [group.start_grad_sync for group in groups]
@@ -101,8 +111,9 @@ class _InOrder:
 class AbsentTower:
     """What a rank owes the others of its data-parallel group for a row that does not run the vision tower.
 
-    They gather the tower's parameters before their first row of a step and reduce its gradients behind the last one; this rank
-    takes part in both at the same places in the order of collectives. Its own gradients of such a row are zero.
+    They gather the tower's parameters before their first row of a step and reduce its gradients behind the
+    last one; this rank takes part in both at the same places in the order of collectives. Its own gradients
+    of such a row are zero.
     """
 
     def __init__(self, ddp: ReplicaDDP, tower: nn.Module) -> None:
@@ -111,7 +122,9 @@ class AbsentTower:
         mine = {id(ddp.param_to_bucket_group[p]) for p in self.trained}
         self.groups = [group for group in reversed(ddp.bucket_groups) if id(group) in mine]
         # Gathered ahead, all at once, so that the order does not depend on the modules that run.
-        warnings.filterwarnings("ignore", message="The next bucket's parameter all-gather operation has already been")
+        warnings.filterwarnings(
+            "ignore", message="The next bucket's parameter all-gather operation has already been"
+        )
 
     @property
     def _gathers(self) -> bool:
@@ -119,14 +132,16 @@ class AbsentTower:
         return bool(self.ddp.ddp_config.overlap_param_gather and self.ddp.remove_forward_pre_hook_handles)
 
     def gather(self) -> None:
-        """Before the tower runs or is skipped: starts gathering its parameters, where that was not done in this step."""
+        """Before the tower runs or is skipped: starts gathering its parameters, where that was not done in
+        this step."""
         if self._gathers:
             for group in self.groups:
                 if not group.param_gather_dispatched:
                     group.start_param_sync()
 
     def skip(self, embedded: Tensor) -> Tensor:
-        """``embedded`` itself, whose backward pass reports the tower's gradients, which stay as they are, as ready."""
+        """``embedded`` itself, whose backward pass reports the tower's gradients, which stay as they are, as
+        ready."""
         if self._gathers:
             for group in self.groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -52,8 +52,8 @@ class _Watch:
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.key = f"megatron_vl/failure/{number}"
-        # A connection of its own: the main thread may wait in its own one for a rank that is gone. Both are there
-        # from the start, as connecting to a server that has ended takes until the store's timeout.
+        # A connection of its own: the main thread may wait in its own one for a rank that is gone. Both are
+        # there from the start, as connecting to a server that has ended takes until the store's timeout.
         self.store = _store().clone()
         self.leaving = threading.RLock()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)

@@ -1,8 +1,9 @@
 """The process grid: who is who among tensor, pipeline and data parallel ranks.
 
-Ranks are laid out as Megatron-core does (``tp`` fastest, then ``dp``, then ``pp``), so that tensor-parallel peers share
-a node. To the experts the same ``tp * dp`` ranks of a stage are ``etp`` fastest, then ``ep``, then expert-data-parallel.
-Core's global groups are the only ones used for training; this module adds what the loader needs.
+Ranks are laid out as Megatron-core does (``tp`` fastest, then ``dp``, then ``pp``), so that tensor-parallel
+peers share a node. To the experts the same ``tp * dp`` ranks of a stage are ``etp`` fastest, then ``ep``,
+then expert-data-parallel. Core's global groups are the only ones used for training; this module adds what the
+loader needs.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Grid:
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     owners_gloo: dist.ProcessGroup | None
-    """The loaders' owners of all replicas, in data-parallel order, where rows are exchanged between them; None on other ranks,
-    where there is one replica, and where the grid was made without it."""
+    """The loaders' owners of all replicas, in data-parallel order, where rows are exchanged between them;
+    None on other ranks, where there is one replica, and where the grid was made without it."""
 
     def part(self, info: TensorInfo) -> int:
         """Which part of a tensor this rank holds (see :meth:`Cut.part`)."""
@@ -85,22 +86,26 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
     raise_open_files()
     if platform.name == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(platform.backend, rank=rank, world_size=world, timeout=timedelta(minutes=timeout_minutes))
+    dist.init_process_group(
+        platform.backend, rank=rank, world_size=world, timeout=timedelta(minutes=timeout_minutes)
+    )
 
 
 def end_distributed() -> None:
-    """Ends all process groups; collective. Nobody leaves while another still talks: with gloo that aborts the other."""
+    """Ends all process groups; collective. Nobody leaves while another still talks: with gloo that aborts the
+    other."""
     dist.barrier()
     failures.stop()
     end_groups()
 
 
 def make_grid(layout: Layout, *, owners: bool = False) -> Grid:
-    """Initialises Megatron-core's groups for ``layout`` and returns this rank's place. Collective over all ranks.
+    """Initialises Megatron-core's groups for ``layout`` and returns this rank's place. Collective over all
+    ranks.
 
     Args:
-        owners: also the group in which the loaders' owners exchange rows (``data.balance``). Each owner holds a connection to
-            every other one.
+        owners: also the group in which the loaders' owners exchange rows (``data.balance``). Each owner holds
+            a connection to every other one.
     """
     from megatron.core import parallel_state as mpu
 
@@ -112,7 +117,8 @@ def make_grid(layout: Layout, *, owners: bool = False) -> Grid:
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            create_gloo_process_groups=False,  # for checkpoints of core's distributed optimizer, which are not used
+            # for checkpoints of core's distributed optimizer, which are not used
+            create_gloo_process_groups=False,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
         )
@@ -123,7 +129,9 @@ def make_grid(layout: Layout, *, owners: bool = False) -> Grid:
     if layout.tp * layout.pp > 1 and dist.get_backend() not in ("gloo", "fake"):
         # Every rank must take part in making every group.
         for d in range(dp):
-            members = [p * layout.tp * dp + d * layout.tp + t for p in range(layout.pp) for t in range(layout.tp)]
+            members = [
+                p * layout.tp * dp + d * layout.tp + t for p in range(layout.pp) for t in range(layout.tp)
+            ]
             group = kept_group(members, "gloo", "REPLICA_GLOO")
             if rank in members:
                 gloo = group

@@ -89,7 +89,9 @@ def core_keeps_groups() -> Iterator[None]:
     groups, create = _of_this_world(), mpu.create_group
     groups.begin_layout()
 
-    def get(ranks: list[int], *, backend: str | None = None, group_desc: str | None = None, **options: Any) -> Any:
+    def get(
+        ranks: list[int], *, backend: str | None = None, group_desc: str | None = None, **options: Any
+    ) -> Any:
         return groups.get(ranks, backend, group_desc, **options)
 
     mpu.create_group = get

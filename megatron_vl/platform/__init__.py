@@ -30,7 +30,9 @@ class Platform:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")
+        )
 
     def synchronize(self) -> None:
         if self.name == "cuda":
@@ -55,14 +57,16 @@ def get_platform(name: str = "auto") -> Platform:
         name: ``auto`` (CUDA when a GPU is there), ``cuda`` or ``cpu``.
 
     Raises:
-        PlatformError: CUDA was asked for and is not there, Transformer Engine does not import on CUDA, or an earlier
-            call decided otherwise.
+        PlatformError: CUDA was asked for and is not there, Transformer Engine does not import on CUDA, or an
+            earlier call decided otherwise.
     """
     global _platform
     if _platform is None:
         _platform = _make(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     elif name not in ("auto", _platform.name):
-        raise PlatformError(f"platform {name} was asked for, but this process already runs on {_platform.name}")
+        raise PlatformError(
+            f"platform {name} was asked for, but this process already runs on {_platform.name}"
+        )
     return _platform
 
 
@@ -79,5 +83,7 @@ def _make(name: str) -> Platform:
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
-        raise PlatformError(f"Transformer Engine does not import ({error}); install it with: pip install -e .[gpu]") from error
+        raise PlatformError(
+            f"Transformer Engine does not import ({error}); install it with: pip install -e .[gpu]"
+        ) from error
     return Platform("cuda", "nccl", True)

@@ -1,8 +1,9 @@
 """Makes Megatron-core 0.19.2 run on a machine without a GPU.
 
-Core asks ``torch.cuda`` for devices, streams and RNG states, creates tensors with ``device="cuda"`` and compares type
-strings with ``torch.cuda.FloatTensor``. Here those questions are answered for the CPU: functions of ``torch.cuda`` by
-assignment, factories and tensor methods by one :class:`TorchFunctionMode`. Nothing of this is loaded on CUDA.
+Core asks ``torch.cuda`` for devices, streams and RNG states, creates tensors with ``device="cuda"`` and
+compares type strings with ``torch.cuda.FloatTensor``. Here those questions are answered for the CPU:
+functions of ``torch.cuda`` by assignment, factories and tensor methods by one :class:`TorchFunctionMode`.
+Nothing of this is loaded on CUDA.
 """
 
 from __future__ import annotations
@@ -107,12 +108,14 @@ _installed: CudaOnCpu | None = None
 
 
 def install() -> None:
-    """Answers core's CUDA questions for the CPU, for the life of the process. Calling it twice does nothing more."""
+    """Answers core's CUDA questions for the CPU, for the life of the process. Calling it twice does nothing
+    more."""
     global _installed
     if _installed is not None:
         return
     if torch.cuda.is_available():
-        # With a GPU in the machine core's imports would initialise it all the same; hiding it is the user's call.
+        # With a GPU in the machine core's imports would initialise it all the same; hiding it is the user's
+        # call.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     # Core warns on every start unless this is set; without a GPU the value has no meaning.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -1,8 +1,8 @@
 """Which decoder layers live on which pipeline stage.
 
-A layout is written as the number of decoder layers of each stage, in model order. With interleaving (VPP) entry
-``v * pp + p`` is virtual chunk ``v`` of pipeline rank ``p``. The vision tower and the embedding are on the first
-entry, the final norm and the output layer on the last; both may have fewer decoder layers, or none.
+A layout is written as the number of decoder layers of each stage, in model order. With interleaving (VPP)
+entry ``v * pp + p`` is virtual chunk ``v`` of pipeline rank ``p``. The vision tower and the embedding are on
+the first entry, the final norm and the output layer on the last; both may have fewer decoder layers, or none.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Layout:
     layers: tuple[int, ...]
     """Decoder layers of each of the ``pp * vpp`` entries, in model order."""
     ep: int = 1
-    """Expert parallel size. The ranks of a stage, ``tp * dp`` of them, are ``etp * ep * expert-dp`` to the experts."""
+    """Expert parallel size. The ranks of a stage, ``tp * dp`` of them, are ``etp * ep * expert-dp`` to the
+    experts."""
     etp: int = 1
-    """Expert tensor parallel size. Megatron-core's default is ``tp``; here it is 1, whole experts, as cutting small matrices
-    further costs more than it saves."""
+    """Expert tensor parallel size. Megatron-core's default is ``tp``; here it is 1, whole experts, as cutting
+    small matrices further costs more than it saves."""
 
     @property
     def cut(self) -> Cut:
@@ -95,8 +96,9 @@ def make_layout(
     """A validated layout.
 
     Args:
-        layers: decoder layers of each of the ``pp * vpp`` entries; None spreads them evenly, the first entries
-            getting one fewer where they do not divide (they also hold the vision tower and the embedding).
+        layers: decoder layers of each of the ``pp * vpp`` entries; None spreads them evenly, the first
+            entries getting one fewer where they do not divide (they also hold the vision tower and the
+            embedding).
 
     Raises:
         LayoutError: a number is impossible for this model; the message says which and what would be valid.
@@ -115,9 +117,13 @@ def make_layout(
             )
         layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
     if len(layers) != entries:
-        raise LayoutError(f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}")
+        raise LayoutError(
+            f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}"
+        )
     if min(layers) < 0 or sum(layers) != total:
-        raise LayoutError(f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers")
+        raise LayoutError(
+            f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers"
+        )
     return Layout(tp, pp, vpp, tuple(layers), ep, etp)
 
 
@@ -129,12 +135,15 @@ def run_layout(spec: ModelSpec, parallel: ParallelConfig) -> Layout:
     """
     p = parallel
     if spec.language.moe and p.tp > 1 and not p.sequence_parallel:
-        raise LayoutError(f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank routes tokens of its own")
+        raise LayoutError(
+            f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank routes tokens of its own"
+        )
     return make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
 
 
 def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
-    """The layout that :meth:`Layout.as_dict` gave; what was stored before there were experts has no ``ep`` and ``etp``.
+    """The layout that :meth:`Layout.as_dict` gave; what was stored before there were experts has no ``ep``
+    and ``etp``.
 
     Raises:
         KeyError, LayoutError: a field is missing, or impossible for this model.

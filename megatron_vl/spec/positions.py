@@ -1,13 +1,14 @@
 """Positions: M-RoPE of the language model, 2D positions and attention segments of the vision tower.
 
-Pure torch on the CPU, computed by the loader: a training step never derives a position or a segment on the device.
-References: for M-RoPE, ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning code. They compute
-what ``get_rope_index`` of transformers computed when the models were released (4.45 for Qwen2-VL, 4.49 for
-Qwen2.5-VL, 4.57 for Qwen3-VL), and what vLLM computes. For the tower, ``get_vision_position_ids``,
+Pure torch on the CPU, computed by the loader: a training step never derives a position or a segment on the
+device. References: for M-RoPE, ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning code. They
+compute what ``get_rope_index`` of transformers computed when the models were released (4.45 for Qwen2-VL,
+4.49 for Qwen2.5-VL, 4.57 for Qwen3-VL), and what vLLM computes. For the tower, ``get_vision_position_ids``,
 ``get_vision_window_index`` and ``get_vision_cu_seqlens`` of ``transformers.vision_utils`` (5.17).
 
-A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches are in
-merge-unit order throughout (frame, unit row, unit column, row in unit, column in unit), as HF's processors emit them.
+A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches
+are in merge-unit order throughout (frame, unit row, unit column, row in unit, column in unit), as HF's
+processors emit them.
 """
 
 from __future__ import annotations
@@ -51,17 +52,22 @@ class Grid:
 
 
 def placeholder_runs(grids: Sequence[Grid], spec: ModelSpec) -> list[Grid]:
-    """The media as the text has them: frame groups of a video apart where the family writes a time before each."""
+    """The media as the text has them: frame groups of a video apart where the family writes a time before
+    each."""
     if not spec.vision.video_timestamps:
         return list(grids)
-    frames = [(dataclasses.replace(grid, t=1, timestamps=()), grid.t if grid.kind == "video" else 1) for grid in grids]
+    frames = [
+        (dataclasses.replace(grid, t=1, timestamps=()), grid.t if grid.kind == "video" else 1)
+        for grid in grids
+    ]
     return [frame for frame, count in frames for _ in range(count)]
 
 
 def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -> list[int]:
     """Where the placeholders of each grid start in ``token_ids`` (int64 [S]), in the order of the text.
 
-    Runs are told apart by the counts of the grids, so two media may touch. ``grids`` are :func:`placeholder_runs`.
+    Runs are told apart by the counts of the grids, so two media may touch. ``grids`` are
+    :func:`placeholder_runs`.
 
     Raises:
         PositionError: the placeholders do not match the grids in kind, order or number.
@@ -71,7 +77,9 @@ def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelS
     where = is_media.nonzero().flatten()
     wanted = [grid.tokens(merge) for grid in grids]
     if len(where) != sum(wanted):
-        raise PositionError(f"the text holds {len(where)} image and video placeholders, its media need {sum(wanted)}")
+        raise PositionError(
+            f"the text holds {len(where)} image and video placeholders, its media need {sum(wanted)}"
+        )
     starts, seen = [], 0
     for number, (grid, count) in enumerate(zip(grids, wanted, strict=True)):
         run = where[seen : seen + count]
@@ -163,7 +171,8 @@ class WindowOrder:
 
 
 def window_order(grids: Sequence[Grid], vision: VisionSpec) -> WindowOrder:
-    """Window order of all media of a row: frames stay together, windows row by row within a frame, no empty windows."""
+    """Window order of all media of a row: frames stay together, windows row by row within a frame, no empty
+    windows."""
     unit = vision.merge_unit
     frames = torch.tensor([grid.h * grid.w for grid in grids for _ in range(grid.t)], dtype=torch.int32)
     cu_seqlens = _cumulative(frames)
@@ -172,7 +181,9 @@ def window_order(grids: Sequence[Grid], vision: VisionSpec) -> WindowOrder:
     side = vision.window_size // vision.spatial_merge_size // vision.patch_size
     keys, first = [], 0
     for grid in grids:
-        window, per_frame = _window_of_unit(grid.h // vision.spatial_merge_size, grid.w // vision.spatial_merge_size, side)
+        window, per_frame = _window_of_unit(
+            grid.h // vision.spatial_merge_size, grid.w // vision.spatial_merge_size, side
+        )
         keys.append((torch.arange(grid.t)[:, None] * per_frame + window + first).flatten())
         first += grid.t * per_frame
     key = torch.cat(keys)

@@ -1,12 +1,16 @@
-"""The one canonical table of a model's tensors: names, shapes, how tensor parallelism cuts them, where they live.
+"""The one canonical table of a model's tensors: names, shapes, how tensor parallelism cuts them, where they
+live.
 
-Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers, whatever modules
-hold them at run time. Checkpoints, converters and the trainer all read this table; nothing else knows a shape.
+Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers, whatever
+modules hold them at run time. Checkpoints, converters and the trainer all read this table; nothing else knows
+a shape.
 
 Conventions of the full (TP 1) tensors:
 
-* ``linear_qkv`` holds, per key/value head, its query heads, its key head, its value head: ``[g * (q/g + 2) * d, h]``.
-* a gated ``linear_fc1`` holds gate then up: ``[2 * f, h]``; ``f`` of the vision tower is padded to a multiple of 128.
+* ``linear_qkv`` holds, per key/value head, its query heads, its key head, its value head:
+  ``[g * (q/g + 2) * d, h]``.
+* a gated ``linear_fc1`` holds gate then up: ``[2 * f, h]``; ``f`` of the vision tower is padded to a multiple
+  of 128.
 * experts are stacked along dim 0: fc1 ``[E, 2 * f, h]`` (gate then up in each), fc2 ``[E, h, f]``.
 * the patch embedding is a matrix ``[hidden, channels * time * row * column]``.
 """
@@ -21,21 +25,23 @@ from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 
 Split = Literal["replicated", "column", "row", "gated"]
-"""How a matrix is cut: not at all; dim 0; dim 1; dim 0 of each of two stacked halves (gate, up). Experts: each one so."""
+"""How a matrix is cut: not at all; dim 0; dim 1; dim 0 of each of two stacked halves (gate, up). Experts:
+each one so."""
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 OUTPUT = "language_model.output_layer.weight"
 
 
 class LayoutError(UserError, ValueError):
-    """A model and a parallel layout that do not fit; the message says which number and what would be valid."""
+    """A model and a parallel layout that do not fit; the message says which number and what would be
+    valid."""
 
 
 class Cut(NamedTuple):
     """Into how many parts the tensors of a stage are cut: dense ones into ``tp``, experts' into ``ep * etp``.
 
-    Tensor and expert parallelism number the same ranks of a stage in two ways that have nothing to do with each other
-    (Megatron-core's dense and expert grids), so a tensor is cut by one of the two alone.
+    Tensor and expert parallelism number the same ranks of a stage in two ways that have nothing to do with
+    each other (Megatron-core's dense and expert grids), so a tensor is cut by one of the two alone.
     """
 
     tp: int = 1
@@ -70,8 +76,8 @@ class TensorInfo:
     layer: int = -1
     """Zero-based decoder layer when ``place`` is ``layer``."""
     experts: int = 0
-    """Experts stacked along dim 0, which expert parallel ranks share; ``split`` is then how expert tensor parallelism cuts each
-    one's matrix (dims 1 and 2). 0: a dense tensor."""
+    """Experts stacked along dim 0, which expert parallel ranks share; ``split`` is then how expert tensor
+    parallelism cuts each one's matrix (dims 1 and 2). 0: a dense tensor."""
 
     def shard_shape(self, cut: Cut) -> tuple[int, ...]:
         """The shape of one part."""
@@ -85,7 +91,8 @@ class TensorInfo:
 
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
-    """All tensors of the model by canonical name, in model order. A tied output layer has no entry of its own."""
+    """All tensors of the model by canonical name, in model order. A tied output layer has no entry of its
+    own."""
     infos = [*_vision(spec), *_language(spec)]
     return {info.name: info for info in infos}
 
@@ -142,8 +149,12 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
     out = [TensorInfo(EMBEDDING, (m.vocab_size, h), "column", "embedding")]
     for i in range(m.num_layers):
 
-        def add(name: str, shape: tuple[int, ...], split: Split = "replicated", experts: int = 0, i: int = i) -> None:
-            out.append(TensorInfo(f"language_model.decoder.layers.{i}.{name}", shape, split, "layer", i, experts))
+        def add(
+            name: str, shape: tuple[int, ...], split: Split = "replicated", experts: int = 0, i: int = i
+        ) -> None:
+            out.append(
+                TensorInfo(f"language_model.decoder.layers.{i}.{name}", shape, split, "layer", i, experts)
+            )
 
         add("self_attention.linear_qkv.layer_norm_weight", (h,))
         add("self_attention.linear_qkv.weight", (qkv, h), "column")
@@ -155,7 +166,9 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
         add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
         if m.moe and m.has_experts(i):
             count, width = m.moe.num_experts, m.moe.ffn_hidden_size
-            add("pre_mlp_layernorm.weight", (h,))  # the router reads it too, so that Megatron-core keeps it apart
+            add(
+                "pre_mlp_layernorm.weight", (h,)
+            )  # the router reads it too, so that Megatron-core keeps it apart
             add("mlp.router.weight", (count, h))
             add("mlp.experts.linear_fc1.weight", (count, 2 * width, h), "gated", count)
             add("mlp.experts.linear_fc2.weight", (count, h, width), "row", count)
@@ -176,14 +189,18 @@ def check_cut(spec: ModelSpec, cut: Cut) -> None:
     if moe is None:
         for name, value in (("ep", cut.ep), ("etp", cut.etp)):
             if value != 1:
-                raise LayoutError(f"{name}={value} is for models with experts; {spec.family} is dense: leave {name} at 1")
+                raise LayoutError(
+                    f"{name}={value} is for models with experts; {spec.family} is dense: leave {name} at 1"
+                )
         return
     if moe.num_experts % cut.ep:
         valid = [n for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
         raise LayoutError(f"ep={cut.ep} does not divide {moe.num_experts} experts; valid: {valid}")
     if moe.ffn_hidden_size % cut.etp:
         valid = [n for n in (1, 2, 4, 8, 16) if moe.ffn_hidden_size % n == 0]
-        raise LayoutError(f"etp={cut.etp} does not divide the experts' FFN width {moe.ffn_hidden_size}; valid: {valid}")
+        raise LayoutError(
+            f"etp={cut.etp} does not divide the experts' FFN width {moe.ffn_hidden_size}; valid: {valid}"
+        )
 
 
 def part_of(name: str) -> str:

@@ -1,18 +1,18 @@
 """Saving and resuming one's own run.
 
     DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.weights.run_folder`)
-    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their hashes, lineage
-    DIR/step_00000120/lineage.json      what it was trained from, small enough to be read of every checkpoint
-    DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
-    DIR/step_00000120/optimizer/        one safetensors file a rank and an index of them
+    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their
+    hashes, lineage DIR/step_00000120/lineage.json      what it was trained from, small enough to be read of
+    every checkpoint DIR/step_00000120/weights/          safetensors shards, read by merge, export and every
+    later run DIR/step_00000120/optimizer/        one safetensors file a rank and an index of them
                                         (see :mod:`megatron_vl.training.optimizer_state`)
     DIR/step_00000120/loader/           one state a data-parallel replica
 
-A save copies the state to host memory and returns; a thread writes it while training goes on. Ranks agree through marker
-files, not collectives, so that the thread never meets the training's communication: each rank leaves a marker when its
-files are on disk, and rank 0 gives the folder its name when all are there. A checkpoint therefore exists under its
-name only when all of it does, and a crash at any moment leaves the last good one. A step that another branch has saved is set
-aside, not replaced.
+A save copies the state to host memory and returns; a thread writes it while training goes on. Ranks agree
+through marker files, not collectives, so that the thread never meets the training's communication: each rank
+leaves a marker when its files are on disk, and rank 0 gives the folder its name when all are there. A
+checkpoint therefore exists under its name only when all of it does, and a crash at any moment leaves the last
+good one. A step that another branch has saved is set aside, not replaced.
 """
 
 from __future__ import annotations
@@ -76,7 +76,15 @@ from megatron_vl.weights.run_folder import (
     write_lineage,
 )
 
-__all__ = ["CheckpointError", "CheckpointSaver", "Restored", "Snapshot", "load", "load_weights", "take_snapshot"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointSaver",
+    "Restored",
+    "Snapshot",
+    "load",
+    "load_weights",
+    "take_snapshot",
+]
 
 _FORMAT = 1
 
@@ -132,12 +140,15 @@ def take_snapshot(
     if spec.language.moe and grid.edp_rank == 0:
         experts = stack_experts([tensor for tensor in parameters if tensor.expert is not None])
     facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), **run}
-    return Snapshot(step, weights, experts, snapshot(optimizer, parameters), loader_state, facts, pending or {})
+    return Snapshot(
+        step, weights, experts, snapshot(optimizer, parameters), loader_state, facts, pending or {}
+    )
 
 
 @torch.no_grad()
 def stack_experts(tensors: list[LiveTensor]) -> dict[str, Tensor]:
-    """Host copies of a rank's experts by canonical name, stacked [E / ep, ...] in the order of their numbers."""
+    """Host copies of a rank's experts by canonical name, stacked [E / ep, ...] in the order of their
+    numbers."""
     numbers: dict[str, list[int]] = {}
     for name, _, expert in tensors:
         numbers.setdefault(name, []).append(expert)  # type: ignore[arg-type]
@@ -153,10 +164,12 @@ class CheckpointSaver:
     """Writes snapshots in the background, one at a time.
 
     Args:
-        keep: latest checkpoints kept; 0 keeps all. Only those that the present weights were trained from are counted and
+        keep: latest checkpoints kept; 0 keeps all. Only those that the present weights were trained from are
+            counted and
             deleted: what a roll-back left behind is its owner's to delete.
         keep_every: checkpoints of multiples of this step are kept for good; 0: none.
-        lineage: of what is saved (see :func:`megatron_vl.weights.run_folder.choose`); None: a branch that begins here.
+        lineage: of what is saved (see :func:`megatron_vl.weights.run_folder.choose`); None: a branch that
+            begins here.
     """
 
     def __init__(
@@ -181,10 +194,13 @@ class CheckpointSaver:
             for left in folder.glob("step_*.partial"):  # of a run that was killed while it saved
                 shutil.rmtree(left, ignore_errors=True)
             saved = saved_checkpoints(folder)
-            self._lineage = dataclasses.replace(self._lineage, serial=saved[-1].lineage.serial if saved else 0)
+            self._lineage = dataclasses.replace(
+                self._lineage, serial=saved[-1].lineage.serial if saved else 0
+            )
 
     def start(self, take: Callable[[], Snapshot], step: int) -> None:
-        """Takes a snapshot and begins to write it; collective. Waits for an earlier save that is not done yet."""
+        """Takes a snapshot and begins to write it; collective. Waits for an earlier save that is not done
+        yet."""
         self.wait()
         partial = self._partial(step)
         if self.grid.rank == 0:
@@ -201,7 +217,8 @@ class CheckpointSaver:
         return self._error
 
     def wait(self) -> None:
-        """Until this rank's part (on rank 0: the whole checkpoint) is on disk. Raises CheckpointError when it failed."""
+        """Until this rank's part (on rank 0: the whole checkpoint) is on disk. Raises CheckpointError when it
+        failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -225,7 +242,9 @@ class CheckpointSaver:
             if rank == 0:
                 self._commit(partial, snapshot)
         except BaseException as error:  # a thread's exception would vanish: the loop asks for it
-            self._error = f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
+            self._error = (
+                f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
+            )
             try:
                 failed = partial / "done" / f"rank_{rank:05d}.failed"
                 try:
@@ -241,7 +260,9 @@ class CheckpointSaver:
         if snapshot.weights is not None:
             entries.append(write_rank_file(folder, grid.tp_rank, grid.pp_rank, snapshot.weights))
         if snapshot.experts is not None:
-            entries.append(write_expert_file(folder, grid.ep_rank, grid.etp_rank, grid.pp_rank, snapshot.experts))
+            entries.append(
+                write_expert_file(folder, grid.ep_rank, grid.etp_rank, grid.pp_rank, snapshot.experts)
+            )
         return entries
 
     def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
@@ -258,7 +279,9 @@ class CheckpointSaver:
         """Waits for all ranks' markers, completes the checkpoint and gives it its name. On rank 0."""
         markers = self._wait_for_markers(partial / "done")
         entries = [entry for marker in markers for entry in marker["weights"]]
-        weights = write_manifest(partial / "weights", self.spec, self.layout, entries, {"step": snapshot.step})
+        weights = write_manifest(
+            partial / "weights", self.spec, self.layout, entries, {"step": snapshot.step}
+        )
         files = {name: facts for marker in markers for name, facts in marker["files"].items()}
         slices = {name: found for marker in markers for name, found in marker["slices"].items()}
         files[f"optimizer/{INDEX}"] = write_index(partial / "optimizer", slices)
@@ -266,22 +289,28 @@ class CheckpointSaver:
         lineage = dataclasses.replace(self._lineage, serial=self._lineage.serial + 1)
         facts = {**snapshot.facts, "files": files, "weights": weights, "lineage": lineage.as_json()}
         if "bad_samples" in facts:
-            facts["bad_samples"] = add_pending(facts["bad_samples"], [marker["pending"] for marker in markers])
+            facts["bad_samples"] = add_pending(
+                facts["bad_samples"], [marker["pending"] for marker in markers]
+            )
         write_lineage(partial, snapshot.step, lineage)
         write_json(partial / "run.json", facts | {"digest": manifest_digest(facts)})
         shutil.rmtree(partial / "done")
         durable.sync(partial)
 
         self._name(partial, snapshot.step)
-        write_json(self.folder / LATEST, {"step": snapshot.step, "serial": lineage.serial, "branch": lineage.branch})
+        write_json(
+            self.folder / LATEST, {"step": snapshot.step, "serial": lineage.serial, "branch": lineage.branch}
+        )
         self._lineage = dataclasses.replace(lineage, parent=Point(lineage.branch, snapshot.step))
         self._prune(snapshot.step)
 
     def _name(self, partial: Path, step: int) -> None:
-        """Gives a whole checkpoint its name. One that has it already keeps its content, under another name."""
+        """Gives a whole checkpoint its name. One that has it already keeps its content, under another
+        name."""
         final = step_folder(self.folder, step)
         if final.exists():
-            # It stays the latest, if it was, until the new one has the name: a kill in between loses the new one alone.
+            # It stays the latest, if it was, until the new one has the name: a kill in between loses the new
+            # one alone.
             os.replace(final, aside(Saved(final, step, lineage_or_none(final, step))))
         os.replace(partial, final)
         durable.sync(self.folder)
@@ -291,7 +320,9 @@ class CheckpointSaver:
             failed = sorted(done.glob("*.failed"))
             if failed:
                 rank, said = int(failed[0].stem.split("_")[1]), failed[0].read_text()
-                raise CheckpointError(f"rank {rank}: {json.loads(said) if said else 'its part could not be written'}")
+                raise CheckpointError(
+                    f"rank {rank}: {json.loads(said) if said else 'its part could not be written'}"
+                )
             if len(list(done.glob("rank_*.json"))) == self.grid.world_size:
                 return [json.loads(path.read_text()) for path in sorted(done.glob("rank_*.json"))]
             time.sleep(0.05)
@@ -302,11 +333,15 @@ class CheckpointSaver:
             saved = saved_checkpoints(self.folder)
         except CheckpointError:
             return  # what led where is not known, so nothing is deleted; the next start says so
-        line = sorted((s for s in saved if self._lineage.holds(newest, s.point)), key=lambda saved: saved.step)
+        line = sorted(
+            (s for s in saved if self._lineage.holds(newest, s.point)), key=lambda saved: saved.step
+        )
         kept = line[-self.keep :] if self.keep else line
         for one in line:
             if one not in kept and not (self.keep_every and one.step % self.keep_every == 0):
-                going = one.path.with_name(f"{one.path.name}.old.partial")  # a half deleted one must not look whole
+                going = one.path.with_name(
+                    f"{one.path.name}.old.partial"
+                )  # a half deleted one must not look whole
                 os.replace(one.path, going)
                 shutil.rmtree(going, ignore_errors=True)
 
@@ -324,7 +359,8 @@ def state_file(rank: int) -> str:
 
 
 def lock_folder(folder: Path) -> Any:
-    """Keeps other runs from writing to ``folder`` for the life of this process; the lock dies with it, however it dies.
+    """Keeps other runs from writing to ``folder`` for the life of this process; the lock dies with it,
+    however it dies.
 
     Raises:
         CheckpointError: another run holds it.
@@ -333,7 +369,9 @@ def lock_folder(folder: Path) -> Any:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise CheckpointError(f"another run is writing to {folder}; end it, or give another checkpoint.dir") from error
+        raise CheckpointError(
+            f"another run is writing to {folder}; end it, or give another checkpoint.dir"
+        ) from error
     except OSError:
         pass  # a file system without locks
     return file
@@ -349,12 +387,18 @@ def read_run(source: Path) -> dict[str, Any]:
         if saved["format"] != _FORMAT:
             raise CheckpointError(f"{path} has format {saved['format']}; this version reads format {_FORMAT}")
         if saved["digest"] != manifest_digest(saved):
-            raise CheckpointError(f"{path} was changed after it was written (its digest differs); resume from another step")
-        if not all(isinstance(saved[key], dict) for key in ("layout", "files")) or not isinstance(saved["step"], int):
+            raise CheckpointError(
+                f"{path} was changed after it was written (its digest differs); resume from another step"
+            )
+        if not all(isinstance(saved[key], dict) for key in ("layout", "files")) or not isinstance(
+            saved["step"], int
+        ):
             raise CheckpointError(f"{path} is damaged: layout, files or step has another type")
         for name in saved["files"]:
             # A checkpoint may come from anybody: its names stay inside its folder.
-            if not re.fullmatch(r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)", name):
+            if not re.fullmatch(
+                r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)", name
+            ):
                 raise CheckpointError(f"{path}: {name!r} is not a file name of optimizer or loader state")
         if saved.get("bad_samples") is not None:
             BadSampleMeter(1.0).load_state_dict(saved["bad_samples"])
@@ -370,7 +414,8 @@ class Restored:
     loader: dict[str, Any] | None
     """The loader state of this replica, on the rank that owns its loader."""
     bad_samples: dict[str, Any] | None
-    """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None: saved by an older version."""
+    """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None: saved by an
+    older version."""
 
 
 def load(
@@ -384,10 +429,12 @@ def load(
     run: dict[str, Any],
     restart_data: bool = False,
 ) -> Restored:
-    """Restores weights, optimizer and random numbers of a step folder in this run's layout, whatever layout wrote it. Collective.
+    """Restores weights, optimizer and random numbers of a step folder in this run's layout, whatever layout
+    wrote it. Collective.
 
     Args:
-        run: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.run_facts`); they must be equal.
+        run: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.run_facts`);
+            they must be equal.
         restart_data: the data set starts anew instead; the facts may then differ.
 
     Raises:
@@ -411,16 +458,24 @@ def load(
 
 
 def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
-    """The weights of a step folder. Raises CheckpointError or WeightsError when they are not those of its ``run.json``."""
+    """The weights of a step folder. Raises CheckpointError or WeightsError when they are not those of its
+    ``run.json``."""
     reader = WeightReader(source / "weights")
     if reader.manifest["digest"] != saved.get("weights"):
-        raise CheckpointError(f"{reader.path / 'manifest.json'} is not the one that {source / 'run.json'} was written with")
+        raise CheckpointError(
+            f"{reader.path / 'manifest.json'} is not the one that {source / 'run.json'} was written with"
+        )
     return reader
 
 
 def open_optimizer(source: Path, saved: dict[str, Any], written: Layout, grid: Grid) -> OptimizerReader:
-    """The optimizer state of a step folder; collective. Without an index, rank 0 reads all headers and tells the others."""
-    states = {name.removeprefix("optimizer/"): f for name, f in saved["files"].items() if name.startswith("optimizer/")}
+    """The optimizer state of a step folder; collective. Without an index, rank 0 reads all headers and tells
+    the others."""
+    states = {
+        name.removeprefix("optimizer/"): f
+        for name, f in saved["files"].items()
+        if name.startswith("optimizer/")
+    }
     index = None
     if INDEX not in states and grid.world_size > 1:
         index = _told_by_first(grid, lambda: index_of_headers(source / "optimizer", sorted(states)))
@@ -484,7 +539,9 @@ def verify_files(source: Path) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
     if "lineage" in saved and not _says_the_same(source, saved):
-        problems.append(f"{source / LINEAGE} is missing or damaged; run.json says the same, so nothing is lost")
+        problems.append(
+            f"{source / LINEAGE} is missing or damaged; run.json says the same, so nothing is lost"
+        )
     return problems
 
 

@@ -1,8 +1,8 @@
 """Validation while a training runs: the loss of the held-out split, and answers to a few of its prompts.
 
-The rows are read once, before the first step, and are the same each time and in every layout: each data-parallel replica
-reads all of them and keeps its share. Training does not notice: no gradient, no random number, and no row of its own is
-touched (tests/training/test_run.py).
+The rows are read once, before the first step, and are the same each time and in every layout: each
+data-parallel replica reads all of them and keeps its share. Training does not notice: no gradient, no random
+number, and no row of its own is touched (tests/training/test_run.py).
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Evaluator:
         ValueError: on all ranks, when the split cannot be read or none of its samples be used.
     """
 
-    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform, facts: SplitFacts) -> None:
+    def __init__(
+        self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform, facts: SplitFacts
+    ) -> None:
         self.config, self.grid, self.platform, self.facts = config, grid, platform, facts
         self.rows: list[Row] = []
         self.prompts: list[Prompt] = []
@@ -124,7 +126,8 @@ class Evaluator:
         return mine + [filler] * (count - len(mine))
 
     def _add_prompt(self, row: Row) -> None:
-        """Asks for the first assistant turn of a row that holds one sample; what the row says itself lies behind it."""
+        """Asks for the first assistant turn of a row that holds one sample; what the row says itself lies
+        behind it."""
         learnt = row.loss_mask.bool()
         start = int(learnt.nonzero()[0])
         end = start + int((~learnt[start:]).nonzero()[0]) if not learnt[start:].all() else len(learnt)
@@ -135,7 +138,8 @@ class Evaluator:
         self.answers.append(Answer(row.keys[0], *texts))
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to evaluate after ``step`` steps: before the first, every ``eval.interval`` and at the end."""
+        """Whether to evaluate after ``step`` steps: before the first, every ``eval.interval`` and at the
+        end."""
         return step % self.config.eval.interval == 0 or step == last
 
     def run(self, wrapped: list[DistributedDataParallel]) -> Evaluation:
@@ -152,9 +156,13 @@ class Evaluator:
     def _loss(self, chunks: list[Any]) -> tuple[float, int]:
         total, tokens = 0.0, 0
         rows = iter(self.rows) if self.grid.owns_loader else None
-        at_once = self.config.global_batch_size // self.grid.dp  # as in a training step, so that memory suffices
+        at_once = (
+            self.config.global_batch_size // self.grid.dp
+        )  # as in a training step, so that memory suffices
         for start in range(0, self.row_count, at_once):
-            data = Feed(self.grid, self.platform, rows, min(at_once, self.row_count - start), balanced=False).next_step()
+            data = Feed(
+                self.grid, self.platform, rows, min(at_once, self.row_count - start), balanced=False
+            ).next_step()
             reports = run_schedule(chunks, data.rows, seq_len=self.config.data.seq_len, forward_only=True)
             loss, count, _ = reduce_losses(reports, self.grid, self.platform.device)
             total, tokens = total + loss, tokens + count
@@ -163,7 +171,9 @@ class Evaluator:
     def _answer(self, chunks: list[Any]) -> list[Answer]:
         prompts = self.prompts if self.grid.owns_loader else None
         most = self.config.eval.max_new_tokens
-        found = generate(chunks, self.grid, self.platform, prompts, max_new_tokens=most, stop=frozenset(self.stop))
+        found = generate(
+            chunks, self.grid, self.platform, prompts, max_new_tokens=most, stop=frozenset(self.stop)
+        )
         if self.grid.rank:
             return []
         texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
@@ -172,8 +182,8 @@ class Evaluator:
 
 @contextmanager
 def _weights_in_place(wrapped: list[DistributedDataParallel]) -> Iterator[None]:
-    """With the overlapped gather the weights of the last update arrive in the next forward pass of DDP: fetched now, and the
-    hooks that would wait for them are away meanwhile."""
+    """With the overlapped gather the weights of the last update arrive in the next forward pass of DDP:
+    fetched now, and the hooks that would wait for them are away meanwhile."""
     overlapped = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
     for chunk in overlapped:
         chunk.disable_forward_pre_hook(param_sync=True)

@@ -1,13 +1,14 @@
 """FLOPs of a packed row: the model's, for MFU, and those of recomputation, which come on top for HFU.
 
-Counted: every matrix product of both towers (fused QKV, projections, MLPs, patch embedding, merger) over real tokens and
-patches, the output layer over the tokens that bear loss, which is all that training needs, and attention over true document,
-frame and window lengths, the causal half only where the mask is causal. Not counted: embeddings look-ups, norms, RoPE,
-softmax, activations, padding (rows' tails, padded FFN columns, the tokens that fill up the output layer's) and what attention
-kernels recompute inside themselves.
+Counted: every matrix product of both towers (fused QKV, projections, MLPs, patch embedding, merger) over real
+tokens and patches, the output layer over the tokens that bear loss, which is all that training needs, and
+attention over true document, frame and window lengths, the causal half only where the mask is causal. Not
+counted: embeddings look-ups, norms, RoPE, softmax, activations, padding (rows' tails, padded FFN columns, the
+tokens that fill up the output layer's) and what attention kernels recompute inside themselves.
 
-The backward pass of a matrix product costs one forward for the gradient of its weight, where that is trained, and one
-for the gradient of its input, where something before it is trained; that of attention, which has no weights, two.
+The backward pass of a matrix product costs one forward for the gradient of its weight, where that is trained,
+and one for the gradient of its input, where something before it is trained; that of attention, which has no
+weights, two.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def vision_parts(v: VisionSpec, full: list[int], window: list[int]) -> VisionFor
     """Forward FLOPs of segments of these lengths in patches; both lists are empty for a text-only row."""
     patches = sum(full)
     weights = 4 * v.hidden_size**2 + (3 if v.gated_mlp else 2) * v.hidden_size * v.ffn_hidden_size
-    pairs = sum(sum(n * n for n in (full if v.is_full_attention(layer) else window)) for layer in range(v.num_layers))
+    pairs = sum(
+        sum(n * n for n in (full if v.is_full_attention(layer) else window)) for layer in range(v.num_layers)
+    )
     width = v.merge_unit * v.hidden_size
     units = (1 + len(v.deepstack_layers)) * (patches // v.merge_unit)
     return VisionForward(
@@ -110,17 +113,25 @@ def vision_parts(v: VisionSpec, full: list[int], window: list[int]) -> VisionFor
 
 
 def row_flops(
-    spec: ModelSpec, model: ModelConfig, lengths: list[int], full: list[int], window: list[int], head_tokens: int
+    spec: ModelSpec,
+    model: ModelConfig,
+    lengths: list[int],
+    full: list[int],
+    window: list[int],
+    head_tokens: int,
 ) -> Flops:
     """FLOPs of forward and backward of one row.
 
     Args:
         lengths: real document lengths in tokens (without the padded tail).
         full, window: frame and window lengths in patches; empty for a text-only row.
-        head_tokens: tokens for which the output layer is computed. Model FLOPs are those of the tokens that bear loss; many
-            programs compute and count all of them.
+        head_tokens: tokens for which the output layer is computed. Model FLOPs are those of the tokens that
+            bear loss; many programs compute and count all of them.
     """
-    language, vision = language_parts(spec.language, lengths, head_tokens), vision_parts(spec.vision, full, window)
+    language, vision = (
+        language_parts(spec.language, lengths, head_tokens),
+        vision_parts(spec.vision, full, window),
+    )
     tower, merger, decoder = not model.freeze_vision, not model.freeze_merger, not model.freeze_language
     return Flops(
         # Embeddings are part of the language model: something before its layers is trained in any case.
@@ -128,16 +139,26 @@ def row_flops(
         # Pixels take no gradient.
         vision=(1.0 + tower) * vision.patch_embed
         + (3.0 if tower else 1.0) * vision.blocks
-        # A merger begins with a norm, whose weight needs the gradient of what follows even where the tower is frozen.
+        # A merger begins with a norm, whose weight needs the gradient of what follows even where the tower is
+        # frozen.
         + (1.0 + merger + (merger or tower)) * vision.mergers,
     )
 
 
 def recompute_flops(
-    spec: ModelSpec, model: ModelConfig, recompute: RecomputeConfig, lengths: list[int], full: list[int], window: list[int]
+    spec: ModelSpec,
+    model: ModelConfig,
+    recompute: RecomputeConfig,
+    lengths: list[int],
+    full: list[int],
+    window: list[int],
 ) -> Flops:
-    """FLOPs that recomputation adds to :func:`row_flops`: what the backward pass runs forward again, never the output layer."""
-    language, vision = language_parts(spec.language, lengths, head_tokens=0), vision_parts(spec.vision, full, window)
+    """FLOPs that recomputation adds to :func:`row_flops`: what the backward pass runs forward again, never
+    the output layer."""
+    language, vision = (
+        language_parts(spec.language, lengths, head_tokens=0),
+        vision_parts(spec.vision, full, window),
+    )
     again = 0.0
     if recompute.language == "full":
         again = language.layers

@@ -1,7 +1,8 @@
 """Greedy text from prompts with pictures and videos, under any layout, with the chunks of a training.
 
-Prompts go through the pipeline as rows, one each; then all of them together get one token a pass, with keys and values
-kept (:mod:`megatron_vl.models.kv_cache`). New tokens have the positions that an answer has in training.
+Prompts go through the pipeline as rows, one each; then all of them together get one token a pass, with keys
+and values kept (:mod:`megatron_vl.models.kv_cache`). New tokens have the positions that an answer has in
+training.
 """
 
 from __future__ import annotations
@@ -71,12 +72,13 @@ def generate(
     max_new_tokens: int,
     stop: Collection[int],
 ) -> list[list[int]]:
-    """The new tokens of each prompt, greedy, the one of ``stop`` that ended it included; on every rank. Collective over all.
+    """The new tokens of each prompt, greedy, the one of ``stop`` that ended it included; on every rank.
+    Collective over all.
 
     Args:
         chunks: this rank's chunks, not wrapped in DDP, their parameters up to date.
-        prompts: rows of one length, on the ranks that own a loader; None elsewhere. Each data-parallel replica may have its
-            own, as many as the others.
+        prompts: rows of one length, on the ranks that own a loader; None elsewhere. Each data-parallel
+            replica may have its own, as many as the others.
     """
     facts: list[Any] = [[(p.length, p.next_position) for p in prompts] if prompts is not None else None]
     if grid.tp * grid.pp > 1:
@@ -98,7 +100,9 @@ def generate(
             active = [p for p in active if answers[p][-1] not in stop]
             if count + 1 == max_new_tokens or not _any_rank(bool(active), platform):
                 break
-            row = _new_tokens(chunks[0], grid, platform, [(answers[p][-1], positions[p] + count) for p in active])
+            row = _new_tokens(
+                chunks[0], grid, platform, [(answers[p][-1], positions[p] + count) for p in active]
+            )
             row.cache = CacheUse(cache, active, filling=False)
             chosen = _successors(chunks, grid, platform, [_Ask(row, list(range(len(active))))], len(active))
             cache.advance(active)
@@ -112,7 +116,9 @@ def _any_rank(here: bool, platform: Platform) -> bool:
     return bool(flag.item())
 
 
-def _new_tokens(chunk: VisionLanguageModel, grid: Grid, platform: Platform, tokens: list[tuple[int, int]]) -> DeviceRow:
+def _new_tokens(
+    chunk: VisionLanguageModel, grid: Grid, platform: Platform, tokens: list[tuple[int, int]]
+) -> DeviceRow:
     """A row of (token, position), filled up to what sequence parallelism and FP8 take."""
     multiple = (grid.tp if chunk.config.sequence_parallel else 1) * fp8_rows(chunk.config)
     length = -(-max(len(tokens), 1) // multiple) * multiple
@@ -131,15 +137,24 @@ def _new_tokens(chunk: VisionLanguageModel, grid: Grid, platform: Platform, toke
     )
 
 
-def _successors(chunks: list[VisionLanguageModel], grid: Grid, platform: Platform, asks: list[_Ask], count: int) -> list[int]:
+def _successors(
+    chunks: list[VisionLanguageModel], grid: Grid, platform: Platform, asks: list[_Ask], count: int
+) -> list[int]:
     """The likeliest successor of each token that is asked for, on every rank of the replica."""
     given = list(asks)
-    while grid.vpp > 1 and len(given) % grid.pp:  # the interleaved schedule takes multiples only; nobody looks at these
+    while (
+        grid.vpp > 1 and len(given) % grid.pp
+    ):  # the interleaved schedule takes multiples only; nobody looks at these
         row = asks[0].row
         given.append(_Ask(DeviceRow(**{**vars(row), "cache": None}), []))
     length = asks[0].row.tokens.numel()
     found = run_schedule(
-        chunks, given, seq_len=length, forward_only=True, step=partial(_choose_step, grid=grid), collect_non_loss_data=True
+        chunks,
+        given,
+        seq_len=length,
+        forward_only=True,
+        step=partial(_choose_step, grid=grid),
+        collect_non_loss_data=True,
     )
     chosen = torch.cat(found) if found else torch.zeros(count, dtype=torch.int64, device=platform.device)
     if grid.pp > 1:
@@ -155,7 +170,8 @@ def _choose_step(asks: Iterator[_Ask], model: torch.nn.Module, *, grid: Grid) ->
 
 
 def _choose(logits: Tensor, non_loss_data: bool, *, ask: _Ask, grid: Grid) -> Tensor:
-    """Greedy: int64 [tokens asked for], from logits [1, S, V / tp]. Of equal ones the first, as ``argmax``."""
+    """Greedy: int64 [tokens asked for], from logits [1, S, V / tp]. Of equal ones the first, as
+    ``argmax``."""
     best = logits[0, ask.tokens].float().max(-1)
     if grid.tp == 1:
         return best.indices

@@ -13,7 +13,13 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.description import LoaderError, SplitFacts
 from megatron_vl.errors import UserError
-from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason, build_chunks, check_tensors, chunk_tensors
+from megatron_vl.models.build import (
+    aux_loss_coefficient,
+    aux_loss_reason,
+    build_chunks,
+    check_tensors,
+    chunk_tensors,
+)
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
@@ -68,9 +74,11 @@ class Run:
 
 
 def set_up(config: TrainConfig) -> Run:
-    """Builds the run: platform, groups, model, weights, optimizer, loader, and state when resuming. Collective.
+    """Builds the run: platform, groups, model, weights, optimizer, loader, and state when resuming.
+    Collective.
 
-    What can be refused is refused before a process group starts, but for what is in the data set: one rank reads it.
+    What can be refused is refused before a process group starts, but for what is in the data set: one rank
+    reads it.
     """
     spec, layout = check(config)
     platform = get_platform(config.platform)
@@ -86,7 +94,9 @@ def set_up(config: TrainConfig) -> Run:
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
     if config.checkpoint.dir:
         c = config.checkpoint
-        run.saver = checkpoint.CheckpointSaver(Path(c.dir), spec, layout, grid, c.keep, c.keep_every, start.lineage)
+        run.saver = checkpoint.CheckpointSaver(
+            Path(c.dir), spec, layout, grid, c.keep, c.keep_every, start.lineage
+        )
     if config.eval.interval:
         run.evaluator = Evaluator(config, spec, grid, platform, facts[config.eval.split])
     resume(run, start)
@@ -94,7 +104,8 @@ def set_up(config: TrainConfig) -> Run:
 
 
 def agree_on_start(config: TrainConfig, grid: Grid) -> Start:
-    """Where the run begins, as rank 0 sees the folder: another node's view of shared storage may be older. Collective."""
+    """Where the run begins, as rank 0 sees the folder: another node's view of shared storage may be older.
+    Collective."""
     told: list[Any] = [None, ""]
     if grid.rank == 0:
         try:
@@ -109,7 +120,13 @@ def agree_on_start(config: TrainConfig, grid: Grid) -> Start:
 
 
 def build_model(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, platform: Platform, grid: Grid, *, start_weights: bool = True
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    platform: Platform,
+    grid: Grid,
+    *,
+    start_weights: bool = True,
 ) -> list[Any]:
     """This rank's chunks with the weights of ``model.checkpoint``, or random ones.
 
@@ -205,7 +222,8 @@ def _skipped_before(saved: dict[str, Any]) -> dict[str, int]:
 
 
 def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
-    """What to say where the experts' load-balancing loss may have another coefficient than before; else nothing."""
+    """What to say where the experts' load-balancing loss may have another coefficient than before; else
+    nothing."""
     moe, model = run.spec.language.moe, run.config.model
     if moe is None or model.freeze_language:
         return ""
@@ -238,7 +256,8 @@ def load_loader(loader: Any, state: dict[str, Any], start: Start) -> None:
 
 
 def kept_counts(run: Run, counts: dict[str, Any] | None, restarted: bool) -> dict[str, Any] | None:
-    """The checkpoint's counts of bad samples, unless the run goes on with another data set; collective after a restart."""
+    """The checkpoint's counts of bad samples, unless the run goes on with another data set; collective after
+    a restart."""
     if counts is None or not restarted:
         return counts
     told = [run.loader is not None and run.loader.dataset == counts.get("dataset")]
@@ -273,7 +292,8 @@ def save(run: Run, log: MetricsLog) -> None:
 
 
 def train(config: TrainConfig) -> None:
-    """Runs a training from set-up to its last step. Raises TrainingStopped or CheckpointError when it cannot go on."""
+    """Runs a training from set-up to its last step. Raises TrainingStopped or CheckpointError when it cannot
+    go on."""
     run = set_up(config)
     say(run.grid, _banner(run))
     if reason := aux_loss_reason(run.spec, config.model):
@@ -286,7 +306,10 @@ def train(config: TrainConfig) -> None:
     if run.bad_samples is not None:
         log.load_bad_samples(run.bad_samples)
     if run.step >= _last_step(config):
-        say(run.grid, f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to go on")
+        say(
+            run.grid,
+            f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to go on",
+        )
     try:
         signalled = _steps(run, log)
         if run.saver is not None:
@@ -295,7 +318,11 @@ def train(config: TrainConfig) -> None:
         if run.saver is not None:
             say(run.grid, f"checkpoints in {config.checkpoint.dir}: {_steps_of(Path(config.checkpoint.dir))}")
         if signalled:
-            then = "start it again to go on" if run.saver is not None else "nothing is saved, as checkpoint.dir is empty"
+            then = (
+                "start it again to go on"
+                if run.saver is not None
+                else "nothing is saved, as checkpoint.dir is empty"
+            )
             say(run.grid, f"stopped behind step {run.step} of {config.steps}, as a signal asked; {then}")
         failures.stop()
     finally:
@@ -311,7 +338,9 @@ def _last_step(config: TrainConfig) -> int:
 def _steps(run: Run, log: MetricsLog) -> bool:
     """All steps that are left, with their checkpoints. Returns whether a signal ended them before."""
     config, grid, c = run.config, run.grid, run.config.checkpoint
-    feed = Feed(grid, run.platform, run.loader, config.global_batch_size // grid.dp, balanced=config.data.balance)
+    feed = Feed(
+        grid, run.platform, run.loader, config.global_batch_size // grid.dp, balanced=config.data.balance
+    )
     last = _last_step(config)
     skipped_in_a_row: list[str] = []
     if run.step == 0:
@@ -320,7 +349,9 @@ def _steps(run: Run, log: MetricsLog) -> bool:
         data = feed.next_step()
         rates = set_learning_rates(run.optimizer, config, run.step)
         failed = run.saver.error() is not None if run.saver is not None else False
-        result = train_step(run.chunks, run.optimizer, data.rows, grid, config.data.seq_len, failed, bool(asked_to_stop()))
+        result = train_step(
+            run.chunks, run.optimizer, data.rows, grid, config.data.seq_len, failed, bool(asked_to_stop())
+        )
         run.step += 1
         if result.skipped:
             run.skipped[result.skipped] += 1
@@ -353,7 +384,9 @@ def _too_many_skipped(reasons: list[str], step: int) -> str:
     """Why a run ends whose last steps were all skipped, for these reasons."""
     where = f"in {len(reasons)} steps in a row, the last one step {step}"
     if NOT_FINITE not in reasons:
-        return f"no token bore loss {where}; answers of the assistant alone do, so look for them in the data set"
+        return (
+            f"no token bore loss {where}; answers of the assistant alone do, so look for them in the data set"
+        )
 
     told = "loss or gradient was not finite"
     return f"{told} or no token bore loss {where}" if NO_LOSS_TOKENS in reasons else f"{told} {where}"

@@ -35,8 +35,8 @@ BACKLOG = 10_000
 class MetricsLog:
     """Collects a step's numbers over all ranks and writes them on rank 0.
 
-    Speed is the wall clock of whole steps, data included, between two printed lines; tokens are real ones, without the
-    padded tails of rows.
+    Speed is the wall clock of whole steps, data included, between two printed lines; tokens are real ones,
+    without the padded tails of rows.
     """
 
     def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform) -> None:
@@ -64,7 +64,8 @@ class MetricsLog:
             self.board = SummaryWriter(config.log.tensorboard)
 
     def add(self, data: StepData) -> None:
-        """Counts a step's rows; only the loader's owner of each replica counts, so that sums over ranks are right."""
+        """Counts a step's rows; only the loader's owner of each replica counts, so that sums over ranks are
+        right."""
         self.steps += 1
         if not self.grid.owns_loader:
             return
@@ -89,7 +90,9 @@ class MetricsLog:
             self.keys += data.keys
         self.dropped = (self.dropped + data.dropped)[:BACKLOG]
 
-    def write(self, step: int, result: StepResult, rates: Rates, skipped: Mapping[str, int]) -> dict[str, Any]:
+    def write(
+        self, step: int, result: StepResult, rates: Rates, skipped: Mapping[str, int]
+    ) -> dict[str, Any]:
         """Collective. Prints the line of ``step`` (one-based) and returns its numbers.
 
         Args:
@@ -134,7 +137,8 @@ class MetricsLog:
         return numbers
 
     def _exchange_lists(self, step: int, total: Tally) -> dict[str, int]:
-        """Rank 0 writes what loaders' owners list. Returns the samples that could not be used by reason, on every rank.
+        """Rank 0 writes what loaders' owners list. Returns the samples that could not be used by reason, on
+        every rank.
 
         One line's lists are bounded for all ranks together; what does not fit follows with the next line.
         """
@@ -158,7 +162,8 @@ class MetricsLog:
         return self.mailbox.share(dict(found)) if total.dropped else {}
 
     def _expert_load(self, step: int, result: StepResult) -> dict[str, float]:
-        """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer; each layer on TensorBoard."""
+        """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer; each layer
+        on TensorBoard."""
         if result.expert_load is None:
             return {}
         load = result.expert_load.double().cpu()
@@ -180,10 +185,18 @@ class MetricsLog:
             f"{result.seconds:.1f} s",
             flush=True,
         )
-        numbers = {"step": step, "loss": result.loss, "loss_tokens": result.loss_tokens, "seconds": result.seconds}
+        numbers = {
+            "step": step,
+            "loss": result.loss,
+            "loss_tokens": result.loss_tokens,
+            "seconds": result.seconds,
+        }
         if self.config.checkpoint.dir:
             with (Path(self.config.checkpoint.dir) / "eval.jsonl").open("a") as file:
-                file.write(json.dumps(numbers | {"answers": [asdict(a) for a in result.answers]}, ensure_ascii=False) + "\n")
+                file.write(
+                    json.dumps(numbers | {"answers": [asdict(a) for a in result.answers]}, ensure_ascii=False)
+                    + "\n"
+                )
         if self.board:
             self.board.add_scalar("validation_loss", result.loss, step)
             for number, a in enumerate(result.answers):
@@ -192,7 +205,8 @@ class MetricsLog:
             self.board.flush()
 
     def _quarantine(self, step: int, dropped: list[dict[str, str]]) -> None:
-        """Lists the samples that could not be used in ``quarantine.jsonl`` beside the checkpoints, each once a run."""
+        """Lists the samples that could not be used in ``quarantine.jsonl`` beside the checkpoints, each once
+        a run."""
         dropped = [sample for sample in dropped if (sample["key"], sample["reason"]) not in self.listed]
         self.listed |= {(sample["key"], sample["reason"]) for sample in dropped}
         if dropped and self.grid.rank == 0 and self.config.checkpoint.dir:
@@ -200,11 +214,13 @@ class MetricsLog:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in dropped)
 
     def too_many_bad(self) -> str | None:
-        """Why the run should stop, when more samples could not be used than ``data.max_bad_share``; equal on all ranks."""
+        """Why the run should stop, when more samples could not be used than ``data.max_bad_share``; equal on
+        all ranks."""
         return self.meter.problem() or None
 
     def bad_samples(self) -> tuple[dict[str, Any], dict[str, int]]:
-        """For a checkpoint: the counts over all ranks up to the last printed step, and this rank's own since then."""
+        """For a checkpoint: the counts over all ranks up to the last printed step, and this rank's own since
+        then."""
         own = {f"{DROPPED}{reason}": count for reason, count in self.reasons.items()}
         return self.meter.state_dict(), {"samples": self.tally.samples, **own}
 
@@ -252,14 +268,18 @@ class MetricsLog:
 
 
 def _rates(numbers: dict[str, Any]) -> str:
-    """The learning rate of each part as a step's line has it: ``lr 1.000e-05 (vision 0.000e+00, merger frozen)``."""
+    """The learning rate of each part as a step's line has it:
+    ``lr 1.000e-05 (vision 0.000e+00, merger frozen)``."""
     language, vision, merger = (
-        "frozen" if numbers[f"lr/{part}"] is None else f"{numbers[f'lr/{part}']:.3e}" for part in ("language", "vision", "merger")
+        "frozen" if numbers[f"lr/{part}"] is None else f"{numbers[f'lr/{part}']:.3e}"
+        for part in ("language", "vision", "merger")
     )
     return f"lr {language} (vision {vision}, merger {merger})"
 
 
-def _split_list(samples: list[dict[str, str]], size: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def _split_list(
+    samples: list[dict[str, str]], size: int
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The first samples of about ``size`` bytes, one at least, and the others."""
     count, used = 0, 0
     for sample in samples:

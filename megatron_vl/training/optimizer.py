@@ -25,15 +25,19 @@ Rates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger; None: frozen."""
 
 
-def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
+def build_optimizer(
+    config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]
+) -> ChainedOptimizer:
     """The optimizer of this rank's trainable parameters; biases and norms take no weight decay.
 
-    A part with a rate of 0 stays bit for bit as it is, since weight decay is scaled by the rate. Its moments follow
-    its gradients all the same, so that a run that goes on with another rate finds them up to date.
+    A part with a rate of 0 stays bit for bit as it is, since weight decay is scaled by the rate. Its moments
+    follow its gradients all the same, so that a run that goes on with another rate finds them up to date.
     """
     o = config.optimizer
     if o.cpu_offload and platform.name == "cpu":
-        raise RunConfigError("optimizer.cpu_offload is for platform cuda; on cpu everything is in host memory already")
+        raise RunConfigError(
+            "optimizer.cpu_offload is for platform cuda; on cpu everything is in host memory already"
+        )
     core = CoreOptimizerConfig(
         optimizer="adam",
         lr=o.lr,
@@ -55,18 +59,23 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Distri
     overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(core))
     for modules, rate in ((VISION, o.vision_lr), (MERGERS, o.merger_lr)):
         if rate is not None:
-            names = tuple(f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in modules)
+            names = tuple(
+                f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in modules
+            )
             overrides[ParamKey(name=names)] = {"max_lr": rate, "min_lr": rate * o.min_lr_ratio}
-    optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(
+        core, chunks, config_overrides=overrides, use_gloo_process_groups=False
+    )
     copy_weights_together(optimizer)
     return optimizer
 
 
 def learning_rate(step: int, *, peak: float, final: float, steps: int, warmup: int, schedule: str) -> float:
-    """The rate of the zero-based ``step``: linear warm-up to ``peak``, then constant or cosine down to ``final``.
+    """The rate of the zero-based ``step``: linear warm-up to ``peak``, then constant or cosine down to
+    ``final``.
 
-    The first step of a warm-up of n steps has rate peak / n, the n-th has the peak; the last step of the run has
-    (almost) the final rate. A pure function of the step, so a resumed run needs no schedule state.
+    The first step of a warm-up of n steps has rate peak / n, the n-th has the peak; the last step of the run
+    has (almost) the final rate. A pure function of the step, so a resumed run needs no schedule state.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -80,7 +89,9 @@ def rate_of(config: TrainConfig, step: int, peak: float) -> float:
     """The rate of the zero-based ``step`` of what has ``peak`` as its highest."""
     o = config.optimizer
     final = peak * o.min_lr_ratio
-    return learning_rate(step, peak=peak, final=final, steps=config.steps, warmup=o.warmup_steps, schedule=o.schedule)
+    return learning_rate(
+        step, peak=peak, final=final, steps=config.steps, warmup=o.warmup_steps, schedule=o.schedule
+    )
 
 
 def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> Rates:
@@ -100,7 +111,8 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
 def update(optimizer: ChainedOptimizer, wanted: bool) -> tuple[bool, float]:
     """Clips and steps; collective. Returns (whether the weights were updated, the global gradient norm).
 
-    Core's own ``step`` computes the norm but goes on when it is NaN. Here the norm, which every rank sees, decides.
+    Core's own ``step`` computes the norm but goes on when it is NaN. Here the norm, which every rank sees,
+    decides.
 
     Args:
         wanted: whether the step's loss allows an update, equal on all ranks. Without it weights, moments and

@@ -1,16 +1,17 @@
 """Optimizer state on disk: live fp32 tensors under canonical names, loadable in any layout.
 
-Each rank writes what its optimizer holds: for each parameter the range ``start:end`` of its flattened tensor-parallel
-shard that this data-parallel rank owns, with the master weights and Adam's moments. Megatron-core's
-``dist_checkpointing`` is not used: core 0.19.2 packs buckets without their padding and slices them with it, so moments
-land at wrong offsets without a word, and its files are pickled.
+Each rank writes what its optimizer holds: for each parameter the range ``start:end`` of its flattened
+tensor-parallel shard that this data-parallel rank owns, with the master weights and Adam's moments.
+Megatron-core's ``dist_checkpointing`` is not used: core 0.19.2 packs buckets without their padding and slices
+them with it, so moments land at wrong offsets without a word, and its files are pickled.
 
-Key of a tensor: ``NAME[START:END]/KIND``, KIND one of ``main``, ``exp_avg``, ``exp_avg_sq``, ``step``; NAME is followed by
-``#17`` for expert 17 of a stack, whose range is that of its own flattened shard.
+Key of a tensor: ``NAME[START:END]/KIND``, KIND one of ``main``, ``exp_avg``, ``exp_avg_sq``, ``step``; NAME
+is followed by ``#17`` for expert 17 of a stack, whose range is that of its own flattened shard.
 
-``index.json`` says which file holds which ranges, so that a rank that resumes opens the files that it needs and no others:
-``{"files": [FILE, ...], "slices": {NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``. PART is the rank in tensor (or
-expert tensor) parallelism, FILE a place in ``files``, KINDS a bit for each of :data:`KINDS`, STEP Adam's count.
+``index.json`` says which file holds which ranges, so that a rank that resumes opens the files that it needs
+and no others: ``{"files": [FILE, ...], "slices": {NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``.
+PART is the rank in tensor (or expert tensor) parallelism, FILE a place in ``files``, KINDS a bit for each of
+:data:`KINDS`, STEP Adam's count.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class OptimizerSlice:
-    """A contiguous range of one parameter's flattened shard and the optimizer's fp32 tensors for it on this rank."""
+    """A contiguous range of one parameter's flattened shard and the optimizer's fp32 tensors for it on this
+    rank."""
 
     tensor: LiveTensor
     start: int
@@ -85,14 +87,18 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) 
                 index, order = part.model_param_group_index_map[parameter]
                 group = part.optimizer.param_groups[index]
                 main, span = group["params"][order], part._get_model_param_range_map(parameter)["param"]
-                yield OptimizerSlice(tensors[id(parameter)], span.start, span.end, main, part.optimizer.state[main], group)
+                yield OptimizerSlice(
+                    tensors[id(parameter)], span.start, span.end, main, part.optimizer.state[main], group
+                )
             continue
         # Experts have an optimizer of their own, so each part of the chain has some of the parameters.
         groups = {id(main): group for group in part.optimizer.param_groups for main in group["params"]}
         for tensor in parameters:
             main = getattr(tensor.parameter, "main_param", tensor.parameter)
             if id(main) in groups:
-                yield OptimizerSlice(tensor, 0, main.numel(), main, part.optimizer.state[main], groups[id(main)])
+                yield OptimizerSlice(
+                    tensor, 0, main.numel(), main, part.optimizer.state[main], groups[id(main)]
+                )
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -121,7 +127,8 @@ def _step_of(piece: OptimizerSlice) -> int:
 
 
 def write_hashed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Writes a safetensors file atomically and synced. Returns its size in bytes and the SHA-256 of its content."""
+    """Writes a safetensors file atomically and synced. Returns its size in bytes and the SHA-256 of its
+    content."""
     digest, partial = hashlib.sha256(), path.with_name(path.name + ".partial")
     header = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
     # The header puts wide types first, so that all are aligned; the data follow in its order.
@@ -149,7 +156,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def check_hash(path: Path, facts: Mapping[str, Any]) -> None:
-    """Raises :class:`CheckpointError` unless the file is there with the size and content that were written."""
+    """Raises :class:`CheckpointError` unless the file is there with the size and content that were
+    written."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; the checkpoint is not whole")
     if path.stat().st_size != facts["bytes"]:
@@ -162,11 +170,13 @@ def check_hash(path: Path, facts: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} is damaged: its content is not what was written (SHA-256 differs)")
 
 
-# --- Which file holds what ------------------------------------------------------------------------------------------
+# --- Which file holds what
+# ------------------------------------------------------------------------------------------
 
 
 def slices_of(tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int) -> list[list[Any]]:
-    """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned: one rank's part of the index."""
+    """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned: one rank's
+    part of the index."""
     found = []
     for key, place in _places(tensors, tp_rank, etp_rank).items():
         step = int(tensors[f"{key}/step"])
@@ -185,7 +195,13 @@ def _places(keys: Iterable[str], tp_rank: int, etp_rank: int) -> dict[str, tuple
             matches[piece] = match
             kinds[piece] = kinds.get(piece, 0) | 1 << KINDS.index(match["kind"])
     return {
-        piece: (m["name"], etp_rank if "#" in m["name"] else tp_rank, int(m["start"]), int(m["end"]), kinds[piece])
+        piece: (
+            m["name"],
+            etp_rank if "#" in m["name"] else tp_rank,
+            int(m["start"]),
+            int(m["end"]),
+            kinds[piece],
+        )
         for piece, m in matches.items()
         if kinds[piece] & 1  # a slice is there when its master weights are
     }
@@ -207,7 +223,8 @@ def write_index(folder: Path, slices: Mapping[str, Iterable[Iterable[Any]]]) -> 
 
 
 def read_index(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The index that was written with the checkpoint. Raises :class:`CheckpointError` when it is missing or damaged."""
+    """The index that was written with the checkpoint. Raises :class:`CheckpointError` when it is missing or
+    damaged."""
     check_hash(folder / INDEX, files[INDEX])
     return json.loads((folder / INDEX).read_text())
 
@@ -255,8 +272,10 @@ class OptimizerReader:
         folder: the checkpoint's ``optimizer`` folder.
         files: name -> size and hash, as the checkpoint's ``run.json`` has them.
         cut: how the tensors of what wrote it were cut.
-        index: what :func:`index_of_headers` made for a checkpoint without an index; None: made here where there is none.
-        own: the file that this rank wrote, if it did; taken where several hold the same, so that they share the reading.
+        index: what :func:`index_of_headers` made for a checkpoint without an index; None: made here where
+            there is none.
+        own: the file that this rank wrote, if it did; taken where several hold the same, so that they share
+            the reading.
     """
 
     def __init__(
@@ -282,12 +301,18 @@ class OptimizerReader:
                 for part, start, end, file, kinds, step in slices:
                     if any(type(value) is not int for value in (part, start, end, file, kinds, step or 0)):
                         raise TypeError(f"a slice of {name} has a place that is no number")
-                    self._pieces.setdefault((name, part), []).append(_Piece(start, end, names[file], kinds, step))
+                    self._pieces.setdefault((name, part), []).append(
+                        _Piece(start, end, names[file], kinds, step)
+                    )
             unknown = set(names) - self.files.keys()
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CheckpointError(f"{self.folder / INDEX} is damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{self.folder / INDEX} is damaged: {type(error).__name__}: {error}"
+            ) from error
         if unknown:
-            raise CheckpointError(f"{self.folder / INDEX} names {min(unknown)!r}, which is no file of this checkpoint")
+            raise CheckpointError(
+                f"{self.folder / INDEX} names {min(unknown)!r}, which is no file of this checkpoint"
+            )
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -303,10 +328,13 @@ class OptimizerReader:
     def _range(self, name: str, rank: int, kind: str, start: int, end: int) -> Tensor:
         """Elements ``start:end`` of what a tensor (or expert tensor) rank wrote. Raises _NotSaved."""
         out = torch.empty(end - start, dtype=torch.float32)
-        pieces = [piece for piece in self._pieces.get((name, rank), []) if piece.start < end and piece.end > start]
+        pieces = [
+            piece for piece in self._pieces.get((name, rank), []) if piece.start < end and piece.end > start
+        ]
         at = start
         while at < end:
-            # A tied weight has state on two stages, one that is not spread on every replica: they are equal, so any may serve.
+            # A tied weight has state on two stages, one that is not spread on every replica: they are equal,
+            # so any may serve.
             covering = [piece for piece in pieces if piece.start <= at < piece.end]
             if not covering:
                 self._nothing_for(name, rank, at, end)
@@ -324,11 +352,16 @@ class OptimizerReader:
         try:
             return self._file(piece.file).get_slice(key)
         except SafetensorError as error:
-            raise CheckpointError(f"{self.folder / piece.file} lacks {key}, which {INDEX} says it has: {error}") from error
+            raise CheckpointError(
+                f"{self.folder / piece.file} lacks {key}, which {INDEX} says it has: {error}"
+            ) from error
 
     def _nothing_for(self, name: str, rank: int, at: int, end: int) -> NoReturn:
         if not self.indexed:
-            for file, facts in self.files.items():  # a damaged header hides what its file holds: name that file
+            for (
+                file,
+                facts,
+            ) in self.files.items():  # a damaged header hides what its file holds: name that file
                 check_hash(self.folder / file, facts)
         raise CheckpointError(
             f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank}; were other "
@@ -336,21 +369,30 @@ class OptimizerReader:
         )
 
     def get(
-        self, info: TensorInfo, kind: str, part: int, cut: Cut, start: int, end: int, expert: int | None = None
+        self,
+        info: TensorInfo,
+        kind: str,
+        part: int,
+        cut: Cut,
+        start: int,
+        end: int,
+        expert: int | None = None,
     ) -> Tensor | None:
         """Elements ``start:end`` of a flattened part of a tensor, from whatever layout is on disk.
 
         Args:
             part: which part (see :meth:`Cut.part`).
             cut: how the tensor is to be cut.
-            expert: of a stack of experts, which (counted over all ranks); the range is then that of its own shard.
+            expert: of a stack of experts, which (counted over all ranks); the range is then that of its own
+                shard.
 
         Returns:
             None when there is no state of this kind (before step 1).
         """
         name, written = state_name(info.name, expert), self.cut
         if info.experts:
-            # Where an expert lay says nothing of its own matrix, which is cut as tensor parallelism cuts a dense one.
+            # Where an expert lay says nothing of its own matrix, which is cut as tensor parallelism cuts a
+            # dense one.
             info = dataclasses.replace(info, shape=info.shape[1:], experts=0)
             part, cut, written = part % cut.etp, Cut(cut.etp), Cut(written.etp)
         try:
@@ -363,7 +405,8 @@ class OptimizerReader:
     def _recut(
         self, name: str, info: TensorInfo, kind: str, part: int, cut: Cut, written: Cut, start: int, end: int
     ) -> Tensor:
-        """:meth:`get` from parts that were cut in another way: reads the rows of them that the range touches."""
+        """:meth:`get` from parts that were cut in another way: reads the rows of them that the range
+        touches."""
         columns = matrix_shape(info.shard_shape(cut))[1]
         theirs = matrix_shape(info.shard_shape(written))[1]
         first = start // columns
@@ -407,7 +450,10 @@ def restore(
     grid: Grid,
 ) -> None:
     """Fills this rank's master weights and moments from a checkpoint of any layout."""
-    fused = any(type(getattr(part, "optimizer", None)).__name__ == "FusedAdam" for part in optimizer.chained_optimizers)
+    fused = any(
+        type(getattr(part, "optimizer", None)).__name__ == "FusedAdam"
+        for part in optimizer.chained_optimizers
+    )
     for piece in optimizer_slices(optimizer, parameters):
         info, expert = table[piece.tensor.name], piece.tensor.expert
         main = reader.get(info, "main", grid.part(info), grid.cut, piece.start, piece.end, expert)
@@ -421,5 +467,6 @@ def restore(
         if fused:
             piece.group["step"] = step
         elif step:
-            # One tensor a parameter: torch's Adam counts in place, and a shared one would count once per parameter.
+            # One tensor a parameter: torch's Adam counts in place, and a shared one would count once per
+            # parameter.
             piece.state["step"] = torch.tensor(float(step))

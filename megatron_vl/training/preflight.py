@@ -1,4 +1,5 @@
-"""What can be refused before anything is started: no torch is imported until the fields and paths are right."""
+"""What can be refused before anything is started: no torch is imported until the fields and paths are
+right."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         world_size: None: as launched.
 
     Raises:
-        RunConfigError, LayoutError, ConfigError, CheckpointError: the message names the field, path or number.
+        RunConfigError, LayoutError, ConfigError, CheckpointError: the message names the field, path or
+        number.
     """
     dp = validate(config, launched_world_size() if world_size is None else world_size)
     if not config.model.hf:
@@ -45,7 +47,9 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     spec = read_spec(config.model.hf)
     layout = run_layout(spec, config.parallel)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
-        raise RunConfigError(f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty")
+        raise RunConfigError(
+            f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
+        )
     if config.optimizer.cpu_offload and config.checkpoint.dir:
         raise RunConfigError(
             "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a checkpoint reads. "
@@ -61,7 +65,9 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         check_own_checkpoint(config, spec, dp, start)
         check_video_rule(config, spec, start.source.path)
     elif config.model.checkpoint and not Path(config.model.checkpoint).exists():
-        raise RunConfigError(f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it")
+        raise RunConfigError(
+            f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it"
+        )
     return spec, layout
 
 
@@ -80,7 +86,8 @@ def check_open_files(dp: int) -> None:
 
 
 def check_data_path(path: str) -> None:
-    """Refuses what is neither a data set's folder nor a metadataset, by what is there; Energon's import takes seconds.
+    """Refuses what is neither a data set's folder nor a metadataset, by what is there; Energon's import takes
+    seconds.
 
     Raises:
         RunConfigError: says what is missing.
@@ -93,18 +100,23 @@ def check_data_path(path: str) -> None:
         raise RunConfigError(f"data.path {path} does not exist")
     if folder.is_file():
         if folder.suffix != ".yaml":
-            raise RunConfigError(f"data.path {path} is neither a data set's folder nor a metadataset (.yaml); {advice}")
+            raise RunConfigError(
+                f"data.path {path} is neither a data set's folder nor a metadataset (.yaml); {advice}"
+            )
     elif not (folder / ".nv-meta").is_dir():
         if (folder / ".convert").is_dir():
-            raise RunConfigError(f"data.path {path} holds an unfinished conversion; run `megatron-vl data convert` again")
+            raise RunConfigError(
+                f"data.path {path} holds an unfinished conversion; run `megatron-vl data convert` again"
+            )
         raise RunConfigError(f"data.path {path} is no data set (it holds no .nv-meta); {advice}")
 
 
 def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
-    """What loaders need to know of the data set's splits: ``train``, and ``eval.split`` where there is evaluation.
+    """What loaders need to know of the data set's splits: ``train``, and ``eval.split`` where there is
+    evaluation.
 
-    One rank of a run calls this (see :func:`megatron_vl.training.loop.share_data`): it reads about 60 bytes for each
-    shard.
+    One rank of a run calls this (see :func:`megatron_vl.training.loop.share_data`): it reads about 60 bytes
+    for each shard.
 
     Raises:
         LoaderError: there is no data set, or a split of it is empty.
@@ -122,9 +134,13 @@ def check_folder(field: str, path: str) -> None:
         RunConfigError: names the field and the file.
     """
     folder = Path(path)
-    in_the_way = next((part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()), None)
+    in_the_way = next(
+        (part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()), None
+    )
     if path and in_the_way:
-        raise RunConfigError(f"{field} {path}: {in_the_way} is a file; give a folder, which need not exist yet")
+        raise RunConfigError(
+            f"{field} {path}: {in_the_way} is a file; give a folder, which need not exist yet"
+        )
 
 
 @dataclass(frozen=True)
@@ -132,7 +148,8 @@ class Start:
     """Where a run begins.
 
     Attributes:
-        source: the checkpoint that it goes on from; None: it starts anew, from ``model.checkpoint`` or random weights.
+        source: the checkpoint that it goes on from; None: it starts anew, from ``model.checkpoint`` or random
+            weights.
         lineage: of what it will save.
         restart_data: whether the data set is read from its start.
         said: lines for the user.
@@ -164,7 +181,9 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
         # Without the switch the record goes: given again later, it is a new request.
         return Start(source, dataclasses.replace(lineage, data_restart=None), False, choice.said)
     if source is None:
-        return Start(None, dataclasses.replace(lineage, data_restart=DataRestart(0, c.attempt)), False, choice.said)
+        return Start(
+            None, dataclasses.replace(lineage, data_restart=DataRestart(0, c.attempt)), False, choice.said
+        )
 
     done = source.lineage.data_restart
     if done is not None and done.attempt >= c.attempt and _reads_the_same(source, run_facts(config, dp)):
@@ -283,7 +302,9 @@ def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[s
     frozen = {"vision": config.model.freeze_vision, "merger": config.model.freeze_merger}
     for part, rate in (("vision", config.optimizer.vision_lr), ("merger", config.optimizer.merger_lr)):
         if frozen[part] and rate is not None:
-            found.append(f"optimizer.{part}_lr {rate:g} has no effect: model.freeze_{part} keeps those weights as they are")
+            found.append(
+                f"optimizer.{part}_lr {rate:g} has no effect: model.freeze_{part} keeps those weights as they are"
+            )
         elif rate == 0:
             found.append(
                 f"optimizer.{part}_lr 0 keeps those weights as they are, but computes their gradients and keeps their moments; "

@@ -1,7 +1,7 @@
 """One optimizer step: rows through the pipeline schedule, gradients finalised, weights updated.
 
-Gradients do not depend on the layout: the loss is a sum over tokens, and gradients are divided once by the number of
-loss tokens of the whole global batch.
+Gradients do not depend on the layout: the loss is a sum over tokens, and gradients are divided once by the
+number of loss tokens of the whole global batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
@@ -30,7 +34,8 @@ from megatron_vl.training.optimizer import update
 
 NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
 SKIPPED = {NOT_FINITE: "loss or gradient is not finite", NO_LOSS_TOKENS: "no token of the step bears loss"}
-"""Why a step's update is left out: weights, moments and Adam's count of steps stay, data and schedules go on."""
+"""Why a step's update is left out: weights, moments and Adam's count of steps stay, data and schedules go
+on."""
 
 
 @dataclass
@@ -46,7 +51,8 @@ class StepResult:
     expert_load: Tensor | None = None
     """Tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
     failed: bool = False
-    """Whether any rank reported a failure that lies outside the step (a checkpoint that could not be written)."""
+    """Whether any rank reported a failure that lies outside the step (a checkpoint that could not be
+    written)."""
     stop: bool = False
     """Whether any rank was asked to stop."""
 
@@ -67,7 +73,8 @@ def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[Replica
     )
     core = chunks[0].config
     wrapped = [ReplicaDDP(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
-    # Delayed scaling reduces the maxima of all layers over all ranks: every rank has to run them in every row.
+    # Delayed scaling reduces the maxima of all layers over all ranks: every rank has to run them in every
+    # row.
     tower_may_rest = not (config.fp8.recipe == "delayed" and config.fp8.vision)
     for chunk in wrapped:
         report_directly(chunk)
@@ -103,7 +110,8 @@ def run_schedule(
     step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]] = forward_step,
     collect_non_loss_data: bool = False,
 ) -> list[Any]:
-    """Forward (and backward) of all rows through this rank's chunks. Returns the reports; empty off the last stage.
+    """Forward (and backward) of all rows through this rank's chunks. Returns the reports; empty off the last
+    stage.
 
     Args:
         rows: what ``step`` takes, one for each micro-batch.
@@ -112,7 +120,8 @@ def run_schedule(
     if not forward_only:
         begin_step(chunks, rows)
     iterators = [iter(rows) for _ in chunks]
-    # Core takes the size of its messages, and nothing else, from the length; levels of DeepStack travel behind the hidden state.
+    # Core takes the size of its messages, and nothing else, from the length; levels of DeepStack travel
+    # behind the hidden state.
     parts = 1 + get_attr_wrapped_model(chunks[0], "message_levels")
     return get_forward_backward_func()(
         forward_step_func=step,
@@ -154,7 +163,9 @@ def train_step(
     skipped = "" if updated else NO_LOSS_TOKENS if finite and not tokens else NOT_FINITE
 
     core = chunks[0].config
-    load = expert_load(chunks, core.num_layers, core.num_moe_experts, device) if core.num_moe_experts else None
+    load = (
+        expert_load(chunks, core.num_layers, core.num_moe_experts, device) if core.num_moe_experts else None
+    )
     return StepResult(loss, tokens, norm, skipped, load, *raised)
 
 

@@ -1,9 +1,9 @@
 """Weights rounded into the model in a few launches instead of one each.
 
 Megatron-core 0.19.2 copies every parameter's float32 shard into the model's buffers by itself
-(``DistributedOptimizer._copy_main_params_to_model_params``). A rank of a model with experts holds thousands of parameters:
-1,650 launches a step where a GPU's share of Qwen3-VL-30B-A3B is 3.7 billion parameters. The same copies as one
-``torch._foreach_copy_`` give the same bits.
+(``DistributedOptimizer._copy_main_params_to_model_params``). A rank of a model with experts holds thousands
+of parameters: 1,650 launches a step where a GPU's share of Qwen3-VL-30B-A3B is 3.7 billion parameters. The
+same copies as one ``torch._foreach_copy_`` give the same bits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 
 def copy_weights_together(optimizer: ChainedOptimizer) -> int:
-    """Gives each part of ``optimizer`` that copies float32 shards one call for all of them. Returns how many parts there are.
+    """Gives each part of ``optimizer`` that copies float32 shards one call for all of them. Returns how many
+    parts there are.
 
-    Left alone are parts without parameters, and those whose weights get to the model in another way (offloaded or
-    precision-aware optimizers, FP8 weights).
+    Left alone are parts without parameters, and those whose weights get to the model in another way
+    (offloaded or precision-aware optimizers, FP8 weights).
     """
     parts = [part for part in optimizer.chained_optimizers if _copies_shards(part)]
     for part in parts:
@@ -31,7 +32,11 @@ def _copies_shards(part: object) -> bool:
         isinstance(part, DistributedOptimizer)
         and not part.is_stub_optimizer
         and not part.config.use_precision_aware_optimizer
-        and not (part.ddp_config.use_megatron_fsdp or part.ddp_config.fp8_param_gather or part.ddp_config.fp4_param_gather)
+        and not (
+            part.ddp_config.use_megatron_fsdp
+            or part.ddp_config.fp8_param_gather
+            or part.ddp_config.fp4_param_gather
+        )
     )
 
 

@@ -1,5 +1,4 @@
-"""How tensors are cut into shards and put together again: rectangles copied between matrices.
-"""
+"""How tensors are cut into shards and put together again: rectangles copied between matrices."""
 
 from __future__ import annotations
 
@@ -39,7 +38,9 @@ class Block(NamedTuple):
         return Block(whole, self.rows, self.cols, self.part_row, self.part_col, self.row, self.col)
 
 
-def gather(blocks: Sequence[Block], window: Window, read: Callable[[str | int, Window], Tensor], dtype: torch.dtype) -> Tensor:
+def gather(
+    blocks: Sequence[Block], window: Window, read: Callable[[str | int, Window], Tensor], dtype: torch.dtype
+) -> Tensor:
     """A window of a matrix made of ``blocks``; what no block covers is zero.
 
     Args:
@@ -59,12 +60,21 @@ def gather(blocks: Sequence[Block], window: Window, read: Callable[[str | int, W
             return data
         if out is None:
             out = torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
-        _copy(data, out[top - window.row : bottom - window.row, left - window.col : right - window.col], block.transposed)
-    return out if out is not None else torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
+        _copy(
+            data,
+            out[top - window.row : bottom - window.row, left - window.col : right - window.col],
+            block.transposed,
+        )
+    return (
+        out
+        if out is not None
+        else torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
+    )
 
 
 def _copy(data: Tensor, out: Tensor, transposed: bool) -> None:
-    """Copies a matrix; a transposed one in strips that fit the cache, four times as fast, without a copy in between."""
+    """Copies a matrix; a transposed one in strips that fit the cache, four times as fast, without a copy in
+    between."""
     strip = 64 if transposed else max(1, data.shape[1])
     for col in range(0, data.shape[1], strip):
         out[:, col : col + strip] = data[:, col : col + strip]
@@ -74,15 +84,21 @@ def _read_block(block: Block, window: Window, read: Callable[[str | int, Window]
     """A window (of the whole, within ``block``) from the part."""
     if block.transposed:
         down, across = block.part_row - block.col, block.part_col - block.row
-        turned = Window(window.col + down, window.col_end + down, window.row + across, window.row_end + across)
+        turned = Window(
+            window.col + down, window.col_end + down, window.row + across, window.row_end + across
+        )
         return read(block.part, turned).t()
     down, across = block.part_row - block.row, block.part_col - block.col
-    return read(block.part, Window(window.row + down, window.row_end + down, window.col + across, window.col_end + across))
+    return read(
+        block.part,
+        Window(window.row + down, window.row_end + down, window.col + across, window.col_end + across),
+    )
 
 
 @lru_cache(maxsize=256)  # asked for with every window, and a tensor of many experts has many
 def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
-    """How the full matrix is made of its parts (:attr:`Block.part` is the number of the part, see :meth:`Cut.part`).
+    """How the full matrix is made of its parts (:attr:`Block.part` is the number of the part, see
+    :meth:`Cut.part`).
 
     A replicated tensor is taken from part 0.
     """
@@ -99,7 +115,11 @@ def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
         height = rows // tp
         return tuple(Block(t, height, cols, row=t * height) for t in range(tp))
     half, height = rows // 2, rows // 2 // tp
-    return tuple(Block(t, height, cols, row=i * half + t * height, part_row=i * height) for i in (0, 1) for t in range(tp))
+    return tuple(
+        Block(t, height, cols, row=i * half + t * height, part_row=i * height)
+        for i in (0, 1)
+        for t in range(tp)
+    )
 
 
 def _expert_blocks(info: TensorInfo, cut: Cut) -> list[Block]:

@@ -1,17 +1,18 @@
 """Model weights on disk: safetensors files and a manifest, in any tensor x pipeline x expert layout.
 
-A folder of weights holds ``manifest.json`` and either the unsplit tensors (``weights-00001-of-00003.safetensors``) or
-one file for each model-parallel rank (``tp00_pp01.safetensors``, all virtual chunks of that rank) and, for models with
-experts, one for each expert-parallel rank (``ep00_etp00_pp01.safetensors``, only experts): which tensor ranks hold which
-experts depends on the data-parallel size, which weights do not have. Tensors carry the canonical names of
-:mod:`megatron_vl.spec.tensors` with global layer numbers. A replicated tensor is in the file of every tensor-parallel
-rank of its stage, so a rank reads one file, or two; a tied output layer is not stored (the last stage reads the embedding
-from the first stage's file).
+A folder of weights holds ``manifest.json`` and either the unsplit tensors
+(``weights-00001-of-00003.safetensors``) or one file for each model-parallel rank (``tp00_pp01.safetensors``,
+all virtual chunks of that rank) and, for models with experts, one for each expert-parallel rank
+(``ep00_etp00_pp01.safetensors``, only experts): which tensor ranks hold which experts depends on the
+data-parallel size, which weights do not have. Tensors carry the canonical names of
+:mod:`megatron_vl.spec.tensors` with global layer numbers. A replicated tensor is in the file of every
+tensor-parallel rank of its stage, so a rank reads one file, or two; a tied output layer is not stored (the
+last stage reads the embedding from the first stage's file).
 
 Whatever lies on disk, :meth:`WeightReader.get` gives any slice for any layout. What is read is compared with
 the manifest's SHA-256 first, and the manifest with a digest of its own: nothing damaged is handed out.
-How one cut maps to another is written as :class:`Block` lists, rectangles of a matrix: converters use the same ones.
-Nothing here imports Megatron-core, and nothing is unpickled.
+How one cut maps to another is written as :class:`Block` lists, rectangles of a matrix: converters use the
+same ones. Nothing here imports Megatron-core, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ VERSION = 2
 """2 added the manifest's own digest."""
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.jsonl"
-"""Journal of a conversion under way (see :mod:`converters.restart`): who finds it without a manifest finds no checkpoint."""
+"""Journal of a conversion under way (see :mod:`converters.restart`): who finds it without a manifest finds no
+checkpoint."""
 
 
 def rank_file_name(tp_rank: int, pp_rank: int) -> str:
@@ -73,22 +75,28 @@ def file_entry(
     return {"file": file, **place, "tensors": table}
 
 
-def write_rank_file(folder: str | Path, tp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_rank_file(
+    folder: str | Path, tp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Writes the dense tensors of one model-parallel rank, atomically and synced to disk.
 
     Args:
-        tensors: canonical name -> this rank's slice, of all virtual chunks; on any device, copied in small pieces.
+        tensors: canonical name -> this rank's slice, of all virtual chunks; on any device, copied in small
+            pieces.
 
     Returns:
         The rank's entry (plain JSON types) for :func:`write_manifest`.
     """
-    return _write_file(Path(folder) / rank_file_name(tp_rank, pp_rank), tensors, {"tp": tp_rank, "pp": pp_rank})
+    return _write_file(
+        Path(folder) / rank_file_name(tp_rank, pp_rank), tensors, {"tp": tp_rank, "pp": pp_rank}
+    )
 
 
 def write_expert_file(
     folder: str | Path, ep_rank: int, etp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """:func:`write_rank_file` for the expert tensors of one expert-parallel rank, stacked ``[E / ep, ...]``."""
+    """:func:`write_rank_file` for the expert tensors of one expert-parallel rank, stacked
+    ``[E / ep, ...]``."""
     path = Path(folder) / expert_file_name(ep_rank, etp_rank, pp_rank)
     return _write_file(path, tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
 
@@ -96,9 +104,13 @@ def write_expert_file(
 def _write_file(path: Path, tensors: Mapping[str, Tensor], place: Mapping[str, int]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if tensor.dtype not in CODES:
-            raise WeightsError(f"tensor {name!r} has type {tensor.dtype}; weights may be {', '.join(map(dtype_name, CODES))}")
+            raise WeightsError(
+                f"tensor {name!r} has type {tensor.dtype}; weights may be {', '.join(map(dtype_name, CODES))}"
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"})
+    header = make_header(
+        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"}
+    )
     writer = TensorWriter(path, header)
     written = {}
     try:
@@ -114,23 +126,32 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], place: Mapping[str, i
 
 
 def write_manifest(
-    folder: str | Path, spec: ModelSpec, layout: Layout | None, rank_entries: Sequence[dict], origin: dict | None = None
+    folder: str | Path,
+    spec: ModelSpec,
+    layout: Layout | None,
+    rank_entries: Sequence[dict],
+    origin: dict | None = None,
 ) -> str:
     """Writes ``manifest.json``, last of all files, after checking that the entries are the whole model.
 
     Args:
         layout: None for unsplit weights.
-        rank_entries: what :func:`write_rank_file` and :func:`write_expert_file` returned on each rank, in any order.
-        origin: anything worth keeping about where the weights came from; a run's ``step`` is compared with its folder's.
+        rank_entries: what :func:`write_rank_file` and :func:`write_expert_file` returned on each rank, in any
+            order.
+        origin: anything worth keeping about where the weights came from; a run's ``step`` is compared with
+            its folder's.
 
     Returns:
         The manifest's digest, which stands for these weights.
 
     Raises:
-        WeightsError: a tensor or file is missing, too many, of another shape or of two types; the message names it.
+        WeightsError: a tensor or file is missing, too many, of another shape or of two types; the message
+            names it.
     """
     if not spec.hf_config or read_spec(spec.hf_config) != spec:
-        raise WeightsError("the model differs from its hf_config; weights are written with the config that describes them")
+        raise WeightsError(
+            "the model differs from its hf_config; weights are written with the config that describes them"
+        )
     tensors = _check_entries(spec, layout, rank_entries)
     manifest = {
         "format": FORMAT,
@@ -155,7 +176,8 @@ def write_manifest(
 
 
 def _part(info: TensorInfo | None, entry: Mapping[str, Any], layout: Layout | None) -> int | None:
-    """Which part of a tensor the file of ``entry`` holds; None where it is a file of ranks that hold no part of it."""
+    """Which part of a tensor the file of ``entry`` holds; None where it is a file of ranks that hold no part
+    of it."""
     if info is None or layout is None or not info.experts:
         return entry.get("tp")
     return layout.cut.part(info, ep_rank=entry["ep"], etp_rank=entry["etp"]) if "ep" in entry else None
@@ -165,11 +187,16 @@ def _rank(info: TensorInfo, part: int, cut: Cut) -> str:
     """The words for who holds a part."""
     if not info.experts:
         return f"tensor rank {part}"
-    return f"expert rank {part // cut.etp}" + (f", expert tensor rank {part % cut.etp}" if cut.etp > 1 else "")
+    return f"expert rank {part // cut.etp}" + (
+        f", expert tensor rank {part % cut.etp}" if cut.etp > 1 else ""
+    )
 
 
-def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]) -> dict[str, dict[str, Any]]:
-    """The manifest's tensor table, once every tensor is found where it belongs, with its shape and one type."""
+def _check_entries(
+    spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]
+) -> dict[str, dict[str, Any]]:
+    """The manifest's tensor table, once every tensor is found where it belongs, with its shape and one
+    type."""
     infos, cut = tensor_table(spec), layout.cut if layout else WHOLE
     stored: dict[tuple[int, int, str], dict[str, Any]] = {}
     for entry in entries:
@@ -187,16 +214,22 @@ def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dic
         found = []
         for part in range(cut.parts(info)):
             if (part, stage, name) not in stored:
-                raise WeightsError(f"tensor {name!r} is missing in {_rank(info, part, cut)}, pipeline rank {stage}")
+                raise WeightsError(
+                    f"tensor {name!r} is missing in {_rank(info, part, cut)}, pipeline rank {stage}"
+                )
             tensor = stored.pop((part, stage, name))
             if tensor["shape"] != shape:
                 where = _rank(info, part, cut)
-                raise WeightsError(f"tensor {name!r} has shape {tensor['shape']} in {where}; it should be {shape}")
+                raise WeightsError(
+                    f"tensor {name!r} has shape {tensor['shape']} in {where}; it should be {shape}"
+                )
             found.append(tensor)
         if len({tensor["dtype"] for tensor in found}) > 1:
             raise WeightsError(f"tensor {name!r} has different types on its ranks")
         if info.split == "replicated" and len({tensor["sha256"] for tensor in found}) > 1:
-            warnings.warn(f"replicated tensor {name!r} differs between tensor ranks; rank 0's counts", stacklevel=3)
+            warnings.warn(
+                f"replicated tensor {name!r} differs between tensor ranks; rank 0's counts", stacklevel=3
+            )
         table[name] = {"dtype": found[0]["dtype"], "shape": list(info.shape), "split": info.split}
     if stored:
         part, stage, name = next(iter(stored))
@@ -205,7 +238,8 @@ def _check_entries(spec: ModelSpec, layout: Layout | None, entries: Sequence[dic
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest as it was written. Raises :class:`WeightsError` when it is not one, or not as it was written."""
+    """A manifest as it was written. Raises :class:`WeightsError` when it is not one, or not as it was
+    written."""
     try:
         manifest = json.loads(path.read_text())
     except ValueError as error:
@@ -213,12 +247,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise WeightsError(f"{path} is not a manifest of {FORMAT!r}")
     if manifest.get("version") != VERSION:
-        raise WeightsError(f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}: convert again")
+        raise WeightsError(
+            f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}: convert again"
+        )
     for field in ("kind", "family", "layout", "hf_config", "tensors", "files", "digest"):
         if field not in manifest:
             raise WeightsError(f"{path}: field {field!r} is missing")
     if manifest["digest"] != manifest_digest(manifest):
-        raise WeightsError(f"{path} was changed after it was written (its digest differs); write the weights again")
+        raise WeightsError(
+            f"{path} was changed after it was written (its digest differs); write the weights again"
+        )
     return manifest
 
 
@@ -238,6 +276,8 @@ def _check_tensor_table(path: Path, manifest: dict[str, Any], table: Mapping[str
     stated = {name: {"shape": t["shape"], "split": t["split"]} for name, t in manifest["tensors"].items()}
     for name in sorted(expected.keys() | stated.keys()):
         if expected.get(name) != stated.get(name):
-            raise WeightsError(f"{path}: tensor {name!r} is {stated.get(name)}, its config says {expected.get(name)}")
+            raise WeightsError(
+                f"{path}: tensor {name!r} is {stated.get(name)}, its config says {expected.get(name)}"
+            )
         if manifest["tensors"][name]["dtype"] not in NAMES:
             raise WeightsError(f"{path}: tensor {name!r} has type {manifest['tensors'][name]['dtype']!r}")

@@ -1,5 +1,4 @@
-"""Reads tensors, or any part of them, from weights of any layout.
-"""
+"""Reads tensors, or any part of them, from weights of any layout."""
 
 from __future__ import annotations
 
@@ -14,7 +13,15 @@ from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.spec.tensors import WHOLE, Cut, LayoutError, check_cut, tensor_table
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.blocks import gather, part_blocks, shard_blocks
-from megatron_vl.weights.manifest import MANIFEST, UNFINISHED, _check_tensor_table, _part, _rank, _read_layout, read_manifest
+from megatron_vl.weights.manifest import (
+    MANIFEST,
+    UNFINISHED,
+    _check_tensor_table,
+    _part,
+    _rank,
+    _read_layout,
+    read_manifest,
+)
 from megatron_vl.weights.tensor_files import (
     NAMES,
     TensorReader,
@@ -26,7 +33,8 @@ from megatron_vl.weights.tensor_files import (
 
 
 def find_weights(path: str | Path) -> Path:
-    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its latest checkpoint).
+    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its latest
+    checkpoint).
 
     Raises:
         FileNotFoundError: nothing there is a folder of weights; the message says what was looked for.
@@ -37,7 +45,9 @@ def find_weights(path: str | Path) -> Path:
         if (folder / MANIFEST).is_file():
             return folder
     if (path / UNFINISHED).is_file() and not (path / run_folder.LATEST).is_file():
-        raise FileNotFoundError(f"{path} holds a conversion that is not finished; run it again to let it go on")
+        raise FileNotFoundError(
+            f"{path} holds a conversion that is not finished; run it again to let it go on"
+        )
     try:
         saved = run_folder.latest(path)
     except run_folder.StepMissingError as error:
@@ -51,7 +61,9 @@ def find_weights(path: str | Path) -> Path:
         raise FileNotFoundError(f"{path} {looks}")
     weights = saved.path / "weights"
     if not (weights / MANIFEST).is_file():
-        raise FileNotFoundError(f"{weights / MANIFEST} is missing, though step {saved.step} is the latest of {path}")
+        raise FileNotFoundError(
+            f"{weights / MANIFEST} is missing, though step {saved.step} is the latest of {path}"
+        )
     return weights
 
 
@@ -59,8 +71,8 @@ class WeightReader:
     """Reads weights of any layout as if of any other.
 
     Args:
-        verify: compare each stored tensor with its SHA-256 when it is first touched, before any of it is handed out.
-            A slice of a larger stored tensor costs a pass over all of that (1 to 2 GB/s a core).
+        verify: compare each stored tensor with its SHA-256 when it is first touched, before any of it is
+            handed out. A slice of a larger stored tensor costs a pass over all of that (1 to 2 GB/s a core).
 
     Attributes:
         path: the folder of weights (a run or step folder is resolved to it).
@@ -88,8 +100,15 @@ class WeightReader:
             raise
         except (ConfigError, LayoutError) as error:
             raise WeightsError(f"{self.path / MANIFEST}: {error}") from error
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field of another type than we write
-            raise WeightsError(f"{self.path / MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+        ) as error:  # a field of another type than we write
+            raise WeightsError(
+                f"{self.path / MANIFEST} is damaged: {type(error).__name__}: {error}"
+            ) from error
         self._verify = verify
         self._files: dict[str, TensorReader] = {}
         self._checked: set[tuple[str, str]] = set()
@@ -108,17 +127,26 @@ class WeightReader:
             if not (self.path / file).is_file():
                 raise WeightsError(f"{self.path / file} is missing, though {MANIFEST} names it")
             for name in entry["tensors"]:
-                if name not in self.table or (self.layout.stage_of(self.table[name]) if self.layout else 0) != entry["pp"]:
-                    raise WeightsError(f"{path}: tensor {name!r} does not belong in {file}, pipeline rank {entry['pp']}")
+                if (
+                    name not in self.table
+                    or (self.layout.stage_of(self.table[name]) if self.layout else 0) != entry["pp"]
+                ):
+                    raise WeightsError(
+                        f"{path}: tensor {name!r} does not belong in {file}, pipeline rank {entry['pp']}"
+                    )
                 part = _part(self.table[name], entry, self.layout)
                 if part is None:
                     raise WeightsError(f"{path}: tensor {name!r} does not belong in {file}")
                 if where.setdefault((part, name), file) != file:
-                    raise WeightsError(f"{path}: tensor {name!r} of {_rank(self.table[name], part, self.cut)} is in two files")
+                    raise WeightsError(
+                        f"{path}: tensor {name!r} of {_rank(self.table[name], part, self.cut)} is in two files"
+                    )
         for name, info in self.table.items():
             for part in range(self.cut.parts(info)):
                 if (part, name) not in where:
-                    raise WeightsError(f"{path}: no file holds tensor {name!r} ({info.split}) of {_rank(info, part, self.cut)}")
+                    raise WeightsError(
+                        f"{path}: no file holds tensor {name!r} ({info.split}) of {_rank(info, part, self.cut)}"
+                    )
         if len(where) != sum(self.cut.parts(info) for info in self.table.values()):
             raise WeightsError(f"{path}: files of more ranks than its layout's {self.cut}")
         return where
@@ -126,8 +154,14 @@ class WeightReader:
     def _check_step(self) -> None:
         """Weights that a run saved say of which step they are; a step's folder holds those of its own."""
         step, folder = (self.manifest.get("origin") or {}).get("step"), self.path.parent
-        if step is not None and self.path.name == "weights" and run_folder.folder_step(folder) not in (None, step):
-            raise WeightsError(f"{self.path / MANIFEST}: the weights are those of step {step}, but they lie in {folder.name}")
+        if (
+            step is not None
+            and self.path.name == "weights"
+            and run_folder.folder_step(folder) not in (None, step)
+        ):
+            raise WeightsError(
+                f"{self.path / MANIFEST}: the weights are those of step {step}, but they lie in {folder.name}"
+            )
 
     def names(self) -> list[str]:
         """Canonical names, in model order."""
@@ -147,7 +181,9 @@ class WeightReader:
         reader = self._files[file]
         if self._verify and (file, name) not in self._checked:
             with check:  # others that want this tensor wait, those that want another do not
-                if (file, name) not in self._checked and reader.sha256(name) != self.manifest["files"][file]["tensors"][name]:
+                if (file, name) not in self._checked and reader.sha256(name) != self.manifest["files"][file][
+                    "tensors"
+                ][name]:
                     raise WeightsError(
                         f"{reader.path} is damaged: tensor {name!r} is not what was written (SHA-256 differs from {MANIFEST}); "
                         "fetch or write the weights again"
@@ -161,12 +197,17 @@ class WeightReader:
         held = set(reader.names())
         for tensor in self.manifest["files"][file]["tensors"]:
             shape = self.table[tensor].shard_shape(self.cut)
-            if tensor not in held or reader.shape(tensor) != shape or reader.dtype(tensor) != self.dtype(tensor):
+            if (
+                tensor not in held
+                or reader.shape(tensor) != shape
+                or reader.dtype(tensor) != self.dtype(tensor)
+            ):
                 raise WeightsError(f"{reader.path}: tensor {tensor!r} is missing or differs from {MANIFEST}")
         return reader
 
     def check(self, name: str) -> None:
-        """Verifies now what :meth:`window` of this tensor reads; raises :class:`WeightsError` when it is damaged."""
+        """Verifies now what :meth:`window` of this tensor reads; raises :class:`WeightsError` when it is
+        damaged."""
         for part in {block.part for block in shard_blocks(self.table[name], self.cut)}:
             self._open(int(part), name)
 
@@ -177,7 +218,9 @@ class WeightReader:
     def window(self, name: str, window: Window) -> Tensor:
         """A window of the full tensor taken as a matrix. May be a view of a file: do not write to it."""
         blocks = shard_blocks(self.table[name], self.cut)
-        return gather(blocks, window, lambda part, w: self._open(int(part), name).window(name, w), self.dtype(name))
+        return gather(
+            blocks, window, lambda part, w: self._open(int(part), name).window(name, w), self.dtype(name)
+        )
 
     def get(self, name: str, part: int = 0, cut: Cut = WHOLE, expert: int | None = None) -> Tensor:
         """One part of a tensor, whatever layout is on disk, in memory of its own.
@@ -185,7 +228,8 @@ class WeightReader:
         Args:
             part: which of the ``cut.parts(info)`` parts (see :meth:`Cut.part`).
             cut: how the model is to be cut; the default gives the full tensor.
-            expert: this one alone (counted within the part) of an expert tensor, without the leading dimension.
+            expert: this one alone (counted within the part) of an expert tensor, without the leading
+                dimension.
 
         Raises:
             LayoutError: the model cannot be cut so.

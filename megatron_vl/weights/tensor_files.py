@@ -1,7 +1,7 @@
 """safetensors files, read and written a few megabytes at a time.
 
-The library reads and writes whole files; conversions of models larger than memory need windows of tensors and files that
-are filled in place. The format is 8 bytes of header length, a JSON header, the raw tensors.
+The library reads and writes whole files; conversions of models larger than memory need windows of tensors and
+files that are filled in place. The format is 8 bytes of header length, a JSON header, the raw tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from megatron_vl import durable
 from megatron_vl.errors import UserError
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a conversion."""
+"""Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a
+conversion."""
 
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """Linux' flag; Python's mmap has no name for it."""
@@ -64,7 +65,8 @@ class Window(NamedTuple):
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """The shape as a matrix: dim 0 by all others; a vector is one column, a scalar one element.
 
-    Three dimensions are a stack of matrices (experts), one below the other: rows of about equal bytes everywhere.
+    Three dimensions are a stack of matrices (experts), one below the other: rows of about equal bytes
+    everywhere.
     """
     if not shape:
         return 1, 1
@@ -96,8 +98,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class TensorReader:
     """A safetensors file, read window by window through a memory map that stays small.
 
-    Mapping is several times cheaper than reading into new memory. Pages that were used are given back as reading goes
-    on, so that a conversion does not seem to take the whole checkpoint's memory.
+    Mapping is several times cheaper than reading into new memory. Pages that were used are given back as
+    reading goes on, so that a conversion does not seem to take the whole checkpoint's memory.
 
     Raises:
         WeightsError: the file is missing or not a whole safetensors file.
@@ -113,12 +115,14 @@ class TensorReader:
             with safe_open(path, framework="numpy"):
                 pass
         except SafetensorError as error:
-            raise WeightsError(f"{path} is not a whole safetensors file ({error}); fetch or write it again") from error
+            raise WeightsError(
+                f"{path} is not a whole safetensors file ({error}); fetch or write it again"
+            ) from error
         self._entries: dict[str, dict[str, Any]] = json.loads(header[8:])
         self._entries.pop("__metadata__", None)
         self._start = len(header)
-        # Private and writable because torch wants that of a buffer, without reserve because a file may be larger than
-        # the memory; nothing writes to it.
+        # Private and writable because torch wants that of a buffer, without reserve because a file may be
+        # larger than the memory; nothing writes to it.
         with open(path, "rb") as file:
             flags, protection = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(file.fileno(), 0, flags, protection)
@@ -139,13 +143,17 @@ class TensorReader:
         """The type of a tensor. Raises :class:`WeightsError` when it is none that weights may have."""
         if self.code(name) not in DTYPES:
             valid = ", ".join(DTYPES)
-            raise WeightsError(f"{self.path}: tensor {name!r} has type {self.code(name)}; weights may be {valid}, not quantised")
+            raise WeightsError(
+                f"{self.path}: tensor {name!r} has type {self.code(name)}; weights may be {valid}, not quantised"
+            )
         return DTYPES[self.code(name)]
 
     def window(self, name: str, window: Window) -> Tensor:
         """``[rows, cols]`` of a tensor taken as a matrix. A view of the file: do not write to it."""
         if self.code(name) not in DTYPES | OTHER_DTYPES:
-            raise WeightsError(f"{self.path}: tensor {name!r} has type {self.code(name)}, which this program does not read")
+            raise WeightsError(
+                f"{self.path}: tensor {name!r} has type {self.code(name)}, which this program does not read"
+            )
         dtype = (DTYPES | OTHER_DTYPES)[self.code(name)]
         cols = matrix_shape(self.shape(name))[1]
         first = self._start + self._entries[name]["data_offsets"][0]
@@ -181,8 +189,11 @@ class TensorReader:
         return self.window(name, full_window(self.shape(name))).clone().reshape(self.shape(name))
 
 
-def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length and JSON header of a safetensors file, padded to 8 bytes; wide types come first so that all are aligned."""
+def make_header(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Length and JSON header of a safetensors file, padded to 8 bytes; wide types come first so that all are
+    aligned."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
@@ -196,7 +207,8 @@ def make_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metada
 
 
 def read_header(path: Path) -> bytes:
-    """Length and JSON header of a safetensors file, as stored. Raises :class:`WeightsError` when it is not one."""
+    """Length and JSON header of a safetensors file, as stored. Raises :class:`WeightsError` when it is not
+    one."""
     with open(path, "rb") as file:
         length = file.read(8)
         size = int.from_bytes(length, "little")
@@ -212,13 +224,15 @@ def partial_path(path: Path) -> Path:
 
 
 class TensorWriter:
-    """A safetensors file written tensor by tensor, in any order and from several threads, then put in place at once.
+    """A safetensors file written tensor by tensor, in any order and from several threads, then put in place
+    at once.
 
     The header is known first, so each tensor has its place; nothing is kept in memory. The data goes to
     ``NAME.partial`` until :meth:`commit`.
 
     Args:
-        keep: go on with the ``NAME.partial`` that is there, if any (see :meth:`stored_sha256`), instead of emptying it.
+        keep: go on with the ``NAME.partial`` that is there, if any (see :meth:`stored_sha256`), instead of
+            emptying it.
     """
 
     def __init__(self, path: Path, header: bytes, keep: bool = False) -> None:
@@ -226,7 +240,9 @@ class TensorWriter:
         self._partial = partial_path(path)
         entries = json.loads(header[8:])
         self._metadata = entries.pop("__metadata__", None)
-        self._places = {name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()}
+        self._places = {
+            name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()
+        }
         self.size = max([len(header), *(end for _, end in self._places.values())])
         self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o644)
         os.ftruncate(self._fd, self.size)
@@ -269,7 +285,8 @@ class TensorWriter:
         return os.fstat(self._fd).st_blocks * 512
 
     def commit(self, sync: bool = False) -> None:
-        """Puts the file in place; with ``sync`` its bytes are on the disk first, and its name when this returns."""
+        """Puts the file in place; with ``sync`` its bytes are on the disk first, and its name when this
+        returns."""
         if sync:
             os.fsync(self._fd)
         self.close()

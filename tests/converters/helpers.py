@@ -18,12 +18,19 @@ from megatron_vl.spec.families import read_spec
 CONFIGS = Path(__file__).resolve().parent.parent / "hf_configs"
 SIZES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
-FFN = {"Qwen2-VL-2B": 280, "Qwen2.5-VL-3B": 344, "Qwen2-VL-7B": 592, "Qwen2.5-VL-7B": 592, "Qwen2.5-VL-32B": 864}
+FFN = {
+    "Qwen2-VL-2B": 280,
+    "Qwen2.5-VL-3B": 344,
+    "Qwen2-VL-7B": 592,
+    "Qwen2.5-VL-7B": 592,
+    "Qwen2.5-VL-32B": 864,
+}
 """Widths that divide by 8 and not by 16; the others have 616."""
 
 
 def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:
-    """The released config of ``size`` with the same heads, key/value heads and flags, and small everything else."""
+    """The released config of ``size`` with the same heads, key/value heads and flags, and small everything
+    else."""
     config = json.loads((CONFIGS / f"{size}.json").read_text())
     if "text_config" in config:
         return small_nested_config(config, layers, vision_layers)
@@ -43,7 +50,12 @@ def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str
         vision |= {"embed_dim": 64, "hidden_size": hidden, "mlp_ratio": 3}
     else:
         width = 171 if vision["intermediate_size"] == 3420 else 256
-        vision |= {"hidden_size": 64, "intermediate_size": width, "out_hidden_size": hidden, "fullatt_block_indexes": [1]}
+        vision |= {
+            "hidden_size": 64,
+            "intermediate_size": width,
+            "out_hidden_size": hidden,
+            "fullatt_block_indexes": [1],
+        }
     return config | {"vision_config": vision}
 
 
@@ -65,7 +77,11 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
         "eos_token_id": 2,
     }
     if "num_experts" in text:
-        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40 if hidden < 300 else 56}
+        text |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40 if hidden < 300 else 56,
+        }
     vision |= {
         "depth": vision_layers,
         "hidden_size": 64,
@@ -76,12 +92,17 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
         "deepstack_visual_indexes": [0, 1],
     }
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return config | {"text_config": text, "vision_config": vision} | {name: 3 + i for i, name in enumerate(tokens)}
+    return (
+        config
+        | {"text_config": text, "vision_config": vision}
+        | {name: 3 + i for i, name in enumerate(tokens)}
+    )
 
 
 @functools.cache
 def hf_model(size: str, layers: int = 4):
-    """The transformers model of :func:`small_config`, every parameter drawn at random (norms and biases too)."""
+    """The transformers model of :func:`small_config`, every parameter drawn at random (norms and biases
+    too)."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = small_config(size, layers)
@@ -98,7 +119,8 @@ def hf_model(size: str, layers: int = 4):
 
 
 def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
-    """State dict of transformers' model under the names of the released files; a tied output layer is left out.
+    """State dict of transformers' model under the names of the released files; a tied output layer is left
+    out.
 
     Experts have their input dimension first there, in memory their output dimension.
     """
@@ -106,7 +128,9 @@ def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
     tied = small_config(size)["tie_word_embeddings"]
     nested = small_config(size)["model_type"].startswith("qwen3_vl")  # released with the names in memory
     return {
-        name if nested else name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): (
+        name
+        if nested
+        else name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): (
             tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
         )
         for name, tensor in model.state_dict().items()
@@ -115,7 +139,8 @@ def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
 
 
 def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Released tensors with each expert's matrices as tensors of their own, named as in the text models (Qwen3-MoE)."""
+    """Released tensors with each expert's matrices as tensors of their own, named as in the text models
+    (Qwen3-MoE)."""
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".mlp.experts." not in name:
@@ -133,19 +158,30 @@ def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], files: int = 1) -> Path:
-    """A HF folder as released: weights in ``files`` files with an index, and the small files that come along."""
+    """A HF folder as released: weights in ``files`` files with an index, and the small files that come
+    along."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    for name in ("tokenizer.json", "preprocessor_config.json", "generation_config.json", "chat_template.json"):
+    for name in (
+        "tokenizer.json",
+        "preprocessor_config.json",
+        "generation_config.json",
+        "chat_template.json",
+    ):
         (folder / name).write_text(json.dumps({"file": name}))
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if files == 1:
         save_file(tensors, folder / SINGLE, {"format": "pt"})
         return folder
     names = list(tensors)
-    where = {name: f"model-{i * files // len(names) + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    where = {
+        name: f"model-{i * files // len(names) + 1:05d}-of-{files:05d}.safetensors"
+        for i, name in enumerate(names)
+    }
     for file in sorted(set(where.values())):
-        save_file({name: tensors[name] for name in names if where[name] == file}, folder / file, {"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in names if where[name] == file}, folder / file, {"format": "pt"}
+        )
     size = sum(tensor.nbytes for tensor in tensors.values())
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}))
     return folder
@@ -157,7 +193,9 @@ def released_folder(folder: Path, size: str, files: int = 2, layers: int = 4) ->
 
 def assert_same_folder(a: Path, b: Path) -> None:
     """Every file of ``a`` is in ``b`` with the same bytes, and nothing else is."""
-    names = [sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) for folder in (a, b)]
+    names = [
+        sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) for folder in (a, b)
+    ]
     assert names[0] == names[1]
     for name in names[0]:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
@@ -171,7 +209,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def tp_sizes(size: str) -> list[int]:
     """Of 1, 2, 4 and 8, what the heads of ``size`` allow."""
     spec = read_spec(small_config(size))
-    return [tp for tp in (1, 2, 4, 8) if spec.language.num_heads % tp == 0 and spec.vision.num_heads % tp == 0]
+    return [
+        tp for tp in (1, 2, 4, 8) if spec.language.num_heads % tp == 0 and spec.vision.num_heads % tp == 0
+    ]
 
 
 __all__ = ["convert", "export", "reshard"]

@@ -1,6 +1,8 @@
-"""Conversions killed with SIGKILL at chosen and random moments, then started again: ``python -m tests.converters.kills HF DIR``.
+"""Conversions killed with SIGKILL at chosen and random moments, then started again:
+``python -m tests.converters.kills HF DIR``.
 
-Each attempt is a process of its own, forked from one that has imported everything. Prints a JSON line for each kill.
+Each attempt is a process of its own, forked from one that has imported everything. Prints a JSON line for
+each kill.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def commands(hf: Path, folder: Path) -> dict[str, list[str]]:
     }
 
 
-def attempt(words: list[str], out: Path, log: Path, kill_before: int = 0, kill_after: float | None = None) -> int | None:
+def attempt(
+    words: list[str], out: Path, log: Path, kill_before: int = 0, kill_after: float | None = None
+) -> int | None:
     """Runs a command in a child. Returns its exit code, None when it was killed.
 
     Args:
@@ -91,7 +95,9 @@ def check(command: str, hf: Path, folder: Path, draw: random.Random, at_chosen: 
     seconds = time.monotonic() - begin
     # The first and the last operations are renames, the manifest and the journal; in between are tensors.
     ends = [1, 2, 3, last // 2, *range(last - 4, last + 1)]
-    moments: list[dict[str, Any]] = [{"kill_before": n} for n in [*ends, *draw.sample(range(4, last - 4), at_chosen)]]
+    moments: list[dict[str, Any]] = [
+        {"kill_before": n} for n in [*ends, *draw.sample(range(4, last - 4), at_chosen)]
+    ]
     moments += [{"kill_after": draw.uniform(0, seconds)} for _ in range(at_random)]
     for moment in moments:
         out = folder / "out"
@@ -103,13 +109,18 @@ def check(command: str, hf: Path, folder: Path, draw: random.Random, at_chosen: 
             unfinished = (out / "unfinished.jsonl").exists()
             code = attempt(words, out, log)
             if code:
-                # Killed between its last operation and its end: the output is there, and is not taken for a partial one.
+                # Killed between its last operation and its end: the output is there, and is not taken for a
+                # partial one.
                 assert not unfinished and "is not empty" in log.read_text(), log.read_text()
         assert_same_folder(whole, out)
         text = log.read_text()
         report = json.loads(text[text.index("{") :]) if code == 0 else {}
         kept = {key: report.get(key) for key in ("kept_files", "kept_tensors", "files", "tensors")}
-        print(json.dumps({"command": command, **moment, "of": last, "killed": killed.count(None), "told": text, **kept}))
+        print(
+            json.dumps(
+                {"command": command, **moment, "of": last, "killed": killed.count(None), "told": text, **kept}
+            )
+        )
         shutil.rmtree(out)
     shutil.rmtree(folder / "again", ignore_errors=True)
 

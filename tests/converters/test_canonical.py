@@ -1,4 +1,5 @@
-"""The Megatron side of a conversion is what Megatron-core computes with: checked against constructions of their own.
+"""The Megatron side of a conversion is what Megatron-core computes with: checked against constructions of
+their own.
 
 A round trip cannot see a permutation that both directions share; these tests can.
 """
@@ -22,7 +23,17 @@ from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, tensor_table
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import matrix_shape
 
-from .helpers import CONFIGS, SIZES, experts_apart, hf_model, released_folder, released_tensors, small_config, tp_sizes, write_hf
+from .helpers import (
+    CONFIGS,
+    SIZES,
+    experts_apart,
+    hf_model,
+    released_folder,
+    released_tensors,
+    small_config,
+    tp_sizes,
+    write_hf,
+)
 
 PARAMETERS = {
     "Qwen2-VL-2B-Instruct": (729, 2_208_985_600),
@@ -52,7 +63,9 @@ def test_rules_ask_for_the_released_tensors(size: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_rules_ask_for_transformers_tensors(size: str) -> None:
     """Names and shapes are those of transformers' own model."""
-    shapes = {name: shape for rule in rules_for(read_spec(small_config(size))) for name, shape in rule.hf.items()}
+    shapes = {
+        name: shape for rule in rules_for(read_spec(small_config(size))) for name, shape in rule.hf.items()
+    }
     assert shapes == {name: tuple(tensor.shape) for name, tensor in released_tensors(size).items()}
 
 
@@ -79,11 +92,16 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """(size, reader of unsplit weights, HF tensors under names that all families share)."""
     size, root = request.param, tmp_path_factory.mktemp("canonical")
     convert(released_folder(root / "hf", size), root / "full")
-    return size, WeightReader(root / "full"), {short_name(name): tensor for name, tensor in released_tensors(size).items()}
+    return (
+        size,
+        WeightReader(root / "full"),
+        {short_name(name): tensor for name, tensor in released_tensors(size).items()},
+    )
 
 
 def test_language_qkv(converted) -> None:
-    """Projecting with the fused matrix and splitting per group as Megatron-core does gives HF's queries, keys, values."""
+    """Projecting with the fused matrix and splitting per group as Megatron-core does gives HF's queries,
+    keys, values."""
     size, reader, hf = converted
     m = read_spec(small_config(size)).language
     groups, dim, per_group = m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
@@ -141,19 +159,36 @@ def test_mlps_compute_the_same(converted) -> None:
 
     with torch.no_grad():
         v = spec.vision
-        check(model.visual.blocks[0].mlp, "vision_model.decoder.layers.0.mlp.", v.hidden_size, v.gated_mlp, v.activation)
+        check(
+            model.visual.blocks[0].mlp,
+            "vision_model.decoder.layers.0.mlp.",
+            v.hidden_size,
+            v.gated_mlp,
+            v.activation,
+        )
         if spec.language.moe is None:
             hidden = spec.language.hidden_size
-            check(model.language_model.layers[1].mlp, "language_model.decoder.layers.1.mlp.", hidden, True, "silu")
+            check(
+                model.language_model.layers[1].mlp,
+                "language_model.decoder.layers.1.mlp.",
+                hidden,
+                True,
+                "silu",
+            )
 
 
 @pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
 @pytest.mark.parametrize("size", [size for size in SIZES if "-A" in size])
 def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None:
-    """Router and experts, run in float64 over all experts, equal transformers' module, however the folder stores them."""
+    """Router and experts, run in float64 over all experts, equal transformers' module, however the folder
+    stores them."""
     released = released_tensors(size)
     tensors = (
-        experts_apart(released) if style == "apart" else hf_model(size).state_dict() if style == "output_first" else released
+        experts_apart(released)
+        if style == "apart"
+        else hf_model(size).state_dict()
+        if style == "output_first"
+        else released
     )
     convert(write_hf(tmp_path / "hf", tensors, small_config(size)), tmp_path / "full")
     reader, layer = WeightReader(tmp_path / "full"), 2
@@ -165,7 +200,9 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
     hf_model(size).set_experts_implementation("eager")  # grouped matrix products know no float64
     module = hf_model(size).model.language_model.layers[layer]
     assert torch.equal(norm, module.post_attention_layernorm.weight.double())
-    hidden = torch.randn(1, 5, router.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    hidden = torch.randn(
+        1, 5, router.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     with torch.no_grad():
         expected = copy.deepcopy(module.mlp).double()(hidden)[0]
     moe = reader.spec.language.moe
@@ -191,7 +228,8 @@ def test_padding_is_zero(converted) -> None:
 
 
 def test_patch_embedding_is_a_matrix(converted) -> None:
-    """Conv3d with kernel = stride on one patch equals the matrix on the patch in (channel, time, row, column) order."""
+    """Conv3d with kernel = stride on one patch equals the matrix on the patch in (channel, time, row, column)
+    order."""
     _, reader, hf = converted
     kernel = hf["visual.patch_embed.proj.weight"].double()
     patch = torch.randn(5, *kernel.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -202,7 +240,11 @@ def test_patch_embedding_is_a_matrix(converted) -> None:
 
 def test_tied_output_is_not_stored(converted) -> None:
     size, reader, hf = converted
-    assert (OUTPUT in reader.names()) == ("lm_head.weight" in hf) == (not small_config(size)["tie_word_embeddings"])
+    assert (
+        (OUTPUT in reader.names())
+        == ("lm_head.weight" in hf)
+        == (not small_config(size)["tie_word_embeddings"])
+    )
     assert torch.equal(reader.get(EMBEDDING), hf["model.embed_tokens.weight"])
 
 

@@ -33,7 +33,19 @@ def run(*words: object) -> int:
 def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
     assert run("convert", "--hf", origin, "--out", tmp_path / "full") == 0
     assert (
-        run("split", "--checkpoint", tmp_path / "full", "--tp", 2, "--pp", 2, "--layers", "1,3", "--out", tmp_path / "shards")
+        run(
+            "split",
+            "--checkpoint",
+            tmp_path / "full",
+            "--tp",
+            2,
+            "--pp",
+            2,
+            "--layers",
+            "1,3",
+            "--out",
+            tmp_path / "shards",
+        )
         == 0
     )
     assert "layout: tp 2, pp 2, vpp 1, layers 1,3" in capsys.readouterr().out
@@ -46,7 +58,23 @@ def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) 
 
 
 def test_one_step_leaves_no_unsplit_copy(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run("convert", "--hf", origin, "--tp", 2, "--pp", 2, "--vpp", 2, "--out", tmp_path / "shards", "--json") == 0
+    assert (
+        run(
+            "convert",
+            "--hf",
+            origin,
+            "--tp",
+            2,
+            "--pp",
+            2,
+            "--vpp",
+            2,
+            "--out",
+            tmp_path / "shards",
+            "--json",
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["layout"] == {
         **{"tp": 2, "pp": 2, "vpp": 2, "layers": [1, 1, 1, 1], "ep": 1, "etp": 1}
     }
@@ -66,7 +94,10 @@ def test_experts_have_files_of_their_own(tmp_path: Path, capsys: pytest.CaptureF
     assert {path.name for path in (tmp_path / "shards").iterdir()} == {"manifest.json", *experts, *dense}
     assert run("verify", tmp_path / "shards") == 0
     assert run(*split, "--ep", 8, "--force") == 0
-    assert len(list((tmp_path / "shards").glob("*etp01*"))) == 0 and len(list((tmp_path / "shards").glob("ep*"))) == 16
+    assert (
+        len(list((tmp_path / "shards").glob("*etp01*"))) == 0
+        and len(list((tmp_path / "shards").glob("ep*"))) == 16
+    )
     assert run("verify", tmp_path / "shards", tmp_path / "full") == 0
     assert run(*split, "--ep", 3, "--force") == 1
     assert "ep=3 does not divide 8 experts; valid: [1, 2, 4, 8]" in capsys.readouterr().err
@@ -78,9 +109,14 @@ def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
     """The run's folder means its latest step; a step's folder and the weights in it are taken as well."""
     run_folder = tmp_path / "run"
     for step in (5, 120):
-        assert run("convert", "--hf", origin, "--tp", 2, "--out", run_folder / f"step_{step:08d}" / "weights") == 0
+        assert (
+            run("convert", "--hf", origin, "--tp", 2, "--out", run_folder / f"step_{step:08d}" / "weights")
+            == 0
+        )
     (run_folder / "latest.json").write_text(json.dumps({"step": 120}))
-    for i, folder in enumerate((run_folder, run_folder / "step_00000005", run_folder / "step_00000005" / "weights")):
+    for i, folder in enumerate(
+        (run_folder, run_folder / "step_00000005", run_folder / "step_00000005" / "weights")
+    ):
         assert run("export", "--checkpoint", folder, "--hf", origin, "--out", tmp_path / f"back{i}") == 0
         assert_same_folder(origin, tmp_path / f"back{i}")
 
@@ -121,7 +157,9 @@ FOLDER = Path(__file__).parent
         (("export", "--checkpoint", FOLDER, "--hf", FOLDER), "converters holds no weights"),
     ],
 )
-def test_failures_are_messages(tmp_path: Path, words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_failures_are_messages(
+    tmp_path: Path, words: tuple, message: str, capsys: pytest.CaptureFixture
+) -> None:
     assert run(*words, "--out", tmp_path / "out") == 1
     error = capsys.readouterr().err
     assert error.startswith(f"megatron-vl {words[0]}: ") and message in error and "Traceback" not in error
@@ -169,4 +207,7 @@ def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
     command = [sys.executable, "-m", "toolkit.cli", "merge", "--checkpoint", "x" * 300, "--out", "out"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
     assert result.returncode == 1
-    assert result.stderr.startswith("megatron-vl merge: [Errno 36] File name too long") and "Traceback" not in result.stderr
+    assert (
+        result.stderr.startswith("megatron-vl merge: [Errno 36] File name too long")
+        and "Traceback" not in result.stderr
+    )

@@ -23,18 +23,31 @@ from .helpers import assert_same_folder, experts_apart, read_tensors, released_t
 TIED, UNTIED = "Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct"
 
 
-def hf_with(folder: Path, size: str = TIED, files: int = 1, config: dict | None = None, **changes: torch.Tensor | None) -> Path:
+def hf_with(
+    folder: Path, size: str = TIED, files: int = 1, config: dict | None = None, **changes: torch.Tensor | None
+) -> Path:
     """A small HF folder with tensors replaced, added, or (None) removed."""
     tensors = released_tensors(size) | changes
-    return write_hf(folder, {n: t for n, t in tensors.items() if t is not None}, small_config(size) | (config or {}), files)
+    return write_hf(
+        folder,
+        {n: t for n, t in tensors.items() if t is not None},
+        small_config(size) | (config or {}),
+        files,
+    )
 
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 BAD_TENSORS = [
     ({QUERY: None}, f"tensor '{QUERY}' is missing"),
     ({"visual.merger.ln_q.weight": None}, "tensor 'visual.merger.ln_q.weight' is missing"),
-    ({"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)}, "tensor 'model.layers.9.mlp.up_proj.weight' is unknown"),
-    ({QUERY: torch.zeros(4, 128)}, f"tensor '{QUERY}' has shape \\[4, 128\\]; config.json says \\[128, 128\\]"),
+    (
+        {"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)},
+        "tensor 'model.layers.9.mlp.up_proj.weight' is unknown",
+    ),
+    (
+        {QUERY: torch.zeros(4, 128)},
+        f"tensor '{QUERY}' has shape \\[4, 128\\]; config.json says \\[128, 128\\]",
+    ),
     ({QUERY: torch.zeros(128, 128, dtype=torch.int8)}, f"tensor '{QUERY}' has type I8"),
     ({"model.language_model.norm.weight": torch.zeros(128)}, "are the same tensor under two names"),
     (
@@ -44,7 +57,9 @@ BAD_TENSORS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD_TENSORS, ids=[message[:40] for _, message in BAD_TENSORS])
+@pytest.mark.parametrize(
+    ("changes", "message"), BAD_TENSORS, ids=[message[:40] for _, message in BAD_TENSORS]
+)
 def test_bad_tensors_are_named(tmp_path: Path, changes: dict, message: str) -> None:
     origin = hf_with(tmp_path / "hf", **changes)
     with pytest.raises(WeightsError, match=message):
@@ -130,7 +145,9 @@ def test_experts_of_two_styles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"has shape \[8, 40, 192\]; config.json says \[8, 192, 40\]"):
         convert(write_hf(tmp_path / "turned", turned, small_config(size)), tmp_path / "out")
     some = tensors | experts_apart({name: tensors[name]})
-    with pytest.raises(WeightsError, match="tensor 'model.language_model.layers.2.mlp.experts.0.down_proj.weight' is unknown"):
+    with pytest.raises(
+        WeightsError, match="tensor 'model.language_model.layers.2.mlp.experts.0.down_proj.weight' is unknown"
+    ):
         convert(write_hf(tmp_path / "some", some, small_config(size)), tmp_path / "out")
 
 
@@ -149,7 +166,9 @@ def test_bad_expert_fields(tmp_path: Path, fields: dict, message: str) -> None:
     config = small_config("Qwen3-VL-30B-A3B-Instruct")
     config["text_config"] |= fields
     with pytest.raises((ConfigError, WeightsError), match=message):
-        convert(write_hf(tmp_path / "hf", released_tensors("Qwen3-VL-30B-A3B-Instruct"), config), tmp_path / "out")
+        convert(
+            write_hf(tmp_path / "hf", released_tensors("Qwen3-VL-30B-A3B-Instruct"), config), tmp_path / "out"
+        )
 
 
 def test_missing_files(tmp_path: Path) -> None:
@@ -184,8 +203,14 @@ def test_index_and_files_disagree(tmp_path: Path) -> None:
             convert(origin, tmp_path / "out")
 
     name = next(iter(good))
-    refused({k: v for k, v in good.items() if k != name}, f"tensor '{name}' is in no file, but it is in model-00001")
-    refused(good | {name: "model-00002-of-00002.safetensors"}, f"tensor '{name}' is in model-00002.*, but it is in model-00001")
+    refused(
+        {k: v for k, v in good.items() if k != name},
+        f"tensor '{name}' is in no file, but it is in model-00001",
+    )
+    refused(
+        good | {name: "model-00002-of-00002.safetensors"},
+        f"tensor '{name}' is in model-00002.*, but it is in model-00001",
+    )
     refused(good | {"ghost": good[name]}, "tensor 'ghost' is in model-00001.*, but it is in no file")
     refused(good | {name: "../elsewhere.safetensors"}, "not a file name of weights")
     save_file(
@@ -201,7 +226,8 @@ def read_tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-# --- Export ---------------------------------------------------------------------------------------------------------
+# --- Export
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_export_needs_the_same_model(tmp_path: Path) -> None:
@@ -241,7 +267,8 @@ def test_trained_float32_is_rounded_to_the_origins_type(tmp_path: Path) -> None:
         assert torch.equal(after[name], (tensor.float() * 1.001).bfloat16()), name
 
 
-# --- The folder written to ------------------------------------------------------------------------------------------
+# --- The folder written to
+# ------------------------------------------------------------------------------------------
 
 
 def test_out_is_not_overwritten(tmp_path: Path) -> None:
@@ -252,7 +279,11 @@ def test_out_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out" / "notes.txt").write_text("mine")
     convert(origin, tmp_path / "out", force=True)
     assert WeightReader(tmp_path / "out").layout is None
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [MANIFEST, "notes.txt", "weights-00001-of-00001.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        MANIFEST,
+        "notes.txt",
+        "weights-00001-of-00001.safetensors",
+    ]
 
 
 def test_force_touches_nothing_else(tmp_path: Path) -> None:
@@ -265,7 +296,10 @@ def test_force_touches_nothing_else(tmp_path: Path) -> None:
         convert(origin, other, force=True)
     with pytest.raises(FileExistsError, match="nothing there is touched"):
         export(tmp_path / "full", origin, tmp_path / "full" / "..", force=True)
-    for source, work in ((origin, lambda p: convert(p, p, force=True)), (tmp_path / "full", lambda p: reshard(p, p, force=True))):
+    for source, work in (
+        (origin, lambda p: convert(p, p, force=True)),
+        (tmp_path / "full", lambda p: reshard(p, p, force=True)),
+    ):
         with pytest.raises(ValueError, match="is the folder that is read"):
             work(source)
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in origin.iterdir())

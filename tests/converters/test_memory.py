@@ -29,7 +29,8 @@ convert(sys.argv[1], sys.argv[2] + "/shards", json.loads(sys.argv[3]), workers=2
 export(sys.argv[2] + "/shards", sys.argv[1], sys.argv[2] + "/back", workers=2)
 """
 BOUNDS = {"RssAnon": 40 << 20, "VmRSS": 220 << 20}
-"""Two workers, chunks of 4 MiB, a few copies of each; 16 MiB of each of five files mapped, and what torch pages in of itself."""
+"""Two workers, chunks of 4 MiB, a few copies of each; 16 MiB of each of five files mapped, and what torch
+pages in of itself."""
 
 
 def dense() -> dict[str, Any]:
@@ -46,7 +47,8 @@ def dense() -> dict[str, Any]:
 
 
 def experts() -> dict[str, Any]:
-    """About 280 MB in two layers, most of them in stacks of 84 and 42 MB of experts as wide as those of 30B-A3B."""
+    """About 280 MB in two layers, most of them in stacks of 84 and 42 MB of experts as wide as those of
+    30B-A3B."""
     config = small_config("Qwen3-VL-30B-A3B-Instruct", layers=2)
     config["text_config"] |= {"hidden_size": 2048, "num_experts": 14, "moe_intermediate_size": 768}
     config["vision_config"]["out_hidden_size"] = 2048
@@ -64,20 +66,27 @@ def big_folder(folder: Path, config: dict[str, Any]) -> int:
 
 
 def memory(pid: int, field: str) -> int:
-    """Bytes of a process: ``RssAnon`` is memory that no file backs, ``VmRSS`` counts mapped pages of files too."""
+    """Bytes of a process: ``RssAnon`` is memory that no file backs, ``VmRSS`` counts mapped pages of files
+    too."""
     found = psutil.Process(pid).memory_info()
     return found.rss - found.shared if field == "RssAnon" else found.rss
 
 
-@pytest.mark.skipif(not psutil.LINUX, reason="psutil tells memory with a file behind it from other memory on Linux")
+@pytest.mark.skipif(
+    not psutil.LINUX, reason="psutil tells memory with a file behind it from other memory on Linux"
+)
 @pytest.mark.parametrize(
-    ("config", "layout"), [(dense, {"tp": 2, "pp": 2}), (experts, {"tp": 2, "pp": 2, "ep": 2})], ids=["dense", "experts"]
+    ("config", "layout"),
+    [(dense, {"tp": 2, "pp": 2}), (experts, {"tp": 2, "pp": 2, "ep": 2})],
+    ids=["dense", "experts"],
 )
 def test_memory_is_bounded(tmp_path: Path, repository: Path, config, layout: dict) -> None:
     size = big_folder(tmp_path / "hf", config())
     assert size > 270e6
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "hf"), str(tmp_path), json.dumps(layout)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repository)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repository
+    )
     assert process.stdin and process.stdout
     assert process.stdout.readline() == "ready\n"
     before = peak = {field: memory(process.pid, field) for field in BOUNDS}
@@ -95,4 +104,6 @@ def test_memory_is_bounded(tmp_path: Path, repository: Path, config, layout: dic
     assert samples > 20
     for field, bound in BOUNDS.items():
         assert peak[field] - before[field] < bound < size, field
-    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (tmp_path / "hf" / "model.safetensors").read_bytes()
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        tmp_path / "hf" / "model.safetensors"
+    ).read_bytes()

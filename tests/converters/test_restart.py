@@ -1,4 +1,5 @@
-"""A conversion that was killed goes on where it was, gives the same bytes, and is never taken for a finished one."""
+"""A conversion that was killed goes on where it was, gives the same bytes, and is never taken for a finished
+one."""
 
 from __future__ import annotations
 
@@ -48,9 +49,12 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, work, after: int = 40) -> None:
 
 
 def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) -> None:
-    """Real processes, SIGKILL before chosen writing operations and at random times; kills.py compares every byte."""
+    """Real processes, SIGKILL before chosen writing operations and at random times; kills.py compares every
+    byte."""
     command = [sys.executable, "-m", "tests.converters.kills", str(origin), str(tmp_path), "2", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=repository, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=repository, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["command"] for line in lines} == {"convert", "split", "merge", "export"}
@@ -67,10 +71,15 @@ def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) ->
 def test_other_arguments_are_refused(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT))
-    for other, message in (({"tp": 4}, "layout tp was 2, now it is 4"), (None, "layout was {.*}, now it is absent")):
+    for other, message in (
+        ({"tp": 4}, "layout tp was 2, now it is 4"),
+        (None, "layout was {.*}, now it is absent"),
+    ):
         with pytest.raises(FileExistsError, match=f"unfinished conversion, and {message}.*--force"):
             convert(origin, out, other)
-    with pytest.raises(FileExistsError, match="unfinished conversion to Megatron weights; give another --out"):
+    with pytest.raises(
+        FileExistsError, match="unfinished conversion to Megatron weights; give another --out"
+    ):
         convert(origin, tmp_path / "full")
         export(tmp_path / "full", origin, out, force=True)
     report = convert(origin, out, {"tp": 4}, force=True)
@@ -96,7 +105,9 @@ def test_a_changed_source_is_refused(tmp_path: Path, origin: Path, monkeypatch: 
         reshard(tmp_path / "shards", tmp_path / "merged")
 
 
-def test_a_source_that_changes_meanwhile(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_changes_meanwhile(
+    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf, window = tmp_path / "hf", HfCheckpoint.window
     shutil.copytree(origin, hf)
 
@@ -110,8 +121,11 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path, origin: Path, monkeypat
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_damage_to_what_was_written_is_written_again(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flipped bit, a file cut short, one that vanished, half a line in the journal: only whole tensors are kept."""
+def test_damage_to_what_was_written_is_written_again(
+    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit, a file cut short, one that vanished, half a line in the journal: only whole tensors are
+    kept."""
     out = tmp_path / "out"
     convert(origin, tmp_path / "whole", LAYOUT)
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT), after=100)
@@ -130,8 +144,11 @@ def test_damage_to_what_was_written_is_written_again(tmp_path: Path, origin: Pat
     assert_same_folder(tmp_path / "whole", out)
 
 
-def test_force_killed_after_its_first_step(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replacing an old checkpoint: from the journal's first line on, the old one does not come back half replaced."""
+def test_force_killed_after_its_first_step(
+    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replacing an old checkpoint: from the journal's first line on, the old one does not come back half
+    replaced."""
     out = tmp_path / "out"
     convert(origin, out, {"tp": 4})
     removed = []
@@ -163,7 +180,20 @@ def test_an_unfinished_folder_is_no_checkpoint(
         TensorFolder(tmp_path / "back")
     with pytest.raises(FileNotFoundError, match="a conversion that is not finished; run it again"):
         WeightReader(tmp_path / "shards")
-    assert main(["export", "--checkpoint", str(tmp_path / "full"), "--hf", str(origin), "--out", str(tmp_path / "back")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "--checkpoint",
+                str(tmp_path / "full"),
+                "--hf",
+                str(origin),
+                "--out",
+                str(tmp_path / "back"),
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr()
     assert "of 2 files kept" in told.err and "went on: " in told.out
     assert_same_folder(origin, tmp_path / "back")
@@ -189,8 +219,11 @@ def test_full_disk_keeps_what_is_there(tmp_path: Path, origin: Path, monkeypatch
     assert convert(origin, out, LAYOUT).kept_tensors > 0
 
 
-def test_an_exported_folder_is_on_the_disk_when_export_returns(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
-    """Each file's bytes are synced (under its name or the one it had before), and the folder that holds the names."""
+def test_an_exported_folder_is_on_the_disk_when_export_returns(
+    tiny_checkpoint, tmp_path: Path, monkeypatch
+) -> None:
+    """Each file's bytes are synced (under its name or the one it had before), and the folder that holds the
+    names."""
     hf, synced, fsync = tiny_checkpoint("qwen2_5_vl"), set(), os.fsync
 
     def recorded(handle: int) -> None:

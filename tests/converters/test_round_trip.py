@@ -41,7 +41,8 @@ CASES = [
     for k, pipeline in enumerate(PIPELINES)
     if tp == tp_sizes(size)[-1] or (i + j + k) % 2 == 0
 ]
-"""Every pipeline with the largest TP of each size; with smaller ones every other, others for the next size."""
+"""Every pipeline with the largest TP of each size; with smaller ones every other, others for the next
+size."""
 EXPERTS = ({"ep": 8}, {"ep": 2}, {}, {"ep": 4, "etp": 2}, {"ep": 2, "etp": 4}, {"etp": 2})
 """What a model with experts adds to a layout, in turns."""
 
@@ -70,10 +71,13 @@ def test_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str
 
 @pytest.mark.parametrize("size", SIZES)
 def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
-    """HF -> unsplit -> shards A -> shards B -> unsplit: the same unsplit bytes; B -> HF: the same HF bytes."""
+    """HF -> unsplit -> shards A -> shards B -> unsplit: the same unsplit bytes; B -> HF: the same HF
+    bytes."""
     origin, tp = origins(size), tp_sizes(size)[-1]
     a: dict[str, Any] = {"tp": tp, "pp": 2, "vpp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {})
-    b: dict[str, Any] = {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]} | ({"ep": 2, "etp": 4} if "-A" in size else {})
+    b: dict[str, Any] = {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]} | (
+        {"ep": 2, "etp": 4} if "-A" in size else {}
+    )
     convert(origin, tmp_path / "full")
     reshard(tmp_path / "full", tmp_path / "a", a)
     reshard(tmp_path / "a", tmp_path / "b", b)
@@ -88,14 +92,19 @@ def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
 @pytest.mark.parametrize("original_format", [True, False], ids=["released_names", "names_in_memory"])
 @pytest.mark.parametrize("size", SIZES)
 def test_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> None:
-    """Folders that transformers 5 writes: nested config, either way of naming; loaded again they are the model."""
+    """Folders that transformers 5 writes: nested config, either way of naming; loaded again they are the
+    model."""
     model = hf_model(size)
     model.save_pretrained(tmp_path / "hf", max_shard_size="2MB", save_original_format=original_format)
     assert "text_config" in json.loads((tmp_path / "hf" / "config.json").read_text())
     names = TensorFolder(tmp_path / "hf").where
     # Qwen3-VL is released with the names in memory.
     assert ("visual.patch_embed.proj.weight" in names) is (original_format and not size.startswith("Qwen3"))
-    convert(tmp_path / "hf", tmp_path / "shards", {"tp": 2, "pp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {}))
+    convert(
+        tmp_path / "hf",
+        tmp_path / "shards",
+        {"tp": 2, "pp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {}),
+    )
     export(tmp_path / "shards", tmp_path / "hf", tmp_path / "back")
     assert_same_folder(tmp_path / "hf", tmp_path / "back")
 
@@ -106,10 +115,12 @@ def test_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> No
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "mixed", "mixed_within_qkv"])
 @pytest.mark.parametrize(
-    "size", ["Qwen2-VL-2B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3-VL-30B-A3B-Instruct"]
+    "size",
+    ["Qwen2-VL-2B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3-VL-30B-A3B-Instruct"],
 )
 def test_types(tmp_path: Path, size: str, kind: str) -> None:
-    """Types of their own for norms, or for one of the tensors that Megatron keeps as one, come back as they were."""
+    """Types of their own for norms, or for one of the tensors that Megatron keeps as one, come back as they
+    were."""
     wide = {
         "float32": lambda name: True,
         "float16": lambda name: False,
@@ -117,9 +128,14 @@ def test_types(tmp_path: Path, size: str, kind: str) -> None:
         "mixed_within_qkv": lambda name: "k_proj" in name or "up_proj" in name,
     }[kind]
     narrow = torch.float16 if kind == "float16" else torch.bfloat16
-    tensors = {name: tensor.to(torch.float32 if wide(name) else narrow) for name, tensor in released_tensors(size).items()}
+    tensors = {
+        name: tensor.to(torch.float32 if wide(name) else narrow)
+        for name, tensor in released_tensors(size).items()
+    }
     # Values that only the wide type can hold, so that a round trip through a narrow one shows.
-    tensors = {name: tensor * 1.0001 if tensor.dtype == torch.float32 else tensor for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor * 1.0001 if tensor.dtype == torch.float32 else tensor for name, tensor in tensors.items()
+    }
     origin = write_hf(tmp_path / "hf", tensors, small_config(size), files=3)
     convert(origin, tmp_path / "shards", {"tp": 4, "pp": 2, "layers": [1, 3]})
     report = export(tmp_path / "shards", origin, tmp_path / "back")
@@ -130,11 +146,14 @@ def test_types(tmp_path: Path, size: str, kind: str) -> None:
 @pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
 @pytest.mark.parametrize("kind", ["bfloat16", "mixed"])
 def test_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
-    """Stacks either way round or experts apart, with dense layers among the others: each comes back as it was."""
+    """Stacks either way round or experts apart, with dense layers among the others: each comes back as it
+    was."""
     size = "Qwen3-VL-30B-A3B-Instruct"
     config, tensors = small_config(size), released_tensors(size)
     config["text_config"]["mlp_only_layers"] = [1]
-    dense = {name: t for name, t in released_tensors("Qwen3-VL-8B-Instruct").items() if ".layers.1.mlp." in name}
+    dense = {
+        name: t for name, t in released_tensors("Qwen3-VL-8B-Instruct").items() if ".layers.1.mlp." in name
+    }
     tensors = {name: t for name, t in tensors.items() if ".layers.1.mlp." not in name}
     tensors |= {name: t[..., :192] if "down" not in name else t[:192] for name, t in dense.items()}
     if style == "apart":
@@ -142,7 +161,10 @@ def test_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
     elif style == "output_first":
         tensors = {name: t.transpose(1, 2) if ".mlp.experts." in name else t for name, t in tensors.items()}
     if kind == "mixed":  # one of the two stacks, or within one canonical tensor
-        tensors = {name: t.float() * 1.0001 if "experts" in name and "up_proj" in name else t for name, t in tensors.items()}
+        tensors = {
+            name: t.float() * 1.0001 if "experts" in name and "up_proj" in name else t
+            for name, t in tensors.items()
+        }
     origin = write_hf(tmp_path / "hf", tensors, config, files=3)
     convert(origin, tmp_path / "full")
     reshard(tmp_path / "full", tmp_path / "shards", {"tp": 4, "pp": 2, "vpp": 2, "ep": 2, "etp": 2})
@@ -175,11 +197,14 @@ def test_stored_tied_output_comes_back(tmp_path: Path) -> None:
     convert(origin, tmp_path / "shards", {"tp": 2, "pp": 2})
     export(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
-    assert torch.equal(read_tensors(tmp_path / "back")["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert torch.equal(
+        read_tensors(tmp_path / "back")["lm_head.weight"], tensors["model.embed_tokens.weight"]
+    )
 
 
 def test_files_that_come_along(tmp_path: Path) -> None:
-    """Folders of templates and files linked as in the hub's cache are copied; weights in other formats are not, and are named."""
+    """Folders of templates and files linked as in the hub's cache are copied; weights in other formats are
+    not, and are named."""
     origin = released_folder(tmp_path / "cache" / "snapshots" / "1a2b", "Qwen2.5-VL-3B-Instruct")
     (origin / "additional_chat_templates").mkdir()
     (origin / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")

@@ -38,9 +38,13 @@ def test_one_bit_is_found(tmp_path: Path) -> None:
         tensors[name].view(torch.int16)[3, 5] ^= 1
     b = write_hf(tmp_path / "b", tensors, small_config(SIZE))
     first, second = compare(a, b).differences
-    assert first.name == "model.layers.0.mlp.up_proj.weight" and second.name == "visual.blocks.1.attn.qkv.weight"
+    assert (
+        first.name == "model.layers.0.mlp.up_proj.weight" and second.name == "visual.blocks.1.attn.qkv.weight"
+    )
     columns = tensors[first.name].shape[1]
-    assert first.how.startswith(f"1 of {tensors[first.name].numel()} elements differ, the first at {3 * columns + 5}")
+    assert first.how.startswith(
+        f"1 of {tensors[first.name].numel()} elements differ, the first at {3 * columns + 5}"
+    )
 
 
 def test_every_kind_of_difference(tmp_path: Path) -> None:
@@ -75,8 +79,12 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
 
 
 def present_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a released Qwen2.5-VL under the names that ``save_pretrained(save_original_format=False)`` writes."""
-    present = {name: re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name)) for name in tensors}
+    """Tensors of a released Qwen2.5-VL under the names that ``save_pretrained(save_original_format=False)``
+    writes."""
+    present = {
+        name: re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name))
+        for name in tensors
+    }
     return {present[name]: tensor for name, tensor in tensors.items()}
 
 
@@ -87,8 +95,13 @@ def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
     b = write_hf(tmp_path / "b", present_names(tensors), small_config(SIZE), files=2)
     assert main(["verify", str(a), str(b)]) == 0
     said = capsys.readouterr().out
-    assert f"identical: {len(tensors)} tensors" in said and f"{len(tensors)} names differ by naming style only" in said
-    assert "model.embed_tokens.weight is model.language_model.embed_tokens.weight in the second folder" in said
+    assert (
+        f"identical: {len(tensors)} tensors" in said
+        and f"{len(tensors)} names differ by naming style only" in said
+    )
+    assert (
+        "model.embed_tokens.weight is model.language_model.embed_tokens.weight in the second folder" in said
+    )
     changed = {name: tensor.clone() for name, tensor in present_names(tensors).items()}
     changed["model.visual.blocks.1.attn.qkv.weight"].view(torch.int16)[3, 5] ^= 1
     c = write_hf(tmp_path / "c", changed, small_config(SIZE))

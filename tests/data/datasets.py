@@ -14,7 +14,8 @@ KINDS = ["jpeg", "png", "rgba", "exif", "grey"]
 
 
 def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
-    """Conversations of every kind in turn: one image, text only, two images, a video, OpenAI parts with all of them."""
+    """Conversations of every kind in turn: one image, text only, two images, a video, OpenAI parts with all
+    of them."""
     records: list[dict[str, Any]] = []
     for i in range(count):
         write(root / f"images/{i}.img", encoded(40 + 11 * (i % 7), 60 + 17 * (i % 5), KINDS[i % 5], seed=i))
@@ -23,7 +24,10 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
         answer = {"from": "gpt", "value": f"Answer number {i}."}
         records.append(
             [
-                {"image": one, "conversations": [{"from": "human", "value": "<image>\nWhat is this?"}, answer]},
+                {
+                    "image": one,
+                    "conversations": [{"from": "human", "value": "<image>\nWhat is this?"}, answer],
+                },
                 {"conversations": [{"from": "human", "value": f"Say {i}"}, answer], "system": "Be brief."},
                 {
                     "images": [one, two],
@@ -34,7 +38,10 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
                         answer,
                     ],
                 },
-                {"video": ["clips/a.mp4"], "conversations": [{"from": "human", "value": "<video>Describe."}, answer]},
+                {
+                    "video": ["clips/a.mp4"],
+                    "conversations": [{"from": "human", "value": "<video>Describe."}, answer],
+                },
                 {
                     "messages": [
                         {

@@ -26,18 +26,51 @@ def hf_config(family: str) -> dict:
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     }
-    common = {"depth": 2, "num_heads": 2, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_chans": 3}
+    common = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "in_chans": 3,
+    }
     if family == "qwen2_5_vl":
-        vision = {**common, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 20, "window_size": 112}
+        vision = {
+            **common,
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 20,
+            "window_size": 112,
+        }
         vision |= {"fullatt_block_indexes": [1], "tokens_per_second": 2}
     else:
         vision = {**common, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4}
-    tokens = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+    tokens = {
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+    }
     if family == "qwen3_vl":
-        vision = {**common, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 20, "patch_size": 16}
+        vision = {
+            **common,
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 20,
+            "patch_size": 16,
+        }
         vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
-        text |= {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}, "head_dim": 8}
-        return {"model_type": family, "text_config": text, **tokens, "tie_word_embeddings": False, "vision_config": vision}
+        text |= {
+            "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+            "head_dim": 8,
+        }
+        return {
+            "model_type": family,
+            "text_config": text,
+            **tokens,
+            "tie_word_embeddings": False,
+            "vision_config": vision,
+        }
     return {"model_type": family, **text, **tokens, "tie_word_embeddings": False, "vision_config": vision}
 
 

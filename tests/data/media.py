@@ -14,7 +14,9 @@ def picture(height: int, width: int, seed: int = 0, channels: int = 3) -> np.nda
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
     waves = [127 + 100 * np.sin(x / (5 + 3 * c + seed) + y / (11 - 2 * c)) for c in range(channels)]
-    return np.clip(np.stack(waves, -1) + rng.normal(0, 12, (height, width, channels)), 0, 255).astype(np.uint8)
+    return np.clip(np.stack(waves, -1) + rng.normal(0, 12, (height, width, channels)), 0, 255).astype(
+        np.uint8
+    )
 
 
 def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
@@ -24,7 +26,13 @@ def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
     if kind in ("png", "webp"):
         rgb.save(out, kind.upper(), **({"lossless": True} if kind == "webp" else {}))
     elif kind in ("jpeg", "jpeg420", "progressive"):
-        rgb.save(out, "JPEG", quality=90, subsampling=2 if kind == "jpeg420" else 0, progressive=kind == "progressive")
+        rgb.save(
+            out,
+            "JPEG",
+            quality=90,
+            subsampling=2 if kind == "jpeg420" else 0,
+            progressive=kind == "progressive",
+        )
     elif kind == "grey":
         rgb.convert("L").save(out, "PNG")
     elif kind == "grey_jpeg":

@@ -11,7 +11,8 @@ from megatron_vl.training import loop
 
 
 def shared_facts(path: str) -> list[Any]:
-    """By rank: how often it read the description, the identity that it got, and what it says of an empty split."""
+    """By rank: how often it read the description, the identity that it got, and what it says of an empty
+    split."""
     dist.init_process_group("gloo")
     reads: list[int] = []
     read = loop.read_data

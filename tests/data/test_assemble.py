@@ -26,7 +26,16 @@ CASES = {
     "video": [3, Grid(3, 8, 4, "video", 1.0), 6],
     "slow video": [3, Grid(4, 4, 4, "video", 2.9), 6],
     "fast video": [3, Grid(4, 4, 6, "video", 0.5), 6],
-    "mixed": [2, Grid(2, 4, 6, "video", 1.5), 3, Grid(1, 6, 4), 1, Grid(2, 4, 4, "video", 3.0), Grid(1, 20, 22), 7],
+    "mixed": [
+        2,
+        Grid(2, 4, 6, "video", 1.5),
+        3,
+        Grid(1, 6, 4),
+        1,
+        Grid(2, 4, 4, "video", 3.0),
+        Grid(1, 20, 22),
+        7,
+    ],
 }
 
 
@@ -72,7 +81,14 @@ def test_mrope_positions_equal_get_rope_index(family, case):
         assert torch.equal(mrope_positions(sample.token_ids, grids, spec, "transformers_5_3"), theirs)
 
 
-GRIDS = [Grid(1, 8, 8), Grid(1, 2, 2), Grid(3, 10, 14, "video"), Grid(1, 16, 24), Grid(1, 18, 34), Grid(2, 6, 40, "video")]
+GRIDS = [
+    Grid(1, 8, 8),
+    Grid(1, 2, 2),
+    Grid(3, 10, 14, "video"),
+    Grid(1, 16, 24),
+    Grid(1, 18, 34),
+    Grid(2, 6, 40, "video"),
+]
 
 
 def test_vision_order_equals_hf():
@@ -98,7 +114,11 @@ def test_row_holds_each_sample_as_it_would_be_alone(family):
     samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
     used = sum(map(len, samples))
     row = pack_row(samples, spec, used + 13)
-    assert row.cu_seqlens.tolist() == [0, *torch.tensor([len(s) for s in samples]).cumsum(0).tolist(), used + 13]
+    assert row.cu_seqlens.tolist() == [
+        0,
+        *torch.tensor([len(s) for s in samples]).cumsum(0).tolist(),
+        used + 13,
+    ]
     assert row.max_seqlen == int(row.cu_seqlens.diff().max())
     assert row.tokens[used:].tolist() == [151643] * 13 and row.loss_mask[used:].sum() == 0
     for sample, start in zip(samples, row.cu_seqlens.tolist(), strict=False):
@@ -114,14 +134,17 @@ def test_row_holds_each_sample_as_it_would_be_alone(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_and_features_go_to_their_own_placeholders(family):
-    """Undo the tower's order: the patches of each medium come back in HF's order, at that medium's placeholders."""
+    """Undo the tower's order: the patches of each medium come back in HF's order, at that medium's
+    placeholders."""
     spec = spec_of(family)
     samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
     row = pack_row(samples, spec, sum(map(len, samples)))
     vision, unit = row.vision, spec.vision.merge_unit
     assert row.num_patches == len(vision.plane_index) and row.num_images == sum(len(s.media) for s in samples)
     by_place = torch.argsort(vision.feature_index)
-    placeholders = ((row.tokens == spec.image_token_id) | (row.tokens == spec.video_token_id)).nonzero().flatten()
+    placeholders = (
+        ((row.tokens == spec.image_token_id) | (row.tokens == spec.video_token_id)).nonzero().flatten()
+    )
     assert torch.equal(vision.feature_index[by_place], placeholders)
     patches = (by_place[:, None] * unit + torch.arange(unit)).flatten()
     pixels = vision.planes[vision.plane_index.long()][patches]
@@ -131,7 +154,9 @@ def test_pixels_and_features_go_to_their_own_placeholders(family):
         got = pixels[first : first + grid.patches].view(grid.t, grid.h * grid.w, 2, -1)
         frames = item.planes if grid.kind == "video" else item.planes.repeat(2, 1, 1)
         assert torch.equal(got, frames.view(grid.t, 2, grid.h * grid.w, -1).transpose(1, 2))
-        assert torch.equal(vision.position_hw[patches][first : first + grid.patches].long(), patch_positions(grid, 2))
+        assert torch.equal(
+            vision.position_hw[patches][first : first + grid.patches].long(), patch_positions(grid, 2)
+        )
         first += grid.patches
 
 

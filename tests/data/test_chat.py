@@ -26,7 +26,10 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 CONVERSATIONS = {
     "text": ([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there."}], []),
     "system": ([SYSTEM, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}], []),
-    "image": ([{"role": "user", "content": [IMAGE, text("What?")]}, {"role": "assistant", "content": "A cat."}], [Grid(1, 4, 6)]),
+    "image": (
+        [{"role": "user", "content": [IMAGE, text("What?")]}, {"role": "assistant", "content": "A cat."}],
+        [Grid(1, 4, 6)],
+    ),
     "turns": (
         [
             {"role": "user", "content": [text("First"), IMAGE, text(" then "), IMAGE, text("?")]},
@@ -39,10 +42,17 @@ CONVERSATIONS = {
         [Grid(1, 4, 4), Grid(1, 2, 8), Grid(3, 4, 4, "video")],
     ),
     "two answers": (
-        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Same."}, {"role": "assistant", "content": "Same."}],
+        [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Same."},
+            {"role": "assistant", "content": "Same."},
+        ],
         [],
     ),
-    "assistant first": ([{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Thanks"}], []),
+    "assistant first": (
+        [{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Thanks"}],
+        [],
+    ),
     "image in the answer": (
         [{"role": "user", "content": "Draw"}, {"role": "assistant", "content": [text("Here: "), IMAGE]}],
         [Grid(1, 4, 4)],
@@ -53,20 +63,29 @@ CONVERSATIONS = {
 
 @cache
 def released_tokenizer_folder() -> Path:
-    """A checkpoint folder with the released vocabulary, merges recovered from the ranks of the tiktoken file."""
+    """A checkpoint folder with the released vocabulary, merges recovered from the ranks of the tiktoken
+    file."""
     import tempfile
 
     from tests.tiny import tiny_checkpoint
     from toolkit.tiny import _write_tokenizer
 
     file = Path(importlib.util.find_spec("dashscope").origin).parent / "resources" / "qwen.tiktoken"
-    ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in file.read_bytes().splitlines())}
+    ranks = {
+        base64.b64decode(t): int(r) for t, r in (line.split() for line in file.read_bytes().splitlines())
+    }
     chars = byte_characters()
     written = {token: "".join(chars[b] for b in token) for token in ranks}
-    merges = [tuple(written[p] for p in split) for token, rank in ranks.items() if (split := last_merge(token, rank, ranks))]
+    merges = [
+        tuple(written[p] for p in split)
+        for token, rank in ranks.items()
+        if (split := last_merge(token, rank, ranks))
+    ]
     folder = Path(tempfile.mkdtemp())
     _write_tokenizer(folder, {written[t]: r for t, r in ranks.items()}, merges)
-    (folder / "preprocessor_config.json").write_text((tiny_checkpoint() / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(
+        (tiny_checkpoint() / "preprocessor_config.json").read_text()
+    )
     return folder
 
 
@@ -126,7 +145,8 @@ def test_text_and_tokens_equal_transformers(encoder, name):
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, name):
-    """Without the turn's content, `<|im_start|>assistant\\n` is what is left; what is gone is what is learnt."""
+    """Without the turn's content, `<|im_start|>assistant\\n` is what is left; what is gone is what is
+    learnt."""
     _, ours = encoder
     messages, grids = CONVERSATIONS[name]
     ids, mask = ours.encode(messages, grids)
@@ -134,7 +154,11 @@ def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, nam
     for message in messages:
         if message["role"] == "assistant":
             content = message["content"]
-            pieces = [content] if isinstance(content, str) else [p.get("text", "<|vision_start|><|vision_end|>") for p in content]
+            pieces = (
+                [content]
+                if isinstance(content, str)
+                else [p.get("text", "<|vision_start|><|vision_end|>") for p in content]
+            )
             wanted += ours.tokenizer("".join(pieces) + "<|im_end|>")["input_ids"]
     assert ids[mask].tolist() == wanted
     assert len(ids) == len(mask) and mask.dtype == torch.bool and ids.dtype == torch.int64
@@ -150,7 +174,9 @@ def test_tokens_equal_the_whole_hf_processor(encoder):
     processor = AutoProcessor.from_pretrained(folder)
     messages, _ = CONVERSATIONS["image"]
     pixels = np.random.default_rng(0).integers(0, 255, (75, 130, 3), dtype=np.uint8)
-    out = processor(text=[processor.apply_chat_template(messages, tokenize=False)], images=[pixels], return_tensors="pt")
+    out = processor(
+        text=[processor.apply_chat_template(messages, tokenize=False)], images=[pixels], return_tensors="pt"
+    )
     grid = image_grid(75, 130, read_pixel_settings(folder))
     assert ours.encode(messages, [grid])[0].tolist() == out["input_ids"][0].tolist()
 
@@ -179,8 +205,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(encoder):
     _, ours = encoder
     changed = ChatEncoder.__new__(ChatEncoder)
     changed.__dict__.update(ours.__dict__)
-    changed.template = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %}\n{% endfor %}" + (
-        "{% if add_generation_prompt %}assistant:{% endif %}"
+    changed.template = (
+        "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %}\n{% endfor %}"
+        + ("{% if add_generation_prompt %}assistant:{% endif %}")
     )
     with pytest.raises(ChatError, match="turn by turn"):
         changed.encode([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], [])
@@ -213,7 +240,8 @@ VIDEO_CONVERSATIONS = {
 @pytest.mark.parametrize("rule", ["released", "transformers_5_10"])
 @pytest.mark.parametrize("name", VIDEO_CONVERSATIONS)
 def test_times_before_frames_equal_the_hf_processor(name, rule):
-    """Qwen3VLProcessor's own text for each video, put in by the processor's own code, tokenized as a whole."""
+    """Qwen3VLProcessor's own text for each video, put in by the processor's own code, tokenized as a
+    whole."""
     from types import SimpleNamespace
 
     from tests.tiny import tiny_checkpoint
@@ -225,7 +253,10 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
     messages, grids = VIDEO_CONVERSATIONS[name]
     clips = [grid for grid in grids if grid.kind == "video"]
     # Frame numbers at 1000 frames a second whose means are the times.
-    metadata = [SimpleNamespace(fps=1000, frames_indices=[round(1000 * t) for t in g.timestamps for _ in (0, 1)]) for g in clips]
+    metadata = [
+        SimpleNamespace(fps=1000, frames_indices=[round(1000 * t) for t in g.timestamps for _ in (0, 1)])
+        for g in clips
+    ]
     videos = {"video_grid_thw": torch.tensor([[g.t, g.h, g.w] for g in clips]), "video_metadata": metadata}
     written = [processor.replace_video_token(videos, i) for i in range(len(clips))]
     pictures = [processor.image_token * grid.tokens(2) for grid in grids if grid.kind == "image"]
@@ -304,4 +335,6 @@ def test_a_video_without_times_is_refused():
 
     folder = tiny_checkpoint("qwen3_vl")
     with pytest.raises(ChatError, match="3 frame groups brings 0 times"):
-        ChatEncoder(folder, read_spec(folder)).encode([{"role": "user", "content": [VIDEO]}], [Grid(3, 4, 6, "video")])
+        ChatEncoder(folder, read_spec(folder)).encode(
+            [{"role": "user", "content": [VIDEO]}], [Grid(3, 4, 6, "video")]
+        )

@@ -1,4 +1,5 @@
-"""Training meets what conversion could not see: every sample is used, or counted and named; nothing hangs or ends silently."""
+"""Training meets what conversion could not see: every sample is used, or counted and named; nothing hangs or
+ends silently."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ WHOLE_SHARD = [
 ]
 
 
-@pytest.mark.parametrize("damage,reasons,workers", WHOLE_SHARD, ids=[f"{d.__name__}-{w}" for d, _, w in WHOLE_SHARD])
+@pytest.mark.parametrize(
+    "damage,reasons,workers", WHOLE_SHARD, ids=[f"{d.__name__}-{w}" for d, _, w in WHOLE_SHARD]
+)
 def test_a_shard_is_gone(dataset, damage, reasons, workers):
     """The others are read on, and each of its samples is counted under its place in the shard."""
     damage(dataset / "train-000002.tar")
@@ -107,7 +110,9 @@ def test_a_shard_is_gone(dataset, damage, reasons, workers):
     missing = {f"train-000002.tar[{i}]" for i in range(6)}
     # The first sample of a shard is at its start whatever the index says.
     assert missing - {"train-000002.tar[0]"} <= set(dropped) <= missing
-    assert {reason for reason, _ in dropped.values()} <= reasons and {s for _, s in dropped.values()} == {"train-000002.tar"}
+    assert {reason for reason, _ in dropped.values()} <= reasons and {s for _, s in dropped.values()} == {
+        "train-000002.tar"
+    }
     assert {f"{i:09d}" for i in range(COUNT) if not 12 <= i < 18} <= set(used)
     assert len(set(used)) + len(dropped) == COUNT
 
@@ -215,7 +220,8 @@ def test_what_workers_print(dataset, capfd, caplog):
     assert capfd.readouterr().err.count("Filling") == 0
 
 
-# ------------------------------------------------------------------------------------------------------- the limit
+# ------------------------------------------------------------------------------------------------------- the
+# limit
 
 
 def test_the_share_of_bad_samples():
@@ -224,7 +230,10 @@ def test_the_share_of_bad_samples():
     assert not meter.problem() and meter.share == 0.01
     meter.add(0, {"shard missing": 1})
     assert "11 of 61 samples could not be used" in meter.problem()
-    assert "10 image does not decode, 1 shard missing" in meter.problem() and "data.max_bad_share 0.01" in meter.problem()
+    assert (
+        "10 image does not decode, 1 shard missing" in meter.problem()
+        and "data.max_bad_share 0.01" in meter.problem()
+    )
     meter.add(2000, {})
     assert not meter.problem()
     meter.add(0, {"shard missing": 11})
@@ -247,7 +256,8 @@ def test_no_bad_sample_or_any_number():
             BadSampleMeter(share, minimum)
 
 
-# --------------------------------------------------------------------------------------------------------- packing
+# ---------------------------------------------------------------------------------------------------------
+# packing
 
 
 def test_a_row_is_the_fullest_there_is():
@@ -297,7 +307,11 @@ def test_validation_ends_with_every_sample(tmp_path):
     for buffer in (4, 20, 64):
         data = DataConfig(path=str(path), seq_len=320, num_workers=0, packing_buffer=buffer)
         rows = list(build_loader(data, read_spec(folder), folder, split="val"))
-        assert sum(row.num_samples for row in rows) == report.val == len({key for row in rows for key in row.keys})
+        assert (
+            sum(row.num_samples for row in rows)
+            == report.val
+            == len({key for row in rows for key in row.keys})
+        )
 
 
 def test_checksum_of_a_text():

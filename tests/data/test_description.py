@@ -175,7 +175,8 @@ def test_a_split_that_a_mixture_lacks_is_named(folder):
         read_description(folder / "meta.yaml").facts("train")
 
 
-# ------------------------------------------------------------------------------------------- states of a loader
+# ------------------------------------------------------------------------------------------- states of a
+# loader
 
 
 def loader(path: Path, **changes: Any) -> Any:
@@ -238,7 +239,8 @@ def test_states_of_earlier_versions_go_on_with_a_line(folder):
         loader(folder / "birds").load_state_dict(former(plain.state_dict(), "another"))
 
 
-# ------------------------------------------------------------------------------------------------- many shards
+# ------------------------------------------------------------------------------------------------- many
+# shards
 
 
 def empty_shards(folder: Path, count: int) -> Path:
@@ -290,8 +292,6 @@ def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tm
         empty_shards(tmp_path / "six", 6)
     longest = json.dumps({"shard_counts": {f"train-{10**7 - 1}.tar": 10**6}}, indent=2).splitlines()[2]
     assert len(longest) < 39 and description.LARGEST >= 48 * 4_000_000
-
-
 
 
 @pytest.mark.ranks

@@ -41,19 +41,30 @@ CUTS_SECONDS = Version(transformers.__version__) < Version("5.18")
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    out, report = converted(folder, mixed_records(folder / "media", COUNT), val_fraction=0.2, samples_per_shard=7)
+    out, report = converted(
+        folder, mixed_records(folder / "media", COUNT), val_fraction=0.2, samples_per_shard=7
+    )
     assert report.samples == COUNT and not report.refused
     return out
 
 
 def config(path, **changes) -> DataConfig:
-    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 6, "shuffle_buffer": 5, **PIXELS, **changes}
+    settings = {
+        "seq_len": 320,
+        "num_workers": 0,
+        "packing_buffer": 6,
+        "shuffle_buffer": 5,
+        **PIXELS,
+        **changes,
+    }
     return DataConfig(path=str(path), **settings)
 
 
 def loader(path, family="qwen2_5_vl", split="train", dp=(0, 1), **changes):
     folder = tiny_checkpoint(family)
-    return build_loader(config(path, **changes), read_spec(folder), folder, dp_rank=dp[0], dp_size=dp[1], split=split)
+    return build_loader(
+        config(path, **changes), read_spec(folder), folder, dp_rank=dp[0], dp_size=dp[1], split=split
+    )
 
 
 def stored(path):
@@ -72,7 +83,9 @@ def hf_inputs(folder, record, parts, video_prompt):
     from PIL import Image
 
     processor = AutoProcessor.from_pretrained(folder)
-    images = [load_image(Image.open(io.BytesIO(parts[m["key"]]))) for m in record["media"] if m["kind"] == "image"]
+    images = [
+        load_image(Image.open(io.BytesIO(parts[m["key"]]))) for m in record["media"] if m["kind"] == "image"
+    ]
     clips = [(_frames(parts[m["key"]]), m) for m in record["media"] if m["kind"] == "video"]
     extra = {}
     if clips:
@@ -82,9 +95,18 @@ def hf_inputs(folder, record, parts, video_prompt):
     text = processor.apply_chat_template(record["messages"], tokenize=False)
     text = video_text(text, processor, read_spec(folder), video_prompt)
     limits: dict = dict(PIXELS)
-    if type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor":  # its areas are those of all frames together
-        limits = {"images_kwargs": {"size": {"shortest_edge": PIXELS["min_pixels"], "longest_edge": PIXELS["max_pixels"]}}}
-        video_size = {"shortest_edge": processor.video_processor.size["shortest_edge"], "longest_edge": VOLUME}
+    if (
+        type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor"
+    ):  # its areas are those of all frames together
+        limits = {
+            "images_kwargs": {
+                "size": {"shortest_edge": PIXELS["min_pixels"], "longest_edge": PIXELS["max_pixels"]}
+            }
+        }
+        video_size = {
+            "shortest_edge": processor.video_processor.size["shortest_edge"],
+            "longest_edge": VOLUME,
+        }
         limits["videos_kwargs"] = {
             "size": video_size,
             **{n: extra.pop(n) for n in ("do_sample_frames", "fps", "max_frames") if extra},
@@ -98,7 +120,10 @@ def _frames(data: bytes) -> torch.Tensor:
 
     with av.open(io.BytesIO(data)) as container:
         return torch.stack(
-            [torch.from_numpy(f.to_ndarray(format="rgb24", threads=1)).permute(2, 0, 1) for f in container.decode(video=0)]
+            [
+                torch.from_numpy(f.to_ndarray(format="rgb24", threads=1)).permute(2, 0, 1)
+                for f in container.decode(video=0)
+            ]
         )
 
 
@@ -137,7 +162,9 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
             start, end = row.cu_seqlens[i], row.cu_seqlens[i + 1]
             hf = hf_inputs(folder, *samples[key], rules["video_prompt"])
             assert row.tokens[start:end].tolist() == hf["input_ids"][0].tolist()
-            names = ("image_grid_thw", "video_grid_thw") + (("second_per_grid_ts",) if family == "qwen2_5_vl" else ())
+            names = ("image_grid_thw", "video_grid_thw") + (
+                ("second_per_grid_ts",) if family == "qwen2_5_vl" else ()
+            )
             grids = {n: torch.as_tensor(hf[n]) for n in names if n in hf}
             ours = row.position_ids[:, start:end]
             if rules == RELEASED:
@@ -146,7 +173,10 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
             elif CUTS_SECONDS or "second_per_grid_ts" not in grids:
                 given = {"mm_token_type_ids": hf["mm_token_type_ids"], **grids}
                 assert torch.equal(ours, model.get_rope_index(hf["input_ids"], **given)[0][:, 0])
-            for token, name in ((spec.image_token_id, "pixel_values"), (spec.video_token_id, "pixel_values_videos")):
+            for token, name in (
+                (spec.image_token_id, "pixel_values"),
+                (spec.video_token_id, "pixel_values_videos"),
+            ):
                 places = (row.tokens[start:end] == token).nonzero().flatten() + start
                 if len(places):
                     got = torch.cat([features[int(p)] for p in places])
@@ -154,9 +184,15 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
 
 
 def pixel_table(row, spec, norm):
-    """Token position -> the normalised patches [merge_unit, patch_dim] of its merge unit, in HF's element order."""
+    """Token position -> the normalised patches [merge_unit, patch_dim] of its merge unit, in HF's element
+    order."""
     planes = norm.apply(row.vision.planes)[row.vision.plane_index.long()]
-    patches = planes.unflatten(-1, (3, -1)).transpose(1, 2).flatten(1).view(-1, spec.vision.merge_unit, spec.vision.patch_dim)
+    patches = (
+        planes.unflatten(-1, (3, -1))
+        .transpose(1, 2)
+        .flatten(1)
+        .view(-1, spec.vision.merge_unit, spec.vision.patch_dim)
+    )
     return {int(place): patch for place, patch in zip(row.vision.feature_index, patches, strict=False)}
 
 
@@ -241,7 +277,11 @@ def test_a_state_of_another_topology_is_refused(dataset):
 
 
 def test_state_holds_no_foreign_objects():
-    assert from_json(json.loads(json.dumps(to_json((1, b"x", {"a": [None, 2.5]}))))) == (1, b"x", {"a": [None, 2.5]})
+    assert from_json(json.loads(json.dumps(to_json((1, b"x", {"a": [None, 2.5]}))))) == (
+        1,
+        b"x",
+        {"a": [None, 2.5]},
+    )
     with pytest.raises(StateError, match="Counter|set"):
         to_json({"a": {1, 2}})
     with pytest.raises(StateError, match="another version"):
@@ -274,7 +314,9 @@ def test_budgets_hold(dataset):
         assert row.num_patches <= 120 and row.tokens.numel() == 320
     bins = pack_greedily([(5, 1), (4, 9), (3, 1), (2, 9), (1, 1)], tokens=8, patches=10)
     assert sorted(i for b in bins for i in b) == list(range(5))
-    assert all(sum((5, 4, 3, 2, 1)[i] for i in b) <= 8 and sum((1, 9, 1, 9, 1)[i] for i in b) <= 10 for b in bins)
+    assert all(
+        sum((5, 4, 3, 2, 1)[i] for i in b) <= 8 and sum((1, 9, 1, 9, 1)[i] for i in b) <= 10 for b in bins
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -296,7 +338,9 @@ def test_only_unusable_samples_end_the_run(tmp_path, monkeypatch):
     path, _ = converted(tmp_path, [{"conversations": turns(n)} for n in (402, 400, 403, 401)])
     with pytest.raises(LoaderError, match="20 samples in a row cannot be used") as error:
         next(loader(path))
-    said = re.search(r"the smallest longer than seq_len has (\d+) tokens: raise data.seq_len, or lower", str(error.value))
+    said = re.search(
+        r"the smallest longer than seq_len has (\d+) tokens: raise data.seq_len, or lower", str(error.value)
+    )
     assert said, error.value
     fits = int(said[1])
     assert set(next(loader(path, seq_len=fits)).keys) == {"000000001"}
@@ -308,7 +352,9 @@ def test_pictures_that_never_fit_name_the_limit_of_patches(tmp_path, monkeypatch
     monkeypatch.setattr("megatron_vl.data.loader.MOST_REFUSED_IN_A_ROW", 20)
     path, _ = converted(tmp_path, mixed_records(tmp_path / "media", 1))
     patches = next(loader(path, pack=False)).num_patches
-    with pytest.raises(LoaderError, match=f"more than max_patches has {patches} patches: raise data.max_patches, or lower"):
+    with pytest.raises(
+        LoaderError, match=f"more than max_patches has {patches} patches: raise data.max_patches, or lower"
+    ):
         next(loader(path, max_patches=patches - 1))
     assert next(loader(path, pack=False, max_patches=patches)).num_patches == patches
 
@@ -316,7 +362,10 @@ def test_pictures_that_never_fit_name_the_limit_of_patches(tmp_path, monkeypatch
 def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
     """Same size in bytes, other bytes: what happens when storage goes bad after conversion."""
     write(tmp_path / "media/a.png", encoded(64, 64))
-    record = {"image": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "y"}]}
+    record = {
+        "image": "a.png",
+        "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "y"}],
+    }
     text = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "learnt"}]}
     path, _ = converted(tmp_path, [record, text])
     shard = path / "train-000000.tar"
@@ -331,11 +380,15 @@ def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
 
 
 def test_more_ranks_than_samples_and_wrong_folders_are_explained(dataset, tmp_path):
-    with pytest.raises(LoaderError, match="4 samples in val, but 3 data-parallel ranks x 2 workers need at least 6"):
+    with pytest.raises(
+        LoaderError, match="4 samples in val, but 3 data-parallel ranks x 2 workers need at least 6"
+    ):
         loader(dataset, split="val", dp=(0, 3), num_workers=2)
     with pytest.raises(LoaderError, match="is no data set"):
         loader(tmp_path)
-    path, _ = converted(tmp_path, [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 3)
+    path, _ = converted(
+        tmp_path, [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 3
+    )
     with pytest.raises(LoaderError, match="'val' is empty"):
         loader(path, split="val")
 
@@ -348,7 +401,10 @@ def test_video_in_a_worker_after_the_parent_decoded_one(tmp_path):
     with av.open(io.BytesIO(data)) as container:
         next(container.decode(video=0)).to_ndarray(format="rgb24")
     write(tmp_path / "media/a.mp4", data)
-    record = {"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "y"}]}
+    record = {
+        "video": "a.mp4",
+        "conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "y"}],
+    }
     path, _ = converted(tmp_path, [record] * 4)
     rows = loader(path, num_workers=2)
     assert next(rows).num_images >= 1

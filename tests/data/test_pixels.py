@@ -37,14 +37,29 @@ from megatron_vl.data.pixels import (
 
 from .media import encoded, video
 
-BASE = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+BASE = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
 ODD = {"image_mean": [0.31, 0.5, 0.77], "image_std": [0.2, 0.45, 1.3]}
 STYLES = {
     "released": {**BASE, "min_pixels": 3136, "max_pixels": 200704},
     "size": {**BASE, **ODD, "size": {"shortest_edge": 28 * 28 * 16, "longest_edge": 28 * 28 * 40}},
-    "size in pixels": {**BASE, "min_pixels": 3136, "max_pixels": 50176, "size": {"min_pixels": 3136, "max_pixels": 50176}},
+    "size in pixels": {
+        **BASE,
+        "min_pixels": 3136,
+        "max_pixels": 50176,
+        "size": {"min_pixels": 3136, "max_pixels": 50176},
+    },
     "unscaled": {**BASE, **ODD, "min_pixels": 3136, "max_pixels": 50176, "rescale_factor": 1 / 127.5},
-    "patch 16": {**BASE, "patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}, "image_mean": [0.5] * 3},
+    "patch 16": {
+        **BASE,
+        "patch_size": 16,
+        "size": {"shortest_edge": 4096, "longest_edge": 65536},
+        "image_mean": [0.5] * 3,
+    },
 }
 SHAPES = [(56, 56), (100, 300), (301, 57), (29, 28), (480, 640), (13, 900), (1, 40)]
 KINDS = [
@@ -69,7 +84,11 @@ def folder(tmp_path):
     def write(style: str, name: str = "preprocessor_config.json"):
         config = STYLES[style]
         (tmp_path / name).write_text(
-            json.dumps({"image_processor": config, "video_processor": config} if name == "processor_config.json" else config)
+            json.dumps(
+                {"image_processor": config, "video_processor": config}
+                if name == "processor_config.json"
+                else config
+            )
         )
         return tmp_path
 
@@ -142,7 +161,9 @@ def test_sizes_equal_smart_resize():
     for _ in range(300):
         height, width = (int(n) for n in torch.randint(1, 3000, (2,), generator=draw))
         if max(height, width) / min(height, width) <= 200:
-            assert resized_size(height, width, 28, 3136, 1003520) == smart_resize(height, width, 28, 3136, 1003520)
+            assert resized_size(height, width, 28, 3136, 1003520) == smart_resize(
+                height, width, 28, 3136, 1003520
+            )
 
 
 def test_unusable_pictures_say_why():
@@ -196,11 +217,15 @@ def test_video_pixels_equal_the_hf_video_processor():
     data = video(23, 70, 100)
     info = probe_video(data)
     assert (info.frames, info.fps, info.height, info.width) == (23, 10.0, 70, 100)
-    settings = PixelSettings(video_min_pixels=3136, video_max_pixels=50176, norm=PixelNorm((0.3, 0.4, 0.5), (0.2, 0.3, 0.4)))
+    settings = PixelSettings(
+        video_min_pixels=3136, video_max_pixels=50176, norm=PixelNorm((0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
+    )
     grid = video_grid(info, settings)
     got = settings.norm.apply(video_planes(data, info, grid, settings))
     frames = torch.stack(list(_all_frames(data)))
-    processor = Qwen2VLVideoProcessor(min_pixels=3136, max_pixels=50176, image_mean=[0.3, 0.4, 0.5], image_std=[0.2, 0.3, 0.4])
+    processor = Qwen2VLVideoProcessor(
+        min_pixels=3136, max_pixels=50176, image_mean=[0.3, 0.4, 0.5], image_std=[0.2, 0.3, 0.4]
+    )
     out = processor(
         videos=[frames],
         video_metadata=[VideoMetadata(total_num_frames=23, fps=10.0)],
@@ -215,23 +240,33 @@ def test_video_pixels_equal_the_hf_video_processor():
     assert (hf - ours).abs().max() < 2e-6
 
 
-QWEN3_VIDEO = {"video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": 16}
+QWEN3_VIDEO = {
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": 16,
+}
 QWEN3_VIDEO |= {"temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 QWEN3_VIDEO |= {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 6 * 96 * 128}}
 
 
 @pytest.fixture
 def qwen3_folder(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(STYLES["patch 16"] | {"image_std": [0.5] * 3}))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps(STYLES["patch 16"] | {"image_std": [0.5] * 3})
+    )
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(QWEN3_VIDEO))
     return tmp_path
 
 
-@pytest.mark.parametrize("frames,rate,fps,most", [*VIDEOS, (23, 10, 2.0, 5), (90, 29.97, 1.0, 7), (3, 10, 2.0, 32)])
+@pytest.mark.parametrize(
+    "frames,rate,fps,most", [*VIDEOS, (23, 10, 2.0, 5), (90, 29.97, 1.0, 7), (3, 10, 2.0, 32)]
+)
 @pytest.mark.parametrize("shape", [(70, 100), (20, 300), (400, 31), (64, 64)], ids=str)
 def test_frames_area_and_times_equal_qwen3_vl(qwen3_folder, frames, rate, fps, most, shape):
     """Which frames, how large, and when: the numbers of Qwen3VLVideoProcessor and Qwen3VLProcessor."""
-    settings = read_pixel_settings(qwen3_folder, DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096))
+    settings = read_pixel_settings(
+        qwen3_folder, DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096)
+    )
     processor = Qwen3VLVideoProcessor(**QWEN3_VIDEO, max_frames=most)
     metadata = VideoMetadata(total_num_frames=frames, fps=rate)
     wanted = processor.sample_frames(metadata, fps=fps).tolist()
@@ -254,7 +289,9 @@ def test_video_pixels_equal_qwen3_vl(qwen3_folder, most):
     processor = Qwen3VLVideoProcessor(**QWEN3_VIDEO, max_frames=most)
     metadata = [VideoMetadata(total_num_frames=23, fps=10.0)]
     frames = torch.stack(list(_all_frames(data)))
-    out = processor(videos=[frames], video_metadata=metadata, do_sample_frames=True, fps=4.0, return_tensors="pt")
+    out = processor(
+        videos=[frames], video_metadata=metadata, do_sample_frames=True, fps=4.0, return_tensors="pt"
+    )
     assert out["video_grid_thw"][0].tolist() == [grid.t, grid.h, grid.w]
     hf = out["pixel_values_videos"].view(grid.t, grid.h * grid.w, 3, 2, 256)
     ours = got.view(grid.t, 2, grid.h * grid.w, 3, 256).permute(0, 2, 3, 1, 4)

@@ -42,7 +42,9 @@ HEARD = {
         "audios",
     ),
     "ms-swift with all kinds": (
-        openai("<audio><image><video>Describe all.", "y", audios=["a.wav"], images=["b.png"], videos=["c.mp4"]),
+        openai(
+            "<audio><image><video>Describe all.", "y", audios=["a.wav"], images=["b.png"], videos=["c.mp4"]
+        ),
         "audios",
     ),
     # Qwen-Audio's and ms-swift's older spelling has the place in the text
@@ -96,7 +98,9 @@ HEARD = {
     # Listed, in whatever form
     "one path": (sharegpt("<audio>\nWhat is it?", "Glass.", audio="glass.wav"), "audio"),
     "a datasets column": (
-        openai("What is it?", "Glass.", audio={"path": "glass.wav", "array": [0.0, 0.1], "sampling_rate": 16000}),
+        openai(
+            "What is it?", "Glass.", audio={"path": "glass.wav", "array": [0.0, 0.1], "sampling_rate": 16000}
+        ),
         "audio",
     ),
     "no marker": (sharegpt("What is it?", "Glass.", audios=["glass.wav"]), "audios"),
@@ -148,11 +152,15 @@ def test_a_record_with_audio_is_refused(record: dict[str, Any], field: str) -> N
 READ = {
     "a question about the tag": openai("How do I use the <audio> tag in HTML?", "Write `<audio controls>`."),
     "the same in ShareGPT": sharegpt("What is the purpose of the <audio> tag?", "It embeds sound."),
-    "code in a question": sharegpt('Why so silent?\n<audio>\n <source src="a.mp3">\n</audio>', "A wrong path."),
+    "code in a question": sharegpt(
+        'Why so silent?\n<audio>\n <source src="a.mp3">\n</audio>', "A wrong path."
+    ),
     "a fence": openai("Explain\n```html\n<audio>\n```", "It plays sound."),
     "backticks at the end": openai("Explain `<audio>`", "It plays sound."),
     "attributes": openai('<audio src="a.mp3" controls>', "A player."),
-    "text for old browsers": openai("<audio>Your browser has no audio.</audio> What does this do?", "It shows it."),
+    "text for old browsers": openai(
+        "<audio>Your browser has no audio.</audio> What does this do?", "It shows it."
+    ),
     "code beside an image": sharegpt("<image>\nWhere would I put `<audio>`?", "In the body.", image="a.png"),
     "an answer": sharegpt("Which element plays sound?", "<audio>"),
     "an answer of code": openai("A page with sound, please.", '<audio>\n<source src="a.mp3">\n</audio>'),

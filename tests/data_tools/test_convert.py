@@ -43,7 +43,8 @@ def refused(path: Path) -> dict[int, str]:
     return {line["record"]: line["reason"] for line in lines}
 
 
-# ----------------------------------------------------------------------------------------------------- formats
+# -----------------------------------------------------------------------------------------------------
+# formats
 
 
 def test_sharegpt_markers_become_parts_in_the_order_of_the_text():
@@ -62,7 +63,13 @@ def test_sharegpt_markers_become_parts_in_the_order_of_the_text():
     assert conversation.media == [("image", "a.jpg"), ("video", "c.mp4"), ("image", "b.jpg")]
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
     kinds = [(p["type"], p.get("text")) for p in conversation.messages[1]["content"]]
-    assert kinds == [("image", None), ("text", "\nFirst "), ("video", None), ("text", " then "), ("image", None)]
+    assert kinds == [
+        ("image", None),
+        ("text", "\nFirst "),
+        ("video", None),
+        ("text", " then "),
+        ("image", None),
+    ]
     assert conversation.messages[2]["content"] == "Yes."
 
 
@@ -77,7 +84,10 @@ def test_openai_parts_in_every_spelling():
         {"type": "image", "path": "f.jpg"},
     ]
     record = {
-        "messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "ok"}]}]
+        "messages": [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": [{"type": "text", "text": "ok"}]},
+        ]
     }
     conversation = read_conversation(record)
     assert [ref for _, ref in conversation.media] == ["a.jpg", "b.jpg", "c.jpg", "d.mp4", "e.mp4", "f.jpg"]
@@ -86,10 +96,20 @@ def test_openai_parts_in_every_spelling():
 
 def test_messages_with_listed_images():
     answer = {"role": "assistant", "content": "ok"}
-    turns = [{"role": "user", "content": "<image> and"}, answer, {"role": "user", "content": [{"type": "image"}]}, answer]
+    turns = [
+        {"role": "user", "content": "<image> and"},
+        answer,
+        {"role": "user", "content": [{"type": "image"}]},
+        answer,
+    ]
     record = {"images": ["a.png", "b.png"], "messages": turns}
     assert [ref for _, ref in read_conversation(record).media] == ["a.png", "b.png"]
-    literal = {"messages": [{"role": "user", "content": "what is <image>?"}, {"role": "assistant", "content": "a tag"}]}
+    literal = {
+        "messages": [
+            {"role": "user", "content": "what is <image>?"},
+            {"role": "assistant", "content": "a tag"},
+        ]
+    }
     assert read_conversation(literal).messages[0]["content"] == "what is <image>?"
 
 
@@ -116,17 +136,37 @@ BAD = [
     ({"conversations": [HUMAN, HUMAN, GPT]}, "wrong role order", "conversations"),
     ({"messages": [USER, {"role": "system", "content": "x"}, BOT]}, "wrong role order", "messages"),
     ({"system": 5, **TEXT}, "bad text", "system"),
-    ({"system": "a", "messages": [{"role": "system", "content": "b"}, USER, BOT]}, "two system prompts", "system"),
+    (
+        {"system": "a", "messages": [{"role": "system", "content": "b"}, USER, BOT]},
+        "two system prompts",
+        "system",
+    ),
     ({"image": "a.jpg", **TEXT}, "markers and media differ", "conversations"),
-    ({"conversations": [{"from": "human", "value": "<image>"}, GPT]}, "markers and media differ", "conversations"),
+    (
+        {"conversations": [{"from": "human", "value": "<image>"}, GPT]},
+        "markers and media differ",
+        "conversations",
+    ),
     (
         {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image><image>"}, GPT]},
         "markers and media differ",
         "conversations",
     ),
-    ({"image": 5, "conversations": [{"from": "human", "value": "<image>"}, GPT]}, "bad media reference", "image"),
-    ({"images": ["a", ""], "conversations": [{"from": "human", "value": "<image>"}, GPT]}, "bad media reference", "images[1]"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}, BOT]}, "unknown content part", "messages[0].content[0]"),
+    (
+        {"image": 5, "conversations": [{"from": "human", "value": "<image>"}, GPT]},
+        "bad media reference",
+        "image",
+    ),
+    (
+        {"images": ["a", ""], "conversations": [{"from": "human", "value": "<image>"}, GPT]},
+        "bad media reference",
+        "images[1]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}, BOT]},
+        "unknown content part",
+        "messages[0].content[0]",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, BOT]},
         "bad media reference",
@@ -140,7 +180,11 @@ BAD = [
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "bad text", "messages[1].content"),
     ({"messages": [USER, BOT], **TEXT}, "two conversations", "conversations"),
     ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "empty answer", "messages[1]"),
-    ({"conversations": [HUMAN, {"from": "gpt", "value": ""}, HUMAN, GPT]}, "empty answer", "conversations[1]"),
+    (
+        {"conversations": [HUMAN, {"from": "gpt", "value": ""}, HUMAN, GPT]},
+        "empty answer",
+        "conversations[1]",
+    ),
     ({"messages": [USER, {"role": "assistant", "content": []}]}, "empty answer", "messages[1]"),
     (
         {"image": "a.jpg", "conversations": [HUMAN, {"from": "gpt", "value": "<image>"}]},
@@ -155,7 +199,9 @@ def test_records_that_cannot_be_used_say_why_and_where(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
     assert (error.value.reason, error.value.field) == (reason, field)
-    assert reason != "unknown content part" or "valid: text, image, image_url, video, video_url" in str(error.value)
+    assert reason != "unknown content part" or "valid: text, image, image_url, video, video_url" in str(
+        error.value
+    )
 
 
 def test_a_last_question_and_a_system_turn_are_fine():
@@ -175,8 +221,17 @@ def test_keys_without_effect_and_media_in_answers_are_named():
         {"type": "image_url", "image_url": {"url": "b.png", "detail": "low"}, "path": "c.png"},
         {"type": "text", "text": "?", "cache_control": {"type": "ephemeral"}, "image": ""},
     ]
-    answer = {"role": "assistant", "content": [{"type": "image", "image": "d.png"}, {"type": "text", "text": "so"}], "weight": 0}
-    record = {"id": 1, "system": "Be brief.", "messages": [{"role": "user", "content": parts}, answer], "tools": ["search"]}
+    answer = {
+        "role": "assistant",
+        "content": [{"type": "image", "image": "d.png"}, {"type": "text", "text": "so"}],
+        "weight": 0,
+    }
+    record = {
+        "id": 1,
+        "system": "Be brief.",
+        "messages": [{"role": "user", "content": parts}, answer],
+        "tools": ["search"],
+    }
     conversation = read_conversation(record)
     assert conversation.ignored == [
         ("records", "tools"),
@@ -195,14 +250,19 @@ def test_keys_without_effect_and_media_in_answers_are_named():
     assert read_conversation({"id": "x", **TEXT}).ignored == []
 
 
-# ------------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------------------
+# reading
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_arrays_are_read_in_any_chunks(tmp_path, monkeypatch, chunk, indent):
     monkeypatch.setattr("data_tools.records.CHUNK", chunk)
-    records = [{"a": "x" * n, "b": [1.5, None, {"é": ']},{ \\" 漢'}]} for n in range(0, 90, 13)] + [12, "s", True]
+    records = [{"a": "x" * n, "b": [1.5, None, {"é": ']},{ \\" 漢'}]} for n in range(0, 90, 13)] + [
+        12,
+        "s",
+        True,
+    ]
     path = tmp_path / "a.json"
     path.write_text("\ufeff" + json.dumps(records, indent=indent, ensure_ascii=False))
     assert [record for _, record in read_records(path)] == records
@@ -255,7 +315,8 @@ def test_broken_arrays_name_the_record(tmp_path, text):
         list(read_records(path))
 
 
-# --------------------------------------------------------------------------------------------------- conversion
+# ---------------------------------------------------------------------------------------------------
+# conversion
 
 
 def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
@@ -267,7 +328,10 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
     assert members["000000000.0.jpg"] == (tmp_path / "media/images/0.img").read_bytes()
     crc = zlib.crc32(members["000000000.0.jpg"])
     assert first["media"] == [{"key": "0.jpg", "kind": "image", "height": 40, "width": 60, "crc32": crc}]
-    assert first["messages"][0]["content"] == [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": "\nWhat is this?"}]
+    assert first["messages"][0]["content"] == [
+        {"type": "image", "image": "0.jpg"},
+        {"type": "text", "text": "\nWhat is this?"},
+    ]
     assert first["source"] == {"file": "in.json", "record": 1}
     clip = json.loads(members["000000003.json"])["media"][0]
     assert clip.pop("crc32") == zlib.crc32(members["000000003.0.mp4"])
@@ -277,7 +341,9 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
 
 def test_energon_finds_all_of_it(tmp_path):
     """The files are what `energon prepare` would write: counts, offsets, image sizes."""
-    out, report = converted(tmp_path, mixed_records(tmp_path / "media", 11), val_fraction=0.3, samples_per_shard=3)
+    out, report = converted(
+        tmp_path, mixed_records(tmp_path / "media", 11), val_fraction=0.3, samples_per_shard=3
+    )
     counts = json.loads((out / ".nv-meta/.info.json").read_text())["shard_counts"]
     splits = yaml.safe_load((out / ".nv-meta/split.yaml").read_text())["split_parts"]
     assert sum(counts.values()) == 11 and sorted(splits["train"] + splits["val"]) == sorted(counts)
@@ -292,7 +358,12 @@ def test_energon_finds_all_of_it(tmp_path):
         for tar, offset, size, _, _ in parts:
             assert (out / names[tar]).read_bytes()[offset : offset + size] in by_name.values()
         sizes = dict(db.execute("select entry_key, metadata_json from media_metadata").fetchall())
-    assert json.loads(sizes["000000000.0.jpg"]) == {"width": 60, "height": 40, "format": "JPEG", "mode": "RGB"}
+    assert json.loads(sizes["000000000.0.jpg"]) == {
+        "width": 60,
+        "height": 40,
+        "format": "JPEG",
+        "mode": "RGB",
+    }
     assert len(sizes) == report.images + report.videos
 
 
@@ -311,7 +382,8 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "count,fraction,val", [(2, 0.01, 1), (9, 0.1, 1), (10, 0.1, 1), (2, 0.99, 1), (7, 0.9, 6), (100, 0.05, 5), (5, 0.0, 0)]
+    "count,fraction,val",
+    [(2, 0.01, 1), (9, 0.1, 1), (10, 0.1, 1), (2, 0.99, 1), (7, 0.9, 6), (100, 0.05, 5), (5, 0.0, 0)],
 )
 def test_no_split_is_empty(tmp_path, count, fraction, val):
     out, report = converted(tmp_path, [TEXT] * count, val_fraction=fraction, samples_per_shard=1)
@@ -326,7 +398,9 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     write(media / "good.png", encoded(30, 30))
     write(media / "cut.jpg", encoded(90, 90, "jpeg")[:600])
     write(media / "bomb.png", bomb(60_000, 60_000))
-    write(media / "program.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 30 30\n%%EndComments\nshowpage\n")
+    write(
+        media / "program.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 30 30\n%%EndComments\nshowpage\n"
+    )
     write(media / "thin.png", encoded(1, 300))
     write(media / "page.png", b"<html></html>")
     write(media / "cut.mp4", video(10)[:500])
@@ -365,7 +439,9 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     records = [{"image": ref, "conversations": [{"from": "human", "value": "<image>"}, GPT]} for ref in cases]
     records.append({"video": "cut.mp4", "conversations": [{"from": "human", "value": "<video>"}, GPT]})
     out, report = converted(tmp_path, records)
-    expected = {i: reason for i, reason in enumerate(cases.values(), 1) if reason} | {len(records): "video does not decode"}
+    expected = {i: reason for i, reason in enumerate(cases.values(), 1) if reason} | {
+        len(records): "video does not decode"
+    }
     found = refused(out)
     loop = list(cases).index("loop.png") + 1
     assert found.pop(loop) in ("medium missing", "bad media reference")
@@ -388,7 +464,8 @@ def bomb(height: int, width: int) -> bytes:
 
 
 def test_the_limit_of_pixels_can_be_set(tmp_path):
-    """From the header: the picture of this size has no pixels at all, and larger limits change what is said of it."""
+    """From the header: the picture of this size has no pixels at all, and larger limits change what is said
+    of it."""
     write(tmp_path / "media/a.png", encoded(100, 100))
     write(tmp_path / "media/b.png", bomb(10_000, 20_000))
     write(tmp_path / "media/c.mp4", video(3, 128, 128))
@@ -401,9 +478,20 @@ def test_the_limit_of_pixels_can_be_set(tmp_path):
 
 
 def test_duplicate_ids_are_refused_or_kept(tmp_path):
-    records = [{"id": "a", **TEXT}, {"id": "b"}, {"id": "b", **TEXT}, {"id": "a", **TEXT}, {"id": 1, **TEXT}, {"id": "1", **TEXT}]
+    records = [
+        {"id": "a", **TEXT},
+        {"id": "b"},
+        {"id": "b", **TEXT},
+        {"id": "a", **TEXT},
+        {"id": 1, **TEXT},
+        {"id": "1", **TEXT},
+    ]
     out, report = converted(tmp_path, records)
-    (line,) = [line for line in map(json.loads, (out / "quarantine.jsonl").read_text().splitlines()) if line["record"] != 2]
+    (line,) = [
+        line
+        for line in map(json.loads, (out / "quarantine.jsonl").read_text().splitlines())
+        if line["record"] != 2
+    ]
     assert (line["record"], line["field"], line["reason"]) == (4, "id", "duplicate id")
     assert "id of record 1 of in.json" in line["detail"] and report.samples == 4
     out, report = converted(tmp_path, records, duplicate_ids="keep", force=True)
@@ -414,7 +502,9 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     for name in ("x", "y"):
         write(tmp_path / name / "in.json", json.dumps([{}]).encode())
     (tmp_path / "m").mkdir()
-    report = convert([tmp_path / "x/in.json", tmp_path / "y/in.json"], Options(tmp_path / "m", tmp_path / "out"))
+    report = convert(
+        [tmp_path / "x/in.json", tmp_path / "y/in.json"], Options(tmp_path / "m", tmp_path / "out")
+    )
     assert report.refused == {"x/in.json": {"no conversation": 1}, "y/in.json": {"no conversation": 1}}
 
 
@@ -457,13 +547,21 @@ def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
         convert([tmp_path / "in.json"], Options(tmp_path / "m", tmp_path / "out", workers=0))
 
 
-# -------------------------------------------------------------------------------------------------- command line
+# -------------------------------------------------------------------------------------------------- command
+# line
 
 
 def run(tmp_path, records, *options: str) -> int:
     (tmp_path / "in.json").write_text(json.dumps(records))
     (tmp_path / "m").mkdir(exist_ok=True)
-    base = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "m"), "--out", str(tmp_path / "out")]
+    base = [
+        "--input",
+        str(tmp_path / "in.json"),
+        "--media-root",
+        str(tmp_path / "m"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     return main(["data", "convert", *base, "--workers", "1", *options])
 
 
@@ -480,7 +578,10 @@ def test_command_lists_what_was_quarantined(tmp_path, capsys):
     assert run(tmp_path, [TEXT, gone, {}, gone], "--max-quarantined", "1") == 0
     out = capsys.readouterr().out
     assert f"1 of 4 records written to {tmp_path / 'out'} in " in out
-    assert f", 3 quarantined (medium missing: 2, no conversation: 1), listed in {tmp_path / 'out/quarantine.jsonl'}\n" in out
+    assert (
+        f", 3 quarantined (medium missing: 2, no conversation: 1), listed in {tmp_path / 'out/quarantine.jsonl'}\n"
+        in out
+    )
 
 
 def test_command_names_what_has_no_effect(tmp_path, capsys):
@@ -488,19 +589,27 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
     write(tmp_path / "m/a.png", encoded(30, 30))
     picture = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
     answer = {"role": "assistant", "content": [picture, {"type": "text", "text": "That one."}], "weight": 0.5}
-    record = {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}, answer]}
+    record = {
+        "messages": [{"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}, answer]
+    }
     bad = {"messages": [{"role": "user", "content": [{**picture, "image": "none.png"}]}, answer]}
     many = {f"k{i:03d}" + "x" * 100: 1 for i in range(120)}
     for _ in range(2):
         assert run(tmp_path, [TEXT, record, record, bad, {**TEXT, **many}], "--max-quarantined", "1") == 0
         out = capsys.readouterr().out
         instead = "(data.max_pixels of the run counts, data.video_max_pixels for videos)"
-        assert f"  ignored: max_pixels in 4 content parts {instead}\n  ignored: weight in 2 turns\n  ignored: " in out
+        assert (
+            f"  ignored: max_pixels in 4 content parts {instead}\n  ignored: weight in 2 turns\n  ignored: "
+            in out
+        )
         assert "and 91 keys more (see report.json)\n" in out
         assert "  2 images or videos in the assistant's turns: seen by the model, not learnt\n" in out
     report = json.loads((tmp_path / "out/report.json").read_text())
     records = report["ignored"].pop("records")
-    assert report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"weight": 2}} and report["answer_media"] == 2
+    assert (
+        report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"weight": 2}}
+        and report["answer_media"] == 2
+    )
     assert len(records) == 101 and records["other keys"] == 20 and max(map(len, records)) == 60
     assert run(tmp_path, [TEXT], "--force") == 0
     assert "ignored" not in capsys.readouterr().out
@@ -523,7 +632,8 @@ def test_exit_code_tells_whether_too_much_was_quarantined(tmp_path, capsys):
 
 @pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
 def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypatch, array):
-    """A whole small file is read before its first batch is done, and the meter is asked before it is time for a line."""
+    """A whole small file is read before its first batch is done, and the meter is asked before it is time for
+    a line."""
     lines = [json.dumps(TEXT) for _ in range(48)]
     (tmp_path / "in").write_text(f"[{', '.join(lines)}]" if array else "\n".join(lines))
     (tmp_path / "m").mkdir()
@@ -531,7 +641,10 @@ def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypa
     monkeypatch.setattr("data_tools.convert.time", clock)
     said: list[str] = []
     convert([tmp_path / "in"], Options(tmp_path / "m", tmp_path / "out"), said.append)
-    assert [line.split(",")[0].split() for line in said] == [["67%", "32", "records"], ["100%", "48", "records"]]
+    assert [line.split(",")[0].split() for line in said] == [
+        ["67%", "32", "records"],
+        ["100%", "48", "records"],
+    ]
 
 
 def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
@@ -563,7 +676,9 @@ def test_command_verifies_a_data_set(tmp_path, capsys):
     assert main(["data", "verify", str(tmp_path / "out"), "--json"]) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
     assert (
-        len(problems) == 2 and "train-000001.tar: its SHA-256" in problems[0] and "train-000002.tar cannot be read" in problems[1]
+        len(problems) == 2
+        and "train-000001.tar: its SHA-256" in problems[0]
+        and "train-000002.tar cannot be read" in problems[1]
     )
     assert main(["data", "verify", str(tmp_path)]) == 1
 
@@ -571,6 +686,13 @@ def test_command_verifies_a_data_set(tmp_path, capsys):
 def test_command_fails_on_a_broken_file(tmp_path, capsys):
     (tmp_path / "m").mkdir()
     (tmp_path / "in.json").write_text('[{"a": 1}, {"a"')
-    base = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "m"), "--out", str(tmp_path / "out")]
+    base = [
+        "--input",
+        str(tmp_path / "in.json"),
+        "--media-root",
+        str(tmp_path / "m"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(["data", "convert", *base]) == 1
     assert "record 2 is no valid JSON" in capsys.readouterr().err

@@ -41,7 +41,9 @@ def run(source: Path, force: bool = False) -> Path:
     return out
 
 
-def test_nothing_is_referred_to_before_it_is_on_the_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_referred_to_before_it_is_on_the_disk(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifests = []
 
     def before_rename(old: Path, new: Path) -> None:
@@ -71,7 +73,9 @@ def test_nothing_is_referred_to_before_it_is_on_the_disk(source: Path, monkeypat
     assert disk.lost(source, but=("in.json", "media")) == []
 
 
-def test_the_index_of_a_shard_that_was_kept_is_on_the_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_a_shard_that_was_kept_is_on_the_disk(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second run writes it anew, in place, beside a shard that it finds whole."""
 
     def killed() -> None:

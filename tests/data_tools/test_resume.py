@@ -50,7 +50,11 @@ def inputs(source: Path) -> list[Path]:
 
 
 def digests(out: Path) -> dict[str, str]:
-    return {str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(out.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(out.rglob("*"))
+        if p.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +67,8 @@ def undisturbed(source, tmp_path_factory) -> dict[str, str]:
 
 
 def killed_at(move: int, source: Path, out: Path, workers: int) -> bool:
-    """Converts in a process of its own, which is killed with SIGKILL as it is about to rename a file for the ``move``-th
-    time (each rename ends one atomic piece of work). Whether that moment came."""
+    """Converts in a process of its own, which is killed with SIGKILL as it is about to rename a file for the
+    ``move``-th time (each rename ends one atomic piece of work). Whether that moment came."""
 
     def target() -> None:
         count, rename = 0, os.replace
@@ -174,7 +178,9 @@ def test_media_that_were_verified_are_not_decoded_again(source, tmp_path, undist
     import data_tools.convert as module
 
     inspect = module.inspect
-    monkeypatch.setattr(module, "inspect", lambda kind, ref, *rest: seen.append(ref) or inspect(kind, ref, *rest))
+    monkeypatch.setattr(
+        module, "inspect", lambda kind, ref, *rest: seen.append(ref) or inspect(kind, ref, *rest)
+    )
     module._inspect_file.cache_clear()
     convert(inputs(source), options(source, out))
     assert 30 < known < 61 and seen and "images/0.img" in seen and "images/10.img" not in seen
@@ -182,7 +188,8 @@ def test_media_that_were_verified_are_not_decoded_again(source, tmp_path, undist
 
 
 def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
-    """The first of them is named wherever the run before ended, with a table of ids that has outgrown its memory."""
+    """The first of them is named wherever the run before ended, with a table of ids that has outgrown its
+    memory."""
     monkeypatch.setattr("data_tools.identities.CACHE_KB", 16)
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     numbers = [*range(1000), 3, 998, *range(1000, 1100), 1050, 4]
@@ -250,7 +257,12 @@ def test_other_arguments_or_input_are_refused_and_force_starts_anew(tmp_path):
         else:
             half(tmp_path, out)
         state = digests(out)
-        for change in ({"val_fraction": 0.3}, {"samples_per_shard": 8}, {"max_pixels": 1000}, {"duplicate_ids": "keep"}):
+        for change in (
+            {"val_fraction": 0.3},
+            {"samples_per_shard": 8},
+            {"max_pixels": 1000},
+            {"duplicate_ids": "keep"},
+        ):
             with pytest.raises(ConvertError, match=f"{next(iter(change))} was .*--force"):
                 convert(inputs(tmp_path), options(tmp_path, out, **change))
         with pytest.raises(ConvertError, match="inputs were a.json, b.jsonl, now a.json"):
@@ -271,7 +283,9 @@ def test_force_removes_nothing_that_is_not_ours(source, tmp_path):
     write(tmp_path / "out/notes.txt", b"mine")
     with pytest.raises(ConvertError, match="not an empty folder .it holds notes.txt"):
         convert(inputs(source), options(source, tmp_path / "out", force=True))
-    assert (tmp_path / "out/notes.txt").read_bytes() == b"mine" and (tmp_path / "out/train-000000.tar").exists()
+    assert (tmp_path / "out/notes.txt").read_bytes() == b"mine" and (
+        tmp_path / "out/train-000000.tar"
+    ).exists()
 
 
 def test_two_conversions_into_one_folder(source, tmp_path):
@@ -303,7 +317,9 @@ def test_a_medium_that_changes_before_its_shard_is_written(tmp_path):
     (tmp_path / "b.jsonl").write_text("{}\n")
     half(tmp_path, tmp_path / "out")
     write(tmp_path / "media/a.png", encoded(30, 30, seed=1))
-    with pytest.raises(ShardError, match=r"a.json: record \d+: a.png changed after it was verified; start again with --force"):
+    with pytest.raises(
+        ShardError, match=r"a.json: record \d+: a.png changed after it was verified; start again with --force"
+    ):
         convert(inputs(tmp_path), options(tmp_path, tmp_path / "out"))
 
 
@@ -328,7 +344,9 @@ def test_a_full_disk_is_explained_and_the_run_goes_on(source, tmp_path, undistur
     assert receive.poll(30)
     message = receive.recv()
     process.join(10)
-    assert ("File too large" in message or "I/O error" in message) and "start again with the same arguments" in message
+    assert (
+        "File too large" in message or "I/O error" in message
+    ) and "start again with the same arguments" in message
     assert not (out / ".nv-meta").exists()
     convert(inputs(source), options(source, out))
     assert digests(out) == undisturbed

@@ -6,7 +6,12 @@ from typing import Any
 
 FOUR = ["image", "text", "two_images", "video"]
 """Four samples, as one row or as four."""
-MIXED_ROWS = [["mixed", "text"], ["image_between", "short_text"], ["two_images"], ["text", "short_text", "video"]]
+MIXED_ROWS = [
+    ["mixed", "text"],
+    ["image_between", "short_text"],
+    ["two_images"],
+    ["text", "short_text", "video"],
+]
 TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "short_text"]]
 """On two data-parallel ranks the last micro-batch of the second rank has no image."""
 TEXT_ONE_RANK = [["text"], ["short_text"], ["image"], ["mixed", "text"]]
@@ -15,7 +20,12 @@ TEXT_ALL = [["text"], ["text", "short_text"], ["short_text"], ["text"]]
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
 UNEVEN = [["text"], ["text", "short_text"], ["two_images", "mixed"], ["image"]]
-WITHOUT_LOSS = [["image", "without_loss"], ["without_loss"], ["text", "short_text"], ["without_loss", "without_loss"]]
+WITHOUT_LOSS = [
+    ["image", "without_loss"],
+    ["without_loss"],
+    ["text", "short_text"],
+    ["without_loss", "without_loss"],
+]
 """On one or two data-parallel ranks the last micro-batch has no token that bears loss."""
 FULL = {"language": "full", "vision": "full"}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
@@ -34,13 +44,20 @@ TRAINED: dict[str, Any] = {
 Q2, Q25, Q3, MOE = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 
 SEEDS = {MOE: 11}
-"""Seeds of the random weights. A token's expert changes where two are nearly tied and rounding decides; then nothing can be
-compared. With this seed the last chosen expert's logit lies at least 1.3e-4 above the next one's in all cases, training among
-them (23,440 decisions; rounding is 1e-6), with seed 0 it is 1.8e-6."""
+"""Seeds of the random weights. A token's expert changes where two are nearly tied and rounding decides; then
+nothing can be compared. With this seed the last chosen expert's logit lies at least 1.3e-4 above the next
+one's in all cases, training among them (23,440 decisions; rounding is 1e-6), with seed 0 it is 1.8e-6."""
 
 
 def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:
-    return {"name": name, "family": family, "tied": False, "steps": steps or [MIXED_ROWS], "seq_len": 512, **layout}
+    return {
+        "name": name,
+        "family": family,
+        "tied": False,
+        "steps": steps or [MIXED_ROWS],
+        "seq_len": 512,
+        **layout,
+    }
 
 
 def kinds(kind: str) -> list[Any]:
@@ -63,7 +80,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("language frozen", freeze=["language"]),
         case("merger alone", freeze=["vision", "language"]),
         case("full recompute", recompute={"language": "full", "vision": "full"}),
-        case("selective recompute", recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]}),
+        case(
+            "selective recompute",
+            recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]},
+        ),
         case("training", steps=TRAINING, train=True),
         case("training, qwen2_vl", Q2, steps=TRAINING, train=True),
         case("one rank, qwen3_vl", Q3),
@@ -82,27 +102,61 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("full recompute, qwen3_vl", Q3, recompute={"language": "full", "vision": "full"}),
         case("training, qwen3_vl", Q3, steps=TRAINING, train=True),
         case("one rank, experts", MOE),
-        *(case(f"one rank, experts, {kind}", MOE, steps=kinds(kind)) for kind in ("text", "image", "video", "video_between")),
+        *(
+            case(f"one rank, experts, {kind}", MOE, steps=kinds(kind))
+            for kind in ("text", "image", "video", "video_between")
+        ),
         case("four samples as one row, experts", MOE, steps=[[FOUR]]),
         case("four samples as four rows, experts", MOE, steps=[[[kind] for kind in FOUR]]),
         case("vision frozen, experts", MOE, freeze=["vision"]),
         case("language frozen, experts", MOE, freeze=["language"]),
         case("full recompute, experts", MOE, recompute=FULL),
-        case("selective recompute, experts", MOE, recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]}),
+        case(
+            "selective recompute, experts",
+            MOE,
+            recompute={"language": "selective", "language_modules": ["core_attn", "mlp"]},
+        ),
         case("training, experts", MOE, steps=TRAINING, train=True),
         case("one rank, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
         case("one rank, logits of every token", seq_len=128, steps=[[["text"], ["image"]]]),
-        case("overlap, three steps, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
+        case(
+            "overlap, three steps, text first",
+            steps=[[["text"]], [["image"]], [["text", "mixed"]]],
+            overlap=True,
+        ),
     ],
     2: [
         *(case(f"TP2, {family}", family, tp=2) for family in (Q25, Q2)),
         case("TP2 + SP", tp=2, sequence_parallel=True),
-        case("TP2 + SP, tied, text and image rows", tied=True, tp=2, sequence_parallel=True, steps=[[["text"], ["image"]]]),
+        case(
+            "TP2 + SP, tied, text and image rows",
+            tied=True,
+            tp=2,
+            sequence_parallel=True,
+            steps=[[["text"], ["image"]]],
+        ),
         case("TP2, rows without loss, overlap", tp=2, overlap=True, steps=[WITHOUT_LOSS] * 3),
-        case("TP2 + SP, rows without loss, overlap", tp=2, sequence_parallel=True, overlap=True, steps=[WITHOUT_LOSS] * 3),
-        case("TP2 + SP, logits of every token", tp=2, sequence_parallel=True, seq_len=128, steps=[[["text"], ["image"]]]),
+        case(
+            "TP2 + SP, rows without loss, overlap",
+            tp=2,
+            sequence_parallel=True,
+            overlap=True,
+            steps=[WITHOUT_LOSS] * 3,
+        ),
+        case(
+            "TP2 + SP, logits of every token",
+            tp=2,
+            sequence_parallel=True,
+            seq_len=128,
+            steps=[[["text"], ["image"]]],
+        ),
         case("TP2 + SP, language frozen", tp=2, sequence_parallel=True, freeze=["language"]),
-        case("TP2 + SP, full recompute", tp=2, sequence_parallel=True, recompute={"language": "full", "vision": "full"}),
+        case(
+            "TP2 + SP, full recompute",
+            tp=2,
+            sequence_parallel=True,
+            recompute={"language": "full", "vision": "full"},
+        ),
         case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
         case("TP2 + SP, activation recompute", tp=2, sequence_parallel=True, recompute=ACTIVATION),
         *(case(f"PP2, {family}", family, pp=2) for family in (Q25, Q2)),
@@ -110,7 +164,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),
         case("PP2 tied", tied=True, pp=2, layers=[1, 3]),
         case("PP2 x VPP2", pp=2, vpp=2),
-        case("PP2 x VPP2, tied, rows without loss", tied=True, pp=2, vpp=2, overlap=True, steps=[WITHOUT_LOSS] * 3),
+        case(
+            "PP2 x VPP2, tied, rows without loss",
+            tied=True,
+            pp=2,
+            vpp=2,
+            overlap=True,
+            steps=[WITHOUT_LOSS] * 3,
+        ),
         case("DP2, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
         case("PP2 x VPP2 uneven, tied", tied=True, pp=2, vpp=2, layers=[0, 1, 1, 2]),
         case("PP2, vision and merger frozen", pp=2, freeze=["vision", "merger"]),
@@ -118,7 +179,11 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("DP2", steps=[MIXED_ROWS]),
         case("DP2 without distributed optimizer", distributed_optimizer=False),
         case("DP2, rows balanced", steps=[UNEVEN, UNEVEN], balanced=True, overlap=True),
-        case("DP2, overlap, three steps, text-only last", steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS], overlap=True),
+        case(
+            "DP2, overlap, three steps, text-only last",
+            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
+            overlap=True,
+        ),
         case(
             "DP2, overlap, small buckets, tied",
             tied=True,
@@ -133,7 +198,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
             distributed_optimizer=False,
         ),
         case("DP2, qwen2_vl, overlap", Q2, steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True),
-        case("training, DP2, overlap, several padded buckets", steps=TRAINING, train=True, overlap=True, bucket_size=10_000),
+        case(
+            "training, DP2, overlap, several padded buckets",
+            steps=TRAINING,
+            train=True,
+            overlap=True,
+            bucket_size=10_000,
+        ),
         case(
             "training, DP2, overlap, the tower skipped by one rank and by both",
             steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK, TEXT_ALL],
@@ -141,35 +212,96 @@ CASES: dict[int, list[dict[str, Any]]] = {
             overlap=True,
             bucket_size=10_000,
         ),
-        case("training, DP2, tied, no distributed optimizer", tied=True, steps=TRAINING, train=True, distributed_optimizer=False),
-        case("training, PP2 tied", tied=True, pp=2, layers=[1, 3], steps=TRAINING, train=True, bucket_size=10_000),
-        case("DP2, vision frozen, overlap", steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True, freeze=["vision"]),
+        case(
+            "training, DP2, tied, no distributed optimizer",
+            tied=True,
+            steps=TRAINING,
+            train=True,
+            distributed_optimizer=False,
+        ),
+        case(
+            "training, PP2 tied",
+            tied=True,
+            pp=2,
+            layers=[1, 3],
+            steps=TRAINING,
+            train=True,
+            bucket_size=10_000,
+        ),
+        case(
+            "DP2, vision frozen, overlap",
+            steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST],
+            overlap=True,
+            freeze=["vision"],
+        ),
         case("TP2, qwen3_vl", Q3, tp=2),
         case("TP2 + SP, qwen3_vl", Q3, tp=2, sequence_parallel=True),
-        case("TP2 + SP, qwen3_vl, tied, a video between images", Q3, tied=True, tp=2, sequence_parallel=True, steps=[BETWEEN]),
+        case(
+            "TP2 + SP, qwen3_vl, tied, a video between images",
+            Q3,
+            tied=True,
+            tp=2,
+            sequence_parallel=True,
+            steps=[BETWEEN],
+        ),
         case("TP2 + SP, qwen3_vl, full recompute", Q3, tp=2, sequence_parallel=True, recompute=FULL),
         case("PP2, qwen3_vl, DeepStack on one stage", Q3, pp=2, layers=[3, 1]),
         case("PP2, qwen3_vl, DeepStack on both stages", Q3, pp=2),
-        case("PP2, qwen3_vl, uneven, tied, full recompute", Q3, tied=True, pp=2, layers=[1, 3], recompute=FULL),
+        case(
+            "PP2, qwen3_vl, uneven, tied, full recompute", Q3, tied=True, pp=2, layers=[1, 3], recompute=FULL
+        ),
         case("PP2, qwen3_vl, no decoder layer on the first stage", Q3, pp=2, layers=[0, 4], steps=[BETWEEN]),
         case("PP2 x VPP2, qwen3_vl, DeepStack on three chunks", Q3, pp=2, vpp=2),
         case("PP2 x VPP2, qwen3_vl, empty chunks, tied", Q3, tied=True, pp=2, vpp=2, layers=[0, 2, 0, 2]),
         case("PP2, qwen3_vl, vision and merger frozen", Q3, pp=2, freeze=["vision", "merger"]),
         case("PP2, qwen3_vl, language frozen", Q3, pp=2, freeze=["language"]),
-        case("DP2, qwen3_vl, overlap, text-only last", Q3, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS], overlap=True),
         case(
-            "DP2, qwen3_vl, merger alone, overlap", Q3, steps=[TEXT_LAST, MIXED_ROWS], overlap=True, freeze=["vision", "language"]
+            "DP2, qwen3_vl, overlap, text-only last",
+            Q3,
+            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
+            overlap=True,
         ),
-        case("training, PP2, qwen3_vl", Q3, tied=True, pp=2, layers=[1, 3], steps=TRAINING, train=True, bucket_size=10_000),
+        case(
+            "DP2, qwen3_vl, merger alone, overlap",
+            Q3,
+            steps=[TEXT_LAST, MIXED_ROWS],
+            overlap=True,
+            freeze=["vision", "language"],
+        ),
+        case(
+            "training, PP2, qwen3_vl",
+            Q3,
+            tied=True,
+            pp=2,
+            layers=[1, 3],
+            steps=TRAINING,
+            train=True,
+            bucket_size=10_000,
+        ),
         case("EP2, experts", MOE, ep=2),
-        case("EP2, experts, overlap, text-only last", MOE, ep=2, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS], overlap=True),
+        case(
+            "EP2, experts, overlap, text-only last",
+            MOE,
+            ep=2,
+            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
+            overlap=True,
+        ),
         case("EP2, experts, without distributed optimizer", MOE, ep=2, distributed_optimizer=False),
-        case("EP2, experts, vision frozen, overlap", MOE, ep=2, freeze=["vision"], steps=[TEXT_LAST, MIXED_ROWS], overlap=True),
+        case(
+            "EP2, experts, vision frozen, overlap",
+            MOE,
+            ep=2,
+            freeze=["vision"],
+            steps=[TEXT_LAST, MIXED_ROWS],
+            overlap=True,
+        ),
         case("TP2 + SP, experts", MOE, tp=2, sequence_parallel=True),
         case("TP2 + SP, EP2, experts", MOE, tp=2, sequence_parallel=True, ep=2, steps=[BETWEEN]),
         case("TP2 + SP, ETP2, experts", MOE, tp=2, sequence_parallel=True, etp=2),
         case("PP2, experts", MOE, pp=2),
-        case("PP2 uneven, experts, tied, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL),
+        case(
+            "PP2 uneven, experts, tied, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL
+        ),
         case("PP2 x VPP2, experts, empty chunk", MOE, pp=2, vpp=2, layers=[0, 1, 1, 2]),
         case(
             "training, PP2 x VPP2, experts, a first chunk without parameters",
@@ -181,9 +313,22 @@ CASES: dict[int, list[dict[str, Any]]] = {
             steps=TRAINING,
             train=True,
         ),
-        case("training, EP2, experts, overlap", MOE, ep=2, steps=TRAINING, train=True, overlap=True, bucket_size=10_000),
         case(
-            "training, EP2, experts, no distributed optimizer", MOE, ep=2, steps=TRAINING, train=True, distributed_optimizer=False
+            "training, EP2, experts, overlap",
+            MOE,
+            ep=2,
+            steps=TRAINING,
+            train=True,
+            overlap=True,
+            bucket_size=10_000,
+        ),
+        case(
+            "training, EP2, experts, no distributed optimizer",
+            MOE,
+            ep=2,
+            steps=TRAINING,
+            train=True,
+            distributed_optimizer=False,
         ),
     ],
     4: [
@@ -201,17 +346,39 @@ CASES: dict[int, list[dict[str, Any]]] = {
             for family in (Q25, Q2)
         ),
         case("TP2 x PP2 uneven + SP, tied", tied=True, tp=2, pp=2, layers=[1, 3], sequence_parallel=True),
-        case("TP2 x PP2 x VPP2 uneven + SP, tied", tied=True, tp=2, pp=2, vpp=2, layers=[0, 2, 1, 1], sequence_parallel=True),
+        case(
+            "TP2 x PP2 x VPP2 uneven + SP, tied",
+            tied=True,
+            tp=2,
+            pp=2,
+            vpp=2,
+            layers=[0, 2, 1, 1],
+            sequence_parallel=True,
+        ),
         case("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
         case("PP4", pp=4),
         case("TP2 x DP2 + SP, rows balanced", tp=2, sequence_parallel=True, steps=[UNEVEN], balanced=True),
-        case("EP2 x PP2, experts, overlap", MOE, pp=2, ep=2, overlap=True, steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST]),
+        case(
+            "EP2 x PP2, experts, overlap",
+            MOE,
+            pp=2,
+            ep=2,
+            overlap=True,
+            steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST],
+        ),
         case("EP2 x PP2 x VPP2, experts, tied", MOE, tied=True, pp=2, vpp=2, ep=2),
         case("EP2 x TP2 + SP, experts", MOE, tp=2, sequence_parallel=True, ep=2),
         case("EP2 x TP2 + SP, ETP2, experts", MOE, tp=2, sequence_parallel=True, ep=2, etp=2),
         case("EP4 x TP2 + SP, experts", MOE, tp=2, sequence_parallel=True, ep=4),
         case(
-            "TP2 x PP2 x VPP2 + SP, experts", MOE, tp=2, pp=2, vpp=2, sequence_parallel=True, overlap=True, steps=[MIXED_ROWS] * 3
+            "TP2 x PP2 x VPP2 + SP, experts",
+            MOE,
+            tp=2,
+            pp=2,
+            vpp=2,
+            sequence_parallel=True,
+            overlap=True,
+            steps=[MIXED_ROWS] * 3,
         ),
         case(
             "training, EP2 x PP2, experts",
@@ -225,7 +392,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
             bucket_size=10_000,
         ),
         case(
-            "training, EP2 x TP2 + SP, ETP2, experts", MOE, tp=2, ep=2, etp=2, sequence_parallel=True, steps=TRAINING, train=True
+            "training, EP2 x TP2 + SP, ETP2, experts",
+            MOE,
+            tp=2,
+            ep=2,
+            etp=2,
+            sequence_parallel=True,
+            steps=TRAINING,
+            train=True,
         ),
         case(
             "training, PP4, experts, stages without parameters",
@@ -236,7 +410,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
             steps=TRAINING,
             train=True,
         ),
-        case("PP2 x DP2, overlap, text-only last", pp=2, layers=[1, 3], overlap=True, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS]),
+        case(
+            "PP2 x DP2, overlap, text-only last",
+            pp=2,
+            layers=[1, 3],
+            overlap=True,
+            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
+        ),
         case(
             "TP2 x DP2 + SP, overlap, text-only last",
             tp=2,
@@ -245,12 +425,27 @@ CASES: dict[int, list[dict[str, Any]]] = {
             steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST],
         ),
         case("training, TP2 x PP2 x VPP2 + SP, tied", steps=TRAINING, train=True, **TRAINED),
-        case("training, PP2 x DP2, tied, overlap", tied=True, pp=2, overlap=True, bucket_size=10_000, steps=TRAINING, train=True),
+        case(
+            "training, PP2 x DP2, tied, overlap",
+            tied=True,
+            pp=2,
+            overlap=True,
+            bucket_size=10_000,
+            steps=TRAINING,
+            train=True,
+        ),
         case("TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **(TRAINED | {"tied": False}), steps=[MIXED_ROWS] * 3),
         case("TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven", Q3, **TRAINED, layers=[0, 2, 1, 1], steps=[BETWEEN]),
         case("TP4 above the key/value heads + SP, qwen3_vl", Q3, tp=4, sequence_parallel=True),
         case("PP4, qwen3_vl, a DeepStack level a stage", Q3, pp=4),
-        case("PP2 x DP2, qwen3_vl, overlap", Q3, pp=2, layers=[1, 3], overlap=True, steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS]),
+        case(
+            "PP2 x DP2, qwen3_vl, overlap",
+            Q3,
+            pp=2,
+            layers=[1, 3],
+            overlap=True,
+            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
+        ),
         case("training, TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, steps=TRAINING, train=True, **TRAINED),
         case("TP2 x PP2, full recompute", tp=2, pp=2, recompute={"language": "full", "vision": "full"}),
     ],

@@ -1,7 +1,7 @@
 """Which cases of a table ``make test`` runs: the fewest that hold every pair of settings that any case holds.
 
-Most faults of a layout show when two settings meet (sequence parallelism with a tied output layer, say), seldom only when
-three do. ``make test-full`` runs the whole table.
+Most faults of a layout show when two settings meet (sequence parallelism with a tied output layer, say),
+seldom only when three do. ``make test-full`` runs the whole table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
 
 
 def _settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The settings of a case. Rows are told apart by the kinds of samples in them, splits of layers by what is odd in them."""
+    """The settings of a case. Rows are told apart by the kinds of samples in them, splits of layers by what
+    is odd in them."""
     settings = {
         (field, repr(value)) for field, value in case.items() if field not in ("name", "steps", "layers")
     }

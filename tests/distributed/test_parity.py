@@ -1,6 +1,7 @@
 """Loss and gradients of every layout equal those of transformers, in real groups of processes.
 
-One group is started for each number of ranks and runs all of that number's chosen cases; each test reads its case's result.
+One group is started for each number of ranks and runs all of that number's chosen cases; each test reads its
+case's result.
 """
 
 from __future__ import annotations

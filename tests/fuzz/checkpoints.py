@@ -1,9 +1,11 @@
-"""Damages Megatron checkpoints in every way that comes to mind and reads them: ``python -m tests.fuzz.checkpoints --count 500``.
+"""Damages Megatron checkpoints in every way that comes to mind and reads them:
+``python -m tests.fuzz.checkpoints --count 500``.
 
-Four checkpoints are made: unsplit weights, shards, a run's folder as one rank saved it, and one as four ranks would have.
-Each round copies one, damages it, then merges and exports it as the command does and, for runs, resumes with the trainer's
-own function into a built model. What comes out must be, bit for bit, what the undamaged checkpoint gives, or a refusal that
-names the damaged file, or the tensor or field in it. Anything else is a fault, printed with the seed that repeats it.
+Four checkpoints are made: unsplit weights, shards, a run's folder as one rank saved it, and one as four ranks
+would have. Each round copies one, damages it, then merges and exports it as the command does and, for runs,
+resumes with the trainer's own function into a built model. What comes out must be, bit for bit, what the
+undamaged checkpoint gives, or a refusal that names the damaged file, or the tensor or field in it. Anything
+else is a fault, printed with the seed that repeats it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from toolkit.tiny import write_tiny_checkpoint
 CHECKPOINTS = ("full", "shards", "run", "run_of_four")
 
 
-# --- What is damaged ------------------------------------------------------------------------------------------------
+# --- What is damaged
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -72,8 +75,25 @@ class Mutator:
         self.json = [path for path in self.files if path.suffix == ".json"]
 
     def damage(self) -> Damage:
-        kinds = [self.flip, self.cut, self.extend, self.delete, self.swap, self.zeros, self.header, self.rename_tensors]
-        kinds += [self.edit, self.edit, self.signed_edit, self.older_file, self.older_part, self.empty, self.junk]
+        kinds = [
+            self.flip,
+            self.cut,
+            self.extend,
+            self.delete,
+            self.swap,
+            self.zeros,
+            self.header,
+            self.rename_tensors,
+        ]
+        kinds += [
+            self.edit,
+            self.edit,
+            self.signed_edit,
+            self.older_file,
+            self.older_part,
+            self.empty,
+            self.junk,
+        ]
         while True:
             kind = self.draw.choice(kinds)
             done = kind()
@@ -91,7 +111,10 @@ class Mutator:
     def flip(self) -> tuple[str, list[str]]:
         path = self.pick()
         data = bytearray(path.read_bytes())
-        places = [(self.draw.randrange(len(data)), self.draw.randrange(8)) for _ in range(self.draw.choice([1, 1, 2, 8]))]
+        places = [
+            (self.draw.randrange(len(data)), self.draw.randrange(8))
+            for _ in range(self.draw.choice([1, 1, 2, 8]))
+        ]
         for at, bit in places:
             data[at] ^= 1 << bit
         replace(path, bytes(data))
@@ -122,7 +145,9 @@ class Mutator:
 
     def junk(self) -> tuple[str, list[str]]:
         path = self.pick()
-        replace(path, self.draw.choice([self.draw.randbytes(2000), b"null", b"[]", b"{}", b"\xff\xfe", b'"x"']))
+        replace(
+            path, self.draw.choice([self.draw.randbytes(2000), b"null", b"[]", b"{}", b"\xff\xfe", b'"x"'])
+        )
         return f"{self.name(path)}: replaced by junk", [self.name(path)]
 
     def swap(self) -> tuple[str, list[str]] | None:
@@ -134,7 +159,11 @@ class Mutator:
         first, second = a.read_bytes(), b.read_bytes()
         replace(a, second)
         replace(b, first)
-        return f"{self.name(a)} and {self.name(b)} exchanged", [self.name(a), self.name(b), *self.described_by(a)]
+        return f"{self.name(a)} and {self.name(b)} exchanged", [
+            self.name(a),
+            self.name(b),
+            *self.described_by(a),
+        ]
 
     def zeros(self) -> tuple[str, list[str]]:
         path = self.draw.choice(self.tensors)
@@ -155,7 +184,9 @@ class Mutator:
         if change == "dtype":
             entry["dtype"] = self.draw.choice(["F32", "BF16", "F16", "I32", "I64", "F4", "U8"])
         elif change == "shape":
-            entry["shape"] = self.draw.choice([[1, *entry["shape"]], entry["shape"][:-1], [n + 1 for n in entry["shape"]]])
+            entry["shape"] = self.draw.choice(
+                [[1, *entry["shape"]], entry["shape"][:-1], [n + 1 for n in entry["shape"]]]
+            )
         elif change == "transpose":
             entry["shape"] = entry["shape"][::-1]
         elif change == "offsets":
@@ -204,7 +235,8 @@ class Mutator:
         return f"{self.name(path)}: {'.'.join(map(str, where))} edited", [self.name(path), *map(str, where)]
 
     def signed_edit(self) -> tuple[str, list[str]] | None:
-        """A manifest whose digest was made to fit: fields that the config, files and hashes decide are still compared."""
+        """A manifest whose digest was made to fit: fields that the config, files and hashes decide are still
+        compared."""
         path = self.draw.choice([path for path in self.json if path.name == MANIFEST])
         content = json.loads(path.read_text())
         decided = ("kind", "family", "layout", "tensors", "files", "format", "version")
@@ -213,14 +245,19 @@ class Mutator:
             return None
         content["digest"] = manifest_digest(content)
         replace(path, json.dumps(content).encode())
-        return f"{self.name(path)}: {'.'.join(map(str, where))} edited and signed", [self.name(path), *map(str, where)]
+        return f"{self.name(path)}: {'.'.join(map(str, where))} edited and signed", [
+            self.name(path),
+            *map(str, where),
+        ]
 
     def edit_value(self, content: Any, wanted: Callable[[tuple], bool]) -> tuple | None:
         """Changes one value in place, the outer ones as often as the many inner ones. Returns where."""
         node, place = content, ()
         while isinstance(node, dict | list) and node:
             parent = node
-            keys = [key for key in (node if isinstance(node, dict) else range(len(node))) if wanted((*place, key))]
+            keys = [
+                key for key in (node if isinstance(node, dict) else range(len(node))) if wanted((*place, key))
+            ]
             if not keys:
                 return None
             key = self.draw.choice(keys)
@@ -257,10 +294,15 @@ class Mutator:
         if older.read_bytes() == path.read_bytes():
             return None
         replace(path, older.read_bytes())
-        return f"{self.name(path)}: that of {steps[0].name}", [self.name(path), MANIFEST, *self.described_by(path)]
+        return f"{self.name(path)}: that of {steps[0].name}", [
+            self.name(path),
+            MANIFEST,
+            *self.described_by(path),
+        ]
 
     def described_by(self, path: Path) -> list[str]:
-        """Where a description is another step's, it and the files it describes no longer agree: either may be named."""
+        """Where a description is another step's, it and the files it describes no longer agree: either may be
+        named."""
         described = path.name in ("run.json", MANIFEST)
         return [self.name(file) for file in self.files if described and path.parent in file.parents]
 
@@ -276,7 +318,8 @@ class Mutator:
         return f"{steps[-1].name}/{part}: that of {steps[0].name}", [part, *files]
 
 
-# --- What reads it --------------------------------------------------------------------------------------------------
+# --- What reads it
+# --------------------------------------------------------------------------------------------------
 
 
 class Refused(Exception):
@@ -289,27 +332,65 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.hf = write_tiny_checkpoint(
-            folder / "hf", "qwen2_5_vl", tied=True, dtype=torch.float32, layers=2, vision_layers=2, full_attention_layers=(1,)
+            folder / "hf",
+            "qwen2_5_vl",
+            tied=True,
+            dtype=torch.float32,
+            layers=2,
+            vision_layers=2,
+            full_attention_layers=(1,),
         )
         convert(self.hf, folder / "full", workers=1)
         convert(self.hf, folder / "shards", {"tp": 2, "pp": 2}, workers=1)
         self.run = self._trained()
         self._as_four_ranks()
-        self.good = {(name, action): work(folder / name) for name in CHECKPOINTS for action, work in self.actions(name).items()}
+        self.good = {
+            (name, action): work(folder / name)
+            for name in CHECKPOINTS
+            for action, work in self.actions(name).items()
+        }
 
     def actions(self, checkpoint: str) -> dict[str, Callable[[Path], str]]:
         actions = {"merge": self.merge, "export": self.export, "load": self.load}
         return actions | {"resume": self.resume} if checkpoint.startswith("run") else actions
 
     def _trained(self) -> Any:
-        """A run of two steps on one rank with a checkpoint after each, as the trainer writes them, and its model."""
+        """A run of two steps on one rank with a checkpoint after each, as the trainer writes them, and its
+        model."""
         from megatron_vl.training.loop import set_up, train
 
         data = self._data()
-        words = ["--model.hf", self.hf, "--model.checkpoint", self.folder / "full", "--data.path", data, "--data.seq_len", "64"]
-        words += ["--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu", "--steps", "2", "--optimizer.lr", "1e-3"]
+        words = [
+            "--model.hf",
+            self.hf,
+            "--model.checkpoint",
+            self.folder / "full",
+            "--data.path",
+            data,
+            "--data.seq_len",
+            "64",
+        ]
+        words += [
+            "--global_batch_size",
+            "1",
+            "--dtype",
+            "float32",
+            "--platform",
+            "cpu",
+            "--steps",
+            "2",
+            "--optimizer.lr",
+            "1e-3",
+        ]
         words += ["--data.shuffle_buffer", "4", "--data.packing_buffer", "4", "--data.num_workers", "0"]
-        words += ["--checkpoint.dir", self.folder / "run", "--checkpoint.interval", "1", "--checkpoint.keep", "2"]
+        words += [
+            "--checkpoint.dir",
+            self.folder / "run",
+            "--checkpoint.interval",
+            "1",
+            "--checkpoint.keep",
+            "2",
+        ]
         config = parse_config([str(word) for word in words])
         with contextlib.redirect_stdout(io.StringIO()):
             train(config)
@@ -320,26 +401,43 @@ class Bench:
         from data_tools.convert import convert as convert_data
 
         turns = [{"from": "human", "value": "What is this?"}, {"from": "gpt", "value": "A cat."}]
-        (self.folder / "data.json").write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(12)]))
+        (self.folder / "data.json").write_text(
+            json.dumps([{"id": str(i), "conversations": turns} for i in range(12)])
+        )
         with contextlib.redirect_stdout(io.StringIO()):
-            convert_data([self.folder / "data.json"], Options(out=self.folder / "data", media_root=self.folder, workers=1))
+            convert_data(
+                [self.folder / "data.json"],
+                Options(out=self.folder / "data", media_root=self.folder, workers=1),
+            )
         return self.folder / "data"
 
     def _as_four_ranks(self) -> None:
         """The run's checkpoints as TP2 x PP2 would have written them."""
         from megatron_vl.json_files import write_json
         from megatron_vl.training.checkpoint import read_run
-        from megatron_vl.training.optimizer_state import INDEX, KINDS, OptimizerReader, slices_of, write_hashed, write_index
+        from megatron_vl.training.optimizer_state import (
+            INDEX,
+            KINDS,
+            OptimizerReader,
+            slices_of,
+            write_hashed,
+            write_index,
+        )
         from megatron_vl.weights.run_folder import parse_lineage, step_folder, write_lineage
 
         layout, table = make_layout(self.run.spec, tp=2, pp=2), tensor_table(self.run.spec)
         for step in (1, 2):
-            source, out = step_folder(self.folder / "run", step), step_folder(self.folder / "run_of_four", step)
+            source, out = (
+                step_folder(self.folder / "run", step),
+                step_folder(self.folder / "run_of_four", step),
+            )
             saved, weights = read_run(source), WeightReader(source / "weights")
             shutil.copytree(source / "loader", out / "loader")
             (out / "optimizer").mkdir()
             files = {name: facts for name, facts in saved["files"].items() if name.startswith("loader/")}
-            states = {name[10:]: facts for name, facts in saved["files"].items() if name.startswith("optimizer/")}
+            states = {
+                name[10:]: facts for name, facts in saved["files"].items() if name.startswith("optimizer/")
+            }
             state, entries = OptimizerReader(source / "optimizer", states, WHOLE), []
             slices = {}
             for rank, (pp, tp) in enumerate((pp, tp) for pp in range(2) for tp in range(2)):
@@ -358,7 +456,9 @@ class Bench:
                 shards = {info.name: shard(weights.get(info.name), info, tp, layout.cut) for info in infos}
                 entries.append(write_rank_file(out / "weights", tp, pp, shards))
             files[f"optimizer/{INDEX}"] = write_index(out / "optimizer", slices)
-            weights_digest = write_manifest(out / "weights", self.run.spec, layout, entries, weights.manifest["origin"])
+            weights_digest = write_manifest(
+                out / "weights", self.run.spec, layout, entries, weights.manifest["origin"]
+            )
             facts = {**saved, "layout": layout.as_dict(), "files": files}
             # What the trainer adds so that run.json, the weights' manifest and the folder belong together.
             facts |= {"weights": weights_digest} if "weights" in saved else {}
@@ -381,7 +481,9 @@ class Bench:
             code = command([*map(str, words), "--out", str(out), "--workers", "2"])
         if code:
             if out.is_dir() and any(out.iterdir()):
-                raise AssertionError(f"refused, but {out} was left with {sorted(path.name for path in out.iterdir())}")
+                raise AssertionError(
+                    f"refused, but {out} was left with {sorted(path.name for path in out.iterdir())}"
+                )
             raise Refused(error.getvalue())
         digest = hashlib.sha256()
         for path in sorted(out.rglob("*")):
@@ -422,11 +524,19 @@ class Bench:
             if newest is None:
                 raise Refused("None: the run would start anew")
             step = newest.step
-            facts = {"chunks": run.chunks, "optimizer": run.optimizer, "spec": run.spec, "layout": run.layout, "grid": run.grid}
+            facts = {
+                "chunks": run.chunks,
+                "optimizer": run.optimizer,
+                "spec": run.spec,
+                "layout": run.layout,
+                "grid": run.grid,
+            }
             restored = saved.load(newest.path, **facts, run=run_facts(run.config, run.grid.dp))
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
-        digest = hashlib.sha256(json.dumps([step, restored.loader, restored.bad_samples], sort_keys=True).encode())
+        digest = hashlib.sha256(
+            json.dumps([step, restored.loader, restored.bad_samples], sort_keys=True).encode()
+        )
         digest.update(torch.get_rng_state().numpy().tobytes())
         for name, parameter, _ in parameters:
             digest.update(name.encode() + parameter.detach().numpy().tobytes())
@@ -437,7 +547,8 @@ class Bench:
         return digest.hexdigest()
 
 
-# --- Rounds ---------------------------------------------------------------------------------------------------------
+# --- Rounds
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -471,7 +582,9 @@ def play(bench: Bench, seed: str) -> Round:
             outcome = "ERROR"
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(frame.filename).name}:{frame.lineno}"
-            own = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)][-4:]
+            own = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)][
+                -4:
+            ]
             faults.append(f"{action}: {type(error).__name__} at {place} ({' > '.join(own)}): {error}")
         outcomes[action] = outcome
     return Round(seed, name, damage, outcomes, faults)
@@ -496,26 +609,53 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         begin = shown = time.monotonic()
-        for done, result in enumerate([play(bench, args.only)] if args.only else rounds(bench, args.count, args.seed), 1):
+        for done, result in enumerate(
+            [play(bench, args.only)] if args.only else rounds(bench, args.count, args.seed), 1
+        ):
             outcomes.update(result.outcomes.items())
             kinds[result.damage.kind] += 1
             for fault in result.faults:
                 faults.append(
-                    {"seed": result.seed, "checkpoint": result.checkpoint, "damage": result.damage.what, "fault": fault}
+                    {
+                        "seed": result.seed,
+                        "checkpoint": result.checkpoint,
+                        "damage": result.damage.what,
+                        "fault": fault,
+                    }
                 )
-                print(f"FAULT {result.seed} {result.checkpoint}: {result.damage.what}\n  {fault}", file=sys.stderr, flush=True)
+                print(
+                    f"FAULT {result.seed} {result.checkpoint}: {result.damage.what}\n  {fault}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if time.monotonic() - shown > 20:
                 shown = time.monotonic()
                 rate = done / (shown - begin)
-                print(f"{done} of {args.count}, {rate:.1f} a second, {(args.count - done) / rate:.0f} s left", file=sys.stderr)
+                print(
+                    f"{done} of {args.count}, {rate:.1f} a second, {(args.count - done) / rate:.0f} s left",
+                    file=sys.stderr,
+                )
         seconds = time.monotonic() - begin
     table = {
-        action: {o: n for (a, o), n in sorted(outcomes.items()) if a == action} for action in sorted({a for a, _ in outcomes})
+        action: {o: n for (a, o), n in sorted(outcomes.items()) if a == action}
+        for action in sorted({a for a, _ in outcomes})
     }
     if args.json:
-        print(json.dumps({"damaged": done, "seconds": seconds, "outcomes": table, "kinds": dict(kinds), "faults": faults}))
+        print(
+            json.dumps(
+                {
+                    "damaged": done,
+                    "seconds": seconds,
+                    "outcomes": table,
+                    "kinds": dict(kinds),
+                    "faults": faults,
+                }
+            )
+        )
     else:
-        print(f"{done} damaged checkpoints in {seconds:.0f} s, {len(faults)} faults; damage: {dict(kinds.most_common())}")
+        print(
+            f"{done} damaged checkpoints in {seconds:.0f} s, {len(faults)} faults; damage: {dict(kinds.most_common())}"
+        )
         for action, counts in table.items():
             print(f"  {action:<7} {', '.join(f'{n} {o}' for o, n in counts.items())}")
     return 1 if faults else 0

@@ -2,8 +2,8 @@
 
     python -m tests.fuzz.data --count 5000
 
-What must hold: no hang, no crash, no memory bomb, and nothing dropped uncounted: records in = samples out + refused, and every
-sample of the shards is in a row or named among the dropped.
+What must hold: no hang, no crash, no memory bomb, and nothing dropped uncounted: records in = samples out +
+refused, and every sample of the shards is in a row or named among the dropped.
 """
 
 from __future__ import annotations
@@ -53,8 +53,31 @@ ODD: list[Any] = [
     "../a",
     "é" * 400,
 ]
-ODD += [[], {}, [[]], {"a": {}}, ["<image>"], [{"type": "image"}], {"type": "text"}, "file:///etc/passwd", "https://x/y.png"]
-KINDS = ["png", "webp", "jpeg", "jpeg420", "progressive", "grey", "rgba", "palette", "cmyk", "exif", "grey16", "bilevel"]
+ODD += [
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    ["<image>"],
+    [{"type": "image"}],
+    {"type": "text"},
+    "file:///etc/passwd",
+    "https://x/y.png",
+]
+KINDS = [
+    "png",
+    "webp",
+    "jpeg",
+    "jpeg420",
+    "progressive",
+    "grey",
+    "rgba",
+    "palette",
+    "cmyk",
+    "exif",
+    "grey16",
+    "bilevel",
+]
 
 
 @dataclass
@@ -72,7 +95,8 @@ class Outcome:
         return f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used; {reasons}"
 
 
-# --------------------------------------------------------------------------------------------------------- mutations
+# ---------------------------------------------------------------------------------------------------------
+# mutations
 
 
 def flipped(data: bytes, draw: random.Random) -> bytes:
@@ -107,7 +131,15 @@ def unchanged(data: bytes, draw: random.Random) -> bytes:
     return data
 
 
-BYTES: list[Callable[[bytes, random.Random], bytes]] = [flipped, flipped, cut, spliced, numbers, noise, unchanged]
+BYTES: list[Callable[[bytes, random.Random], bytes]] = [
+    flipped,
+    flipped,
+    cut,
+    spliced,
+    numbers,
+    noise,
+    unchanged,
+]
 
 
 def edited(value: Any, draw: random.Random) -> Any:
@@ -140,7 +172,8 @@ _PICTURES = [encoded(30 + 9 * i, 90 - 5 * i, kind, seed=i) for i, kind in enumer
 _VIDEO = video(6, 64, 64)
 
 
-# --------------------------------------------------------------------------------------------------------- data tool
+# ---------------------------------------------------------------------------------------------------------
+# data tool
 
 
 def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
@@ -158,7 +191,11 @@ def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
         return json.dumps(record).encode()
     line = json.dumps(record, ensure_ascii=False).encode()
     if how == "encoding":
-        return line.decode().replace("What", "Wäs").encode(draw.choice(["utf-16", "latin-1", "utf-8-sig", "cp037"]))
+        return (
+            line.decode()
+            .replace("What", "Wäs")
+            .encode(draw.choice(["utf-16", "latin-1", "utf-8-sig", "cp037"]))
+        )
     return draw.choice(BYTES[:-1])(line, draw)
 
 
@@ -179,12 +216,17 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
     assert report.samples + len(listed) == report.records
     assert sum(sum(reasons.values()) for reasons in report.refused.values()) == len(listed)
     assert all(line["reason"] and line["detail"] and line["file"] == "in.jsonl" for line in listed)
-    used = {json.loads(v["json"])["source"]["record"] for s in sorted((folder / "out").glob("*.tar")) for _, v in _samples(s)}
+    used = {
+        json.loads(v["json"])["source"]["record"]
+        for s in sorted((folder / "out").glob("*.tar"))
+        for _, v in _samples(s)
+    }
     assert sorted([*used, *(line["record"] for line in listed)]) == lines
     return _outcome(Outcome(len(lines), report.samples, Counter(line["reason"] for line in listed)), start)
 
 
-# ------------------------------------------------------------------------------------------------------------ loader
+# ------------------------------------------------------------------------------------------------------------
+# loader
 
 
 def _samples(shard: Path) -> list[tuple[str, dict[str, bytes]]]:
@@ -197,7 +239,8 @@ def _samples(shard: Path) -> list[tuple[str, dict[str, bytes]]]:
 
 
 def _mutated(members: dict[str, bytes], draw: random.Random) -> dict[str, bytes]:
-    """A stored sample with edited text or media and checksums that fit them, as if it had been converted so."""
+    """A stored sample with edited text or media and checksums that fit them, as if it had been converted
+    so."""
     record = json.loads(members["json"])
     record.pop("crc32", None)
     out = dict(members)
@@ -240,9 +283,12 @@ def _damage(shard: Path, draw: random.Random) -> None:
 
 
 def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
-    """At least ``count`` mutated samples of the data set ``out`` through the loader, in rounds over the whole set."""
+    """At least ``count`` mutated samples of the data set ``out`` through the loader, in rounds over the whole
+    set."""
     draw = random.Random(seed)
-    ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))  # slow imports, before the forks
+    ChatEncoder(
+        tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl"))
+    )  # slow imports, before the forks
     shards = sorted(out.glob("*.tar"))
     pristine = {shard: (_samples(shard), shard.read_bytes()) for shard in shards}
     total = Outcome(0, 0)
@@ -255,7 +301,9 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
                 _damage(shard, draw)
             places |= {f"{shard.name}[{i}]": key for i, (key, _) in enumerate(samples)}
         todo = set(places.values())
-        used, reasons, missing = _guarded(lambda todo=todo, places=places: _one_pass(out, places, todo, workers), 60 + len(todo))
+        used, reasons, missing = _guarded(
+            lambda todo=todo, places=places: _one_pass(out, places, todo, workers), 60 + len(todo)
+        )
         assert not missing, f"neither in a row nor counted: {sorted(missing)[:5]}"
         total.count += len(places)
         total.used += used
@@ -263,11 +311,15 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
     return _outcome(total, start)
 
 
-def _one_pass(out: Path, places: dict[str, str], todo: set[str], workers: int) -> tuple[int, Counter[str], set[str]]:
+def _one_pass(
+    out: Path, places: dict[str, str], todo: set[str], workers: int
+) -> tuple[int, Counter[str], set[str]]:
     """Rows until every sample was seen once: used without loss of its media, or dropped by reason."""
     folder = tiny_checkpoint("qwen2_5_vl")
     pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
-    data = DataConfig(path=str(out), seq_len=1024, num_workers=workers, packing_buffer=16, shuffle_buffer=0, **pixels)
+    data = DataConfig(
+        path=str(out), seq_len=1024, num_workers=workers, packing_buffer=16, shuffle_buffer=0, **pixels
+    )
     rows = build_loader(data, read_spec(folder), folder)
     dropped: dict[str, str] = {}
     used: set[str] = set()
@@ -313,8 +365,12 @@ def _outcome(outcome: Outcome, start: float) -> Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=5000, help="mutated records, and mutated samples (default: 5000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--count", type=int, default=5000, help="mutated records, and mutated samples (default: 5000)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes of the data tool (default: 2)")
     args = parser.parse_args()

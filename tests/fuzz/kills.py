@@ -1,9 +1,11 @@
-"""Kills a four-rank run with SIGKILL at random moments, again and again, and compares it with an undisturbed one.
+"""Kills a four-rank run with SIGKILL at random moments, again and again, and compares it with an undisturbed
+one.
 
     python -m tests.fuzz.kills --kills 20
 
-TP2 x PP2 with sequence parallelism, overlapped reduction and gather, loader workers, a checkpoint every second step:
-many kills hit a save. Losses, gradient norms and the samples of every step must be equal bit for bit.
+TP2 x PP2 with sequence parallelism, overlapped reduction and gather, loader workers, a checkpoint every
+second step: many kills hit a save. Losses, gradient norms and the samples of every step must be equal bit for
+bit.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ KEYS = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 def kill_once(
     prepared: dict[str, Path], run: Path, options: list[str], ranks: int, steps: int, rng: random.Random
 ) -> tuple[bool, str]:
-    """Starts (or resumes) the run and kills it. Returns (whether it was killed before its end, at which step)."""
+    """Starts (or resumes) the run and kills it. Returns (whether it was killed before its end, at which
+    step)."""
     seen = len(metrics(run))
     with (run.parent / "killed.log").open("ab") as log:
         words = command(prepared, run, *options, ranks=ranks, steps=steps)
@@ -45,7 +48,9 @@ def kill_once(
             kill_tree(process.pid)
         code = process.wait()
     if ended and code:
-        raise RuntimeError(f"the run ended by itself with exit code {code}; {run.parent / 'killed.log'} says why")
+        raise RuntimeError(
+            f"the run ended by itself with exit code {code}; {run.parent / 'killed.log'} says why"
+        )
     lines = metrics(run)
     saving = " while saving" if list(run.glob("step_*.partial")) else ""
     return not ended, f"step {lines[-1]['step'] if lines else 0}{saving}"
@@ -57,11 +62,15 @@ def joined(lines: list[dict[str, Any]]) -> dict[int, Any]:
     for line in lines:
         value = [line[key] for key in KEYS] if "loss" in line else line["rows"]
         if steps.setdefault(line["step"], value) != value:
-            raise ValueError(f"step {line['step']} came out differently after a kill: {steps[line['step']]} and {value}")
+            raise ValueError(
+                f"step {line['step']} came out differently after a kill: {steps[line['step']]} and {value}"
+            )
     return steps
 
 
-def run_kills(folder: Path, kills: int, seed: int, steps: int, workers: int = 2, ranks: int = 4) -> dict[str, Any]:
+def run_kills(
+    folder: Path, kills: int, seed: int, steps: int, workers: int = 2, ranks: int = 4
+) -> dict[str, Any]:
     """The whole experiment. Raises ValueError when anything differs."""
     rng, options = random.Random(seed), [*LAYOUTS[ranks], *OPTIONS, "--data.num_workers", str(workers)]
     prepared = prepare(folder / "prepared", small_checkpoint(folder / "hf"))
@@ -79,7 +88,8 @@ def run_kills(folder: Path, kills: int, seed: int, steps: int, workers: int = 2,
         killed += 1
         during_save += "saving" in where
         print(
-            f"kill {killed}/{kills} at {where}, last checkpoint {[p.name for p in sorted(run.glob('step_*'))][-1:]}", flush=True
+            f"kill {killed}/{kills} at {where}, last checkpoint {[p.name for p in sorted(run.glob('step_*'))][-1:]}",
+            flush=True,
         )
     done = train(prepared, run, *options, ranks=ranks, steps=steps)
     if done.returncode:
@@ -89,7 +99,12 @@ def run_kills(folder: Path, kills: int, seed: int, steps: int, workers: int = 2,
         if ours != theirs:
             first = min(step for step in ours.keys() | theirs.keys() if ours.get(step) != theirs.get(step))
             raise ValueError(f"{name}: step {first} is {ours.get(first)}, undisturbed {theirs.get(first)}")
-    return {"kills": killed, "during_save": during_save, "steps": steps, "undisturbed_s": round(undisturbed_s, 1)}
+    return {
+        "kills": killed,
+        "during_save": during_save,
+        "steps": steps,
+        "undisturbed_s": round(undisturbed_s, 1),
+    }
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""Damaged checkpoints through merge, export and resume; the long run is ``python -m tests.fuzz.checkpoints --count 500``."""
+"""Damaged checkpoints through merge, export and resume; the long run is
+``python -m tests.fuzz.checkpoints --count 500``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ pytestmark = pytest.mark.ranks
 def test_damage_is_refused_by_name_or_does_not_matter() -> None:
     """In a process of its own: the trainer's CPU platform changes torch for the rest of it."""
     done = run_module("tests.fuzz.checkpoints", ["--count", "60", "--seed", "5", "--json"])
-    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if line.startswith(("FAULT", "  ")))
+    assert done.returncode == 0, "\n".join(
+        line for line in done.stderr.splitlines() if line.startswith(("FAULT", "  "))
+    )
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["damaged"] == 60 and result["faults"] == []
     for action in ("merge", "export", "load", "resume"):

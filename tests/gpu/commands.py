@@ -1,9 +1,11 @@
-"""The commands that a user runs around a training, on real GPUs: doctor, generate, training with validation, evaluate.
+"""The commands that a user runs around a training, on real GPUs: doctor, generate, training with validation,
+evaluate.
 
     python -m tests.gpu.commands --ranks 2 [--out FOLDER] [--platform cpu]
 
-Small checkpoints with the released head dimensions, synthetic pictures. `evaluate` shares its questions between the GPUs; it is
-left out where VLMEvalKit does not import. Prints a line a check; exit code 1 when one fails.
+Small checkpoints with the released head dimensions, synthetic pictures. `evaluate` shares its questions
+between the GPUs; it is left out where VLMEvalKit does not import. Prints a line a check; exit code 1 when one
+fails.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def picture(folder: Path, name: str) -> Path:
     """A gradient into one colour."""
     path = folder / f"{name}.png"
     ramp = Image.linear_gradient("L").resize((196, 140))
-    Image.merge("RGB", [ramp.point(lambda v, c=channel: v * c // 255) for channel in COLOURS[name]]).save(path)
+    Image.merge("RGB", [ramp.point(lambda v, c=channel: v * c // 255) for channel in COLOURS[name]]).save(
+        path
+    )
     return path
 
 
@@ -59,8 +63,13 @@ def write_inputs(folder: Path) -> None:
     for number, name in enumerate(COLOURS):
         path = picture(media, name)
         encoded = base64.b64encode(path.read_bytes()).decode()
-        rows += [[2 * number + i, encoded, f"Which colour is it? {i}", *COLOURS, "ABCD"[number]] for i in range(2)]
-        turns = [{"from": "human", "value": f"<image>\n{QUESTION}"}, {"from": "gpt", "value": f"Something {name}."}]
+        rows += [
+            [2 * number + i, encoded, f"Which colour is it? {i}", *COLOURS, "ABCD"[number]] for i in range(2)
+        ]
+        turns = [
+            {"from": "human", "value": f"<image>\n{QUESTION}"},
+            {"from": "gpt", "value": f"Something {name}."},
+        ]
         conversations.append({"id": name, "image": path.name, "conversations": turns})
     (folder / "conversations.json").write_text(json.dumps(conversations))
     with (folder / "lmu" / "colours.tsv").open("w", newline="") as file:
@@ -90,10 +99,17 @@ class Checks:
 
 def transformers_tokens(hf: Path, image: Path, platform: str) -> list[int]:
     """The greedy answer of ``transformers``."""
-    processor, model = load_processor(hf), load_model(hf, torch.bfloat16 if platform == "cuda" else torch.float32).to(platform)
+    processor, model = (
+        load_processor(hf),
+        load_model(hf, torch.bfloat16 if platform == "cuda" else torch.float32).to(platform),
+    )
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
-    batch = processor(text=[text], images=[Image.open(image).convert("RGB")], return_tensors="pt").to(platform)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    batch = processor(text=[text], images=[Image.open(image).convert("RGB")], return_tensors="pt").to(
+        platform
+    )
     given = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.0)
     return given[0, batch.input_ids.shape[1] :].tolist()
 
@@ -107,7 +123,9 @@ def prepare(work: Path, ranks: int) -> None:
     """Inputs, small checkpoints, their Megatron weights and the round trip."""
     write_inputs(work)
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.bfloat16, **SIZES)
-    write_tiny_checkpoint(work / "moe", "qwen3_vl_moe", dtype=torch.bfloat16, **MOE_SIZES, experts_per_token=4)
+    write_tiny_checkpoint(
+        work / "moe", "qwen3_vl_moe", dtype=torch.bfloat16, **MOE_SIZES, experts_per_token=4
+    )
     convert(work / "hf", work / "shards", {"tp": ranks, "pp": 1})
     convert(work / "moe", work / "moe_shards", {"tp": 1, "pp": 1, "ep": ranks})
     export(work / "shards", work / "hf", work / "again")
@@ -118,11 +136,23 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     source = ["--input", work / "conversations.json", "--media-root", work / "media", "--out", work / "data"]
     checks.run("data convert", "-m", "toolkit", "data", "convert", *source)
     run, cuda, several = work / "run.yaml", platform == "cuda", str(ranks > 1).lower()
-    fields = {"parallel": several, "overlap": several if cuda else "false", "dtype": "bfloat16" if cuda else "float32"}
+    fields = {
+        "parallel": several,
+        "overlap": several if cuda else "false",
+        "dtype": "bfloat16" if cuda else "float32",
+    }
     paths = {name: work / name for name in ("hf", "shards", "data", "run")}
     run.write_text(RUN.format(**paths, **fields, ranks=ranks, platform=platform))
     checks.run("doctor", "-m", "toolkit", "doctor", "--config", run, "--world-size", ranks)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "megatron_vl.train"]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        ranks,
+        "-m",
+        "megatron_vl.train",
+    ]
     checks.run("training with validation", *launch, "--config", run)
     answers = work / "run" / "eval.jsonl"
     lines = answers.read_text().splitlines() if answers.is_file() else []
@@ -132,15 +162,30 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
 def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> None:
     """Answers on one rank, under TP and, with experts, under EP."""
     image = work / "media" / "red.png"
-    asked = ["--prompt", QUESTION, "--image", image, "--max-new-tokens", NEW_TOKENS, "--platform", platform, "--json"]
+    asked = [
+        "--prompt",
+        QUESTION,
+        "--image",
+        image,
+        "--max-new-tokens",
+        NEW_TOKENS,
+        "--platform",
+        platform,
+        "--json",
+    ]
     dense = ["-m", "toolkit", "generate", "--checkpoint", work / "shards", "--hf", work / "hf", *asked]
     want = transformers_tokens(work / "hf", image, platform)
     for tp in sorted({1, ranks}):
         got = tokens_of(checks.run(f"generate tp {tp}", *dense, "--tp", tp))
-        # Sums over ranks are rounded elsewhere, so that in bfloat16 a near tie may end another way behind the first token.
+        # Sums over ranks are rounded elsewhere, so that in bfloat16 a near tie may end another way behind the
+        # first token.
         compared = NEW_TOKENS if tp == 1 or platform == "cpu" else 1
         same = sum(a == b for a, b in zip(got, want, strict=False))
-        checks.say(f"generate tp {tp}, tokens", bool(got) and got[:compared] == want[:compared], f"{same} of {len(want)}")
+        checks.say(
+            f"generate tp {tp}, tokens",
+            bool(got) and got[:compared] == want[:compared],
+            f"{same} of {len(want)}",
+        )
     experts = ["-m", "toolkit", "generate", "--checkpoint", work / "moe_shards", "--hf", work / "moe", *asked]
     checks.run(f"generate ep {ranks}", *experts, "--ep", ranks)
 
@@ -153,7 +198,19 @@ def check_evaluate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
         return
     folders = ["--original", work / "hf", "--converted", work / "again", "--out", work / "evaluated"]
     table = ["--lmu-data", work / "lmu", "--data", "colours", "--max-new-tokens", 2]
-    checks.run("evaluate", "-m", "toolkit", "evaluate", *folders, *table, "--processes", ranks, "--device", platform, "--json")
+    checks.run(
+        "evaluate",
+        "-m",
+        "toolkit",
+        "evaluate",
+        *folders,
+        *table,
+        "--processes",
+        ranks,
+        "--device",
+        platform,
+        "--json",
+    )
 
 
 def main() -> int:

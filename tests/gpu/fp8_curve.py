@@ -1,10 +1,11 @@
-"""Loss curves of one training in bf16 and with each FP8 recipe, through the trainer and its loader, on one GPU.
+"""Loss curves of one training in bf16 and with each FP8 recipe, through the trainer and its loader, on one
+GPU.
 
     python -m tests.gpu.fp8_curve --data DATA [--steps 80] [--out FOLDER]
 
-DATA is a folder of `megatron-vl data convert`, the demo's for instance. The model is a small Qwen2.5-VL with the released
-head dimensions and random weights; it learns the answers by heart. Exit code 1 when a recipe ends above bf16's noise:
-the mean loss of the last quarter more than 2 % of the first loss apart.
+DATA is a folder of `megatron-vl data convert`, the demo's for instance. The model is a small Qwen2.5-VL with
+the released head dimensions and random weights; it learns the answers by heart. Exit code 1 when a recipe
+ends above bf16's noise: the mean loss of the last quarter more than 2 % of the first loss apart.
 """
 
 from __future__ import annotations
@@ -41,15 +42,35 @@ def main() -> int:
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--runs", nargs="*", default=list(RUNS), help="names of the runs; the first is the reference")
+    parser.add_argument(
+        "--runs", nargs="*", default=list(RUNS), help="names of the runs; the first is the reference"
+    )
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="fp8-"))
     out = args.out or work
     out.mkdir(parents=True, exist_ok=True)
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.float32, **SIZES)
     convert(work / "hf", work / "full")
-    common = ["--model.hf", work / "hf", "--model.checkpoint", work / "full", "--data.path", args.data, "--data.seq_len", "1024"]
-    common += ["--steps", args.steps, "--global_batch_size", "4", "--optimizer.lr", "5e-4", "--optimizer.warmup_steps", "10"]
+    common = [
+        "--model.hf",
+        work / "hf",
+        "--model.checkpoint",
+        work / "full",
+        "--data.path",
+        args.data,
+        "--data.seq_len",
+        "1024",
+    ]
+    common += [
+        "--steps",
+        args.steps,
+        "--global_batch_size",
+        "4",
+        "--optimizer.lr",
+        "5e-4",
+        "--optimizer.warmup_steps",
+        "10",
+    ]
     common += ["--data.num_workers", "1", "--optimizer.weight_decay", "0.01"]
     running = []
     for number, name in enumerate(args.runs):

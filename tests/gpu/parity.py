@@ -2,8 +2,8 @@
 
     python -m tests.gpu.parity --ranks 1 [--out FOLDER]
 
-Head dimensions are the released ones (80 in the tower, 72 in Qwen3-VL's, 128 in the language model), every row has at
-least two samples and two pictures, RoPE is the fused one. Exit code 1 when a case fails.
+Head dimensions are the released ones (80 in the tower, 72 in Qwen3-VL's, 128 in the language model), every
+row has at least two samples and two pictures, RoPE is the fused one. Exit code 1 when a case fails.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ QWEN3_SIZES = {
 MOE_SIZES = {**QWEN3_SIZES, "experts": 16, "expert_ffn_hidden_size": 384}
 FAMILY_SIZES = {
     "qwen3_vl": QWEN3_SIZES,
-    # Rounding to bf16 turns near ties between experts around, in transformers as here, and then says nothing of anything else:
-    # where gradients are compared tensor by tensor, every token goes to all experts.
+    # Rounding to bf16 turns near ties between experts around, in transformers as here, and then says nothing
+    # of anything else: where gradients are compared tensor by tensor, every token goes to all experts.
     "qwen3_vl_moe": {**MOE_SIZES, "experts_per_token": 16},
     "qwen3_vl_moe, routed": {**MOE_SIZES, "experts_per_token": 4},
 }
-ROWS = [["two_images", "mixed"], ["image", "image_between", "text"], ["two_images", "video", "short_text"], ["mixed", "image"]]
+ROWS = [
+    ["two_images", "mixed"],
+    ["image", "image_between", "text"],
+    ["two_images", "video", "short_text"],
+    ["mixed", "image"],
+]
 TEXT_LAST = [*ROWS[:3], ["text", "short_text"]]
 
 TP2_PP2 = {"tp": 2, "pp": 2, "sequence_parallel": True, "overlap": True}
@@ -69,10 +74,18 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {
             "name": "experts, selective recompute",
             "family": "qwen3_vl_moe",
-            "recompute": {"language": "selective", "language_modules": ["core_attn", "layernorm", "activation"]},
+            "recompute": {
+                "language": "selective",
+                "language_modules": ["core_attn", "layernorm", "activation"],
+            },
             "steps": [ROWS],
         },
-        {"name": "experts, full recompute", "family": "qwen3_vl_moe", "recompute": {"language": "full"}, "steps": [ROWS]},
+        {
+            "name": "experts, full recompute",
+            "family": "qwen3_vl_moe",
+            "recompute": {"language": "full"},
+            "steps": [ROWS],
+        },
         {"name": "one rank, tied", "tied": True, "steps": [TEXT_LAST]},
         {"name": "vision frozen", "freeze": ["vision"], "steps": [ROWS]},
         {"name": "full recompute", "recompute": {"language": "full", "vision": "full"}, "steps": [ROWS]},
@@ -100,16 +113,46 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "overlap": True,
             "steps": [TEXT_LAST, ROWS, TEXT_LAST],
         },
-        {"name": "TP2 + SP, qwen3_vl", "family": "qwen3_vl", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
+        {
+            "name": "TP2 + SP, qwen3_vl",
+            "family": "qwen3_vl",
+            "tp": 2,
+            "sequence_parallel": True,
+            "steps": [ROWS],
+        },
         {"name": "PP2, qwen3_vl", "family": "qwen3_vl", "pp": 2, "layers": [1, 3], "steps": [ROWS]},
         {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
     ],
     4: [
         {"name": "TP2 x PP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [ROWS, TEXT_LAST]},
-        {"name": "TP2 x PP2 x VPP2 + SP, tied", **TP2_PP2, "tied": True, "vpp": 2, "steps": [TEXT_LAST, ROWS]},
-        {"name": "TP2 x PP2 x VPP2 + SP, qwen3_vl", **TP2_PP2, "family": "qwen3_vl", "vpp": 2, "steps": [TEXT_LAST, ROWS]},
-        {"name": "EP4, experts", "family": "qwen3_vl_moe", "ep": 4, "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
-        {"name": "EP4, experts, routed", "family": "qwen3_vl_moe, routed", "ep": 4, "overlap": True, "steps": [ROWS, TEXT_LAST]},
+        {
+            "name": "TP2 x PP2 x VPP2 + SP, tied",
+            **TP2_PP2,
+            "tied": True,
+            "vpp": 2,
+            "steps": [TEXT_LAST, ROWS],
+        },
+        {
+            "name": "TP2 x PP2 x VPP2 + SP, qwen3_vl",
+            **TP2_PP2,
+            "family": "qwen3_vl",
+            "vpp": 2,
+            "steps": [TEXT_LAST, ROWS],
+        },
+        {
+            "name": "EP4, experts",
+            "family": "qwen3_vl_moe",
+            "ep": 4,
+            "overlap": True,
+            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
+        },
+        {
+            "name": "EP4, experts, routed",
+            "family": "qwen3_vl_moe, routed",
+            "ep": 4,
+            "overlap": True,
+            "steps": [ROWS, TEXT_LAST],
+        },
         {
             "name": "EP2 x PP2, experts",
             "family": "qwen3_vl_moe",
@@ -119,7 +162,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "overlap": True,
             "steps": [TEXT_LAST, ROWS],
         },
-        {"name": "EP2 x PP2 x VPP2, experts", "family": "qwen3_vl_moe", "pp": 2, "vpp": 2, "ep": 2, "steps": [ROWS]},
+        {
+            "name": "EP2 x PP2 x VPP2, experts",
+            "family": "qwen3_vl_moe",
+            "pp": 2,
+            "vpp": 2,
+            "ep": 2,
+            "steps": [ROWS],
+        },
         {
             "name": "EP2 x TP2 + SP, experts",
             "family": "qwen3_vl_moe",
@@ -152,11 +202,40 @@ CASES: dict[int, list[dict[str, Any]]] = {
     8: [
         {"name": "TP2 x PP2 x DP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
         {"name": "TP4 x PP2 + SP", **TP2_PP2, "tp": 4, "steps": [ROWS, TEXT_LAST]},
-        {"name": "TP2 x PP2 x VPP2 x DP2 + SP, tied", **TP2_PP2, "tied": True, "vpp": 2, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
-        {"name": "EP8, experts", "family": "qwen3_vl_moe", "ep": 8, "overlap": True, "steps": [ROWS * 2, TEXT_LAST * 2]},
-        {"name": "EP4 x TP2 x PP2 + SP, experts", **TP2_PP2, "family": "qwen3_vl_moe", "ep": 4, "steps": [TEXT_LAST, ROWS]},
-        {"name": "DP8, qwen2_vl", "family": "qwen2_vl", "overlap": True, "steps": [ROWS * 2, TEXT_LAST * 2, ROWS * 2]},
-        {"name": "TP2 x PP2 x VPP2 x DP2 + SP, qwen3_vl", **TP2_PP2, "family": "qwen3_vl", "vpp": 2, "steps": [TEXT_LAST, ROWS]},
+        {
+            "name": "TP2 x PP2 x VPP2 x DP2 + SP, tied",
+            **TP2_PP2,
+            "tied": True,
+            "vpp": 2,
+            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
+        },
+        {
+            "name": "EP8, experts",
+            "family": "qwen3_vl_moe",
+            "ep": 8,
+            "overlap": True,
+            "steps": [ROWS * 2, TEXT_LAST * 2],
+        },
+        {
+            "name": "EP4 x TP2 x PP2 + SP, experts",
+            **TP2_PP2,
+            "family": "qwen3_vl_moe",
+            "ep": 4,
+            "steps": [TEXT_LAST, ROWS],
+        },
+        {
+            "name": "DP8, qwen2_vl",
+            "family": "qwen2_vl",
+            "overlap": True,
+            "steps": [ROWS * 2, TEXT_LAST * 2, ROWS * 2],
+        },
+        {
+            "name": "TP2 x PP2 x VPP2 x DP2 + SP, qwen3_vl",
+            **TP2_PP2,
+            "family": "qwen3_vl",
+            "vpp": 2,
+            "steps": [TEXT_LAST, ROWS],
+        },
         {"name": "TP2 x PP4", "tp": 2, "pp": 4, "steps": [ROWS]},
     ],
 }
@@ -165,7 +244,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, choices=sorted(CASES), default=1)
-    parser.add_argument("--out", type=Path, default=None, help="folder for results; a temporary one when not given")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder for results; a temporary one when not given"
+    )
     parser.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", default="", help="cases whose name contains this")
     args = parser.parse_args()
@@ -179,11 +260,20 @@ def main() -> int:
             sizes: dict[str, Any] = FAMILY_SIZES.get(family, SIZES)
             write_tiny_checkpoint(hf, family.split(",")[0], tied=tied, dtype=torch.float32, **sizes)
             convert(hf, work / f"{hf.name}_full")
-        cases.append(Case(hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields))
+        cases.append(
+            Case(hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields)
+        )
     write_cases(cases, work / "cases.json")
     out = (args.out or work) / f"parity_{args.ranks}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(args.ranks),
+    ]
     worker = ["-m", "toolkit.parity.worker", str(work / "cases.json"), str(out), args.platform]
     done = subprocess.run([*launch, *worker], check=False)
     for name, result in json.loads(out.read_text()).items():

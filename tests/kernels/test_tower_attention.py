@@ -1,4 +1,5 @@
-"""Towers whose layers take our Triton kernels are the towers that take torch's SDPA; how a backend is chosen."""
+"""Towers whose layers take our Triton kernels are the towers that take torch's SDPA; how a backend is
+chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.support.ranks import call
 
 @pytest.mark.ranks
 def test_a_step_with_the_kernels_is_the_step_without(tiny_checkpoint) -> None:
-    """One step from the same weights on the same rows, the kernels in Triton's interpreter; window layers take them, too."""
+    """One step from the same weights on the same rows, the kernels in Triton's interpreter; window layers
+    take them, too."""
     hf = str(tiny_checkpoint(vision_heads=2))  # of 40
     plain, kernels = call(step_with_and_without_kernels, environment={"TRITON_INTERPRET": "1"}, hf=hf)
     assert plain[2] == 0 and kernels[2] > 0
@@ -35,4 +37,6 @@ def test_triton_is_for_towers_in_bfloat16() -> None:
 
 def test_a_size_without_a_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
-        tower_attention(torch.zeros(4, 3 * 68), torch.zeros(4, 34), torch.zeros(4, 34), torch.tensor([0, 4]), 68)
+        tower_attention(
+            torch.zeros(4, 3 * 68), torch.zeros(4, 34), torch.zeros(4, 34), torch.tensor([0, 4]), 68
+        )

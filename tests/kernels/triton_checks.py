@@ -1,7 +1,7 @@
 """Our Triton kernels against torch, in fp32 in Triton's interpreter; prints the largest errors as JSON.
 
-Run with TRITON_INTERPRET=1, which Triton reads when it is imported; or without it and with --gpu, for those that read
-through tensor descriptors, which the interpreter only imitates.
+Run with TRITON_INTERPRET=1, which Triton reads when it is imported; or without it and with --gpu, for those
+that read through tensor descriptors, which the interpreter only imitates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from megatron_vl.kernels.window_attention import window_attention
 
 
 def mend_interpreter() -> None:
-    """Lets a loop end at a value of the kernel: Triton 3.6 keeps scalars as arrays of one, which NumPy 2.5 makes no int."""
+    """Lets a loop end at a value of the kernel: Triton 3.6 keeps scalars as arrays of one, which NumPy 2.5
+    makes no int."""
     patch = interpreter._patch_lang_tensor
 
     def mended(tensor: type, scope: interpreter._LangPatchScope) -> None:
@@ -60,7 +61,9 @@ def windows(qkv: Tensor, angles: Tensor, bounds: list[int], heads: int) -> Tenso
     query, key, value = qkv.view(qkv.shape[0], heads, 3, -1).unbind(2)
     query, key = rotate(query, angles), rotate(key, angles)
     out = [
-        F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value))).transpose(0, 1).flatten(1)
+        F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
+        .transpose(0, 1)
+        .flatten(1)
         for a, b in pairwise(bounds)
     ]
     return torch.cat(out)
@@ -71,7 +74,9 @@ def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
     weight = torch.randn_like(reference).to(ours.dtype)
     pairs = [(ours, reference)]
     # They may share the way from the inputs.
-    gradients = (torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True) for out in (ours, reference))
+    gradients = (
+        torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True) for out in (ours, reference)
+    )
     pairs += list(zip(*gradients, strict=True))
     # Not Python's max, which passes over NaN.
     return float(torch.stack([((a - b).abs().max() / b.abs().max()).detach() for a, b in pairs]).max())
@@ -81,7 +86,9 @@ def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     qkv = torch.randn(bounds[-1], heads * 3 * head_dim, requires_grad=True)
     angles = torch.rand(bounds[-1], head_dim // 2) * 10
-    ours = window_attention(qkv, angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32), max(lengths), head_dim)
+    ours = window_attention(
+        qkv, angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32), max(lengths), head_dim
+    )
     return worst(ours, windows(qkv, angles, bounds, heads), [qkv])
 
 
@@ -89,8 +96,11 @@ SMALL = Tiles(forward=Tile(32, 16, 4, 1), query=Tile(16, 32, 4, 1), key=Tile(32,
 """Tiles that segments of a test fill, and leave, in all ways."""
 
 
-def tower_error(lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: Tiles = SMALL) -> float:
-    """From the fused QKV output, RoPE included; on a GPU in bf16, as half precision is all that the kernels multiply there."""
+def tower_error(
+    lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: Tiles = SMALL
+) -> float:
+    """From the fused QKV output, RoPE included; on a GPU in bf16, as half precision is all that the kernels
+    multiply there."""
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     qkv = torch.randn(bounds[-1], heads * 3 * head_dim, device=device).to(dtype).requires_grad_()
@@ -106,7 +116,10 @@ def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1
     inputs = [torch.randn(bounds[-1], heads, head_dim, requires_grad=True) for _ in range(3)]
     query, key, value = inputs[0] * spread, inputs[1], inputs[2]
     ours = attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), SMALL)
-    parts = [F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value))) for a, b in pairwise(bounds)]
+    parts = [
+        F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
+        for a, b in pairwise(bounds)
+    ]
     return worst(ours, torch.cat([part.transpose(0, 1) for part in parts]), inputs)
 
 
@@ -122,7 +135,8 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def unaligned_error(device: str = "cpu", tiles: Tiles = SMALL) -> float:
-    """Patches that are no multiple of 4: rows of statistics are, and what lies after the last patch is not written."""
+    """Patches that are no multiple of 4: rows of statistics are, and what lies after the last patch is not
+    written."""
     with poisoned_memory():
         errors = [tower_error([7, rest], 2, 72, device, tiles) for rest in (62, 63, 64)]
     # Not Python's max, which passes over NaN.
@@ -138,14 +152,20 @@ def many_segments_error() -> float:
 
 
 def on_gpu() -> dict[str, float]:
-    """bf16 and the tiles that are used; of two gradients of the same, and of two outputs, how many elements differ."""
+    """bf16 and the tiles that are used; of two gradients of the same, and of two outputs, how many elements
+    differ."""
     lengths = [129, 1, 0, 700, 64, 1000]
-    errors = {f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.TILES) for d in (16, 40, 64, 72, 80, 96, 128)}
+    errors = {
+        f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.TILES)
+        for d in (16, 40, 64, 72, 80, 96, 128)
+    }
     qkv = torch.randn(2000, 3 * 4 * 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     cu = torch.tensor([0, 1900, 2000], dtype=torch.int32, device="cuda")
     angles = torch.rand(2000, 36, device="cuda")
     out = tower_attention(qkv, angles.cos(), angles.sin(), cu, 72)
-    first, second = (torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2))
+    first, second = (
+        torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2)
+    )
     packed = kernels._pack_rotated(qkv.detach(), angles.cos(), angles.sin(), 72)
     with ThreadPoolExecutor(1) as pool:  # a loaded kernel is the first thing that this thread runs
         other = pool.submit(kernels._attend, packed, cu, kernels.TILES.forward).result()[0]
@@ -176,8 +196,11 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
     return worst(swiglu(x, weight), reference, [x] if weight is None else [x, weight])
 
 
-def experts_error(counts: list[int], features_in: int, features_out: int, *configs: Config, **kind: Any) -> float:
-    """Largest error of the products of experts with ``counts`` rows: forward, dgrad, wgrad added and wgrad written.
+def experts_error(
+    counts: list[int], features_in: int, features_out: int, *configs: Config, **kind: Any
+) -> float:
+    """Largest error of the products of experts with ``counts`` rows: forward, dgrad, wgrad added and wgrad
+    written.
 
     Args:
         configs: of rows and of weight gradients; none: small ones for both.
@@ -185,7 +208,9 @@ def experts_error(counts: list[int], features_in: int, features_out: int, *confi
     """
     rows_config, weight_config = configs or (Config(128, 64, 32, 4, 2),) * 2
     shape = (len(counts), features_out, features_in)
-    x, dy, stacked = (torch.randn(size, **kind) for size in ((sum(counts), features_in), (sum(counts), features_out), shape))
+    x, dy, stacked = (
+        torch.randn(size, **kind) for size in ((sum(counts), features_in), (sum(counts), features_out), shape)
+    )
     weights = list(stacked)
     where, table = plan(torch.tensor(counts, device=x.device), len(x)), Addresses().of(weights)
     added, written = torch.randn(shape, device=x.device), torch.full_like(stacked, torch.nan)
@@ -198,23 +223,36 @@ def experts_error(counts: list[int], features_in: int, features_out: int, *confi
         added,
         written,
     ]
-    parts = [(a.float(), b.float(), w.float()) for a, b, w in zip(x.split(counts), dy.split(counts), weights, strict=True)]
+    parts = [
+        (a.float(), b.float(), w.float())
+        for a, b, w in zip(x.split(counts), dy.split(counts), weights, strict=True)
+    ]
     wgrad = torch.stack([b.T @ a for a, b, _ in parts])
-    reference = [torch.cat([a @ w.T for a, _, w in parts]), torch.cat([b @ w for _, b, w in parts]), before + wgrad, wgrad]
+    reference = [
+        torch.cat([a @ w.T for a, _, w in parts]),
+        torch.cat([b @ w for _, b, w in parts]),
+        before + wgrad,
+        wgrad,
+    ]
     pairs = zip(ours, reference, strict=True)
     # Not Python's max, which passes over NaN.
-    return float(torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs if b.numel()]).max())
+    return float(
+        torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs if b.numel()]).max()
+    )
 
 
 def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float:
-    """Largest error of rows copied to places, summed from places, and of parts of rows copied: values and gradients.
+    """Largest error of rows copied to places, summed from places, and of parts of rows copied: values and
+    gradients.
 
     Args:
         shares: of the rows, which have a place in each column.
         width: of a row; a part has one element.
         kind: device and dtype of rows.
     """
-    chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(shares, device=kind.get("device"))
+    chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(
+        shares, device=kind.get("device")
+    )
     places, total = positions(chosen), int(chosen.sum())
     column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their places
     x, y = (torch.randn(size, width, **kind).requires_grad_() for size in (rows, total))

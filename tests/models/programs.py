@@ -18,7 +18,8 @@ from toolkit.parity.batches import make_sample
 
 
 def padding_under_training(hf: str) -> list[list[float]]:
-    """Sums of the padded parts of an FFN of width 107 in 128, and of the rest, before and after three steps."""
+    """Sums of the padded parts of an FFN of width 107 in 128, and of the rest, before and after three
+    steps."""
     trainer = tiny_trainer(hf)
     check_tensors(trainer.spec, trainer.layout, chunk_tensors(trainer.chunks, trainer.layout, 0))
 
@@ -74,7 +75,8 @@ def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
 
 
 def gradients_without_loss(hf: str) -> list[Any]:
-    """[parameters without a gradient, the largest gradient, loss, loss tokens] of a row that bears no loss."""
+    """[parameters without a gradient, the largest gradient, loss, loss tokens] of a row that bears no
+    loss."""
     trainer = tiny_trainer(hf)
     came: set[str] = set()
     for name, parameter in trainer.chunks[0].named_parameters():
@@ -93,7 +95,8 @@ def _row(trainer: TinyTrainer, *kinds: str) -> Any:
 
 
 def step_with_and_without_kernels(hf: str) -> list[list[float]]:
-    """[loss, gradient norm, calls of the kernels] of a step with torch's attention, and with ours in Triton's interpreter."""
+    """[loss, gradient norm, calls of the kernels] of a step with torch's attention, and with ours in Triton's
+    interpreter."""
     from tests.kernels.triton_checks import mend_interpreter
 
     mend_interpreter()
@@ -142,7 +145,9 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
             chunk.zero_grad_buffer()
         run_schedule(live.wrapped, data.rows, seq_len=case.seq_len)
 
-        load = expert_load(live.wrapped, live.spec.language.num_layers, live.spec.language.moe.num_experts, platform.device)
+        load = expert_load(
+            live.wrapped, live.spec.language.num_layers, live.spec.language.moe.num_experts, platform.device
+        )
         gradients = collect_gradients(live.wrapped, live.tensors, live.grid, live.spec)
         table, cut = tensor_table(live.spec), live.layout.cut
         results[name] = {"load": load}

@@ -1,4 +1,5 @@
-"""Losses of chosen tokens are those of a pass with all logits, and a row without loss still has its gradients."""
+"""Losses of chosen tokens are those of a pass with all logits, and a row without loss still has its
+gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_losses_and_gradients_equal_those_with_all_logits(tiny_checkpoint, tied: bool) -> None:
-    result = call(losses_of_chosen_tokens, hf=str(tiny_checkpoint("qwen2_5_vl", tied=tied, dtype=torch.float32)))
+    result = call(
+        losses_of_chosen_tokens, hf=str(tiny_checkpoint("qwen2_5_vl", tied=tied, dtype=torch.float32))
+    )
     assert result["rows of logits"] == [128, 256, 256]
     assert result["outside"] == 0.0 and result["learnt"] == 0.0
     assert result["loss"] < 1e-5 and result["without gradient"] == []

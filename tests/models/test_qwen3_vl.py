@@ -22,14 +22,20 @@ def test_position_table_is_interpolated_as_in_transformers(side: int) -> None:
     table = PositionTable(side, 5, torch.float32)
     torch.nn.init.normal_(table.weight)
     index, weight = get_vision_interpolation_indices_and_weights(
-        torch.tensor([[g.t, g.h, g.w] for g in grids]), side, mode="bilinear", align_corners=True, spatial_merge_size=2
+        torch.tensor([[g.t, g.h, g.w] for g in grids]),
+        side,
+        mode="bilinear",
+        align_corners=True,
+        spatial_merge_size=2,
     )
     want = (table.weight[index] * weight[:, :, None]).sum(1)
     place = torch.cat([patch_positions(grid, 2) for grid in grids]).int()
     frame = torch.cat([torch.tensor([[g.h, g.w]]).expand(g.patches, 2) for g in grids]).int()
     torch.testing.assert_close(table(place, frame), want, rtol=0, atol=2e-6)
     draw = torch.randn(want.shape)
-    ours, theirs = (torch.autograd.grad((x * draw).sum(), table.weight)[0] for x in (table(place, frame), want))
+    ours, theirs = (
+        torch.autograd.grad((x * draw).sum(), table.weight)[0] for x in (table(place, frame), want)
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
@@ -64,7 +70,11 @@ def test_fewer_layers_keep_the_deepstack_layers_that_fit(tiny_checkpoint) -> Non
         ("vision_config", {"deepstack_visual_indexes": [3, 1]}, "ascend"),
         ("vision_config", {"num_position_embeddings": 35}, "not the square"),
         ("vision_config", {"hidden_act": "tanh"}, "vision hidden_act 'tanh' is not supported"),
-        ("text_config", {"num_hidden_layers": 2}, "3 DeepStack layers need as many decoder layers; there are 2"),
+        (
+            "text_config",
+            {"num_hidden_layers": 2},
+            "3 DeepStack layers need as many decoder layers; there are 2",
+        ),
         ("text_config", {"attention_bias": True}, "attention_bias=true"),
         ("text_config", {"head_dim": 16}, "add up to head_dim/2 = 8"),
     ],

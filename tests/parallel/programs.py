@@ -35,7 +35,8 @@ class Several(torch.nn.Module):
 
 
 def order_of_gathers() -> dict[str, list[Any]]:
-    """For core's DDP and for ours: which parameters' gathers start when, and how many are under way as each module runs."""
+    """For core's DDP and for ours: which parameters' gathers start when, and how many are under way as each
+    module runs."""
     init_distributed(get_platform("cpu"))
     mpu.initialize_model_parallel()
     core = TransformerConfig(
@@ -80,7 +81,8 @@ def _gathers_of(ddp: Any) -> list[Any]:
 
 
 def groups_of_layouts(hf: str) -> dict[str, Any]:
-    """Groups and threads after each round of layouts, in two default groups after each other, and whether all sums were right."""
+    """Groups and threads after each round of layouts, in two default groups after each other, and whether all
+    sums were right."""
     platform, spec = get_platform("cpu"), read_spec(hf)
     rounds, sums = [], []
     for world in range(2):
@@ -113,7 +115,8 @@ def _sums_over(grid: Any, tp: int, pp: int) -> list[bool]:
 
 
 def late_rank(hf: str, folder: str) -> list[bool]:
-    """Whether rank 1, which comes late to each of three layouts, was there when this rank's layout was ready."""
+    """Whether rank 1, which comes late to each of three layouts, was there when this rank's layout was
+    ready."""
     init_distributed(get_platform("cpu"))
     layout = make_layout(read_spec(hf), 2, 1, 1, None)
     seen = []
@@ -169,5 +172,7 @@ def gloo_threads_at_the_end(hf: str) -> list[int]:
 
 
 def _gloo_threads() -> int:
-    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    names = [
+        Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")
+    ]
     return sum("gloo" in name for name in names)

@@ -20,7 +20,9 @@ def test_every_row_has_one_place_and_the_largest_load_does_not_grow(ranks: int, 
     for _ in range(20):
         costs = [[rng.choice([0.0, rng.uniform(1, 100)]) for _ in range(rows)] for _ in range(ranks)]
         places = balance(costs)
-        assert sorted((p.rank, p.row) for own in places for p in own) == [(r, i) for r in range(ranks) for i in range(rows)]
+        assert sorted((p.rank, p.row) for own in places for p in own) == [
+            (r, i) for r in range(ranks) for i in range(rows)
+        ]
         assert [len(own) for own in places] == [rows] * ranks
         assert max(loads(costs, places)) <= max(map(sum, costs)) + 1e-9
 

@@ -1,4 +1,5 @@
-"""Layouts that follow each other in the same processes share their groups; how gloo groups are made and ended."""
+"""Layouts that follow each other in the same processes share their groups; how gloo groups are made and
+ended."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def test_ranks_begin_a_layout_together(tiny_checkpoint, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interfaces", ["", "lo"])
 def test_gloo_groups_have_one_worker(tiny_checkpoint, interfaces: str) -> None:
-    """With two, as torch makes them, operations that end together break the heap (core_fixes/gloo_threads.py)."""
+    """With two, as torch makes them, operations that end together break the heap
+    (core_fixes/gloo_threads.py)."""
     hf = str(tiny_checkpoint("qwen2_5_vl"))
     out = call(gloo_options, 2, environment={"GLOO_SOCKET_IFNAME": interfaces}, hf=hf)
     assert out == {"threads": [1] * 4, "devices": [1] * 4, "timeouts": [1800.0] * 4, "sum": 2.0}
@@ -41,7 +43,8 @@ def test_an_unknown_interface_is_refused() -> None:
 
 
 def test_nothing_holds_a_group_after_the_end(tiny_checkpoint) -> None:
-    """A gloo group that is held while Python exits can abort the process; its threads live as long as it does."""
+    """A gloo group that is held while Python exits can abort the process; its threads live as long as it
+    does."""
     before, after = call(gloo_threads_at_the_end, 2, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert before > 0
     assert after == 0

@@ -1,4 +1,5 @@
-"""A real run's checkpoint, made hostile in every way below, through merge, export, load and resume: prints what came of each.
+"""A real run's checkpoint, made hostile in every way below, through merge, export, load and resume: prints
+what came of each.
 
 In a process of its own: the trainer's CPU platform changes torch for the rest of it.
 """
@@ -46,9 +47,28 @@ def renamed(step: Path, old: str, new: str) -> None:
 
 def pickles(step: Path, mark: Mark) -> None:
     """Wherever Megatron-core, torch and Energon would look for theirs."""
-    names = ("optimizer/.metadata", "optimizer/__0_0.distcp", "optimizer/common.pt", "optimizer/rank_00000.pt", ".metadata")
-    names += ("loader/dp_00000.pkl", "loader/dp_00000.pt", "rng.pth", "run.pkl", "weights/model.pt", "weights/tp00_pp00.bin")
-    for name in (*names, "../latest.pkl", "../latest_checkpointed_iteration.txt", "common.pt", "metadata.json.pkl"):
+    names = (
+        "optimizer/.metadata",
+        "optimizer/__0_0.distcp",
+        "optimizer/common.pt",
+        "optimizer/rank_00000.pt",
+        ".metadata",
+    )
+    names += (
+        "loader/dp_00000.pkl",
+        "loader/dp_00000.pt",
+        "rng.pth",
+        "run.pkl",
+        "weights/model.pt",
+        "weights/tp00_pp00.bin",
+    )
+    for name in (
+        *names,
+        "../latest.pkl",
+        "../latest_checkpointed_iteration.txt",
+        "common.pt",
+        "metadata.json.pkl",
+    ):
         (step / name).write_bytes(mark.pickle())
     mark.torch(step / "optimizer" / "optim.pt")
 
@@ -58,7 +78,10 @@ def manifest_name(step: Path, name: str) -> None:
     target = step / "weights" / name
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(step / "weights" / file, target)
-    signed(step / "weights" / MANIFEST, lambda content: content["files"].update({name: content["files"].pop(file)}))
+    signed(
+        step / "weights" / MANIFEST,
+        lambda content: content["files"].update({name: content["files"].pop(file)}),
+    )
 
 
 def hostile(mark: Mark, elsewhere: Path) -> dict[str, Callable[[Path], None]]:
@@ -77,7 +100,9 @@ def hostile(mark: Mark, elsewhere: Path) -> dict[str, Callable[[Path], None]]:
         "weights above": lambda step: manifest_name(step, "../weights.safetensors"),
         "weights absolute": lambda step: manifest_name(step, str(elsewhere / "w.safetensors")),
         "weights of another kind": lambda step: manifest_name(step, "tp00_pp00.bin"),
-        "latest leads away": lambda step: (step.parent / "latest.json").write_text('{"step": "../../elsewhere"}') and None,
+        "latest leads away": lambda step: (
+            (step.parent / "latest.json").write_text('{"step": "../../elsewhere"}') and None
+        ),
         "layers without end": lambda step: signed(
             step / "weights" / MANIFEST, lambda content: content["hf_config"].update(num_hidden_layers=10**12)
         ),
@@ -103,7 +128,8 @@ def main(folder: Path) -> None:
         copy = shutil.copytree(folder / "run", folder / "copies" / name.replace(" ", "_") / "run")
         change(copy / "step_00000002")
         found[name] = {
-            action: outcome(work, copy, bench.good["run", action]) for action, work in bench.actions("run").items()
+            action: outcome(work, copy, bench.good["run", action])
+            for action, work in bench.actions("run").items()
         } | {"executed": mark.path.exists()}
     print(json.dumps(found))
 

@@ -1,4 +1,5 @@
-"""A data set from anybody: descriptions that name code, names that lead away, pickles, sizes that fill the memory."""
+"""A data set from anybody: descriptions that name code, names that lead away, pickles, sizes that fill the
+memory."""
 
 from __future__ import annotations
 
@@ -43,7 +44,13 @@ def dataset(pristine, tmp_path) -> Path:
 def read(path: Path) -> tuple[set[str], dict[str, str]]:
     """Keys of the samples of one pass (or a little more), and reasons by key of those that were dropped."""
     hf = tiny_checkpoint("qwen2_5_vl")
-    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 0, "max_pixels": 28 * 28 * 24}
+    settings = {
+        "seq_len": 320,
+        "num_workers": 0,
+        "packing_buffer": 4,
+        "shuffle_buffer": 0,
+        "max_pixels": 28 * 28 * 24,
+    }
     rows = build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)
     used, dropped = set(), {}
     for row in islice(rows, COUNT + 6):
@@ -63,7 +70,8 @@ def touching(mark) -> dict[str, object]:
 
 
 def test_energon_itself_would_run_it(dataset, tmp_path):
-    """The description that the next test hands to this project's loader; when this fails, Energon has changed."""
+    """The description that the next test hands to this project's loader; when this fails, Energon has
+    changed."""
     from megatron.energon import WorkerConfig, get_train_dataset
 
     from .payload import Mark
@@ -78,7 +86,9 @@ def test_energon_itself_would_run_it(dataset, tmp_path):
     assert mark.path.exists()
 
 
-@pytest.mark.parametrize("kind", ["flavor", "module", "class", "loader file", "config folder", "function", "tag", "alias"])
+@pytest.mark.parametrize(
+    "kind", ["flavor", "module", "class", "loader file", "config folder", "function", "tag", "alias"]
+)
 def test_a_description_that_could_run_code_is_refused(dataset, mark, monkeypatch, kind):
     meta = dataset / ".nv-meta"
     for name in ("evil.py", "sample_loader.py"):
@@ -102,13 +112,21 @@ def test_a_description_that_could_run_code_is_refused(dataset, mark, monkeypatch
     elif kind == "tag":
         (meta / "dataset.yaml").write_text(f"!!python/object/apply:os.system ['touch {mark.path}']\n")
     else:
-        (meta / "dataset.yaml").write_text("__module__: &a megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {x: *a}\n")
+        (meta / "dataset.yaml").write_text(
+            "__module__: &a megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {x: *a}\n"
+        )
     with pytest.raises(DescriptionError, match="dataset.yaml"):
         read(dataset)
 
 
 def test_python_files_in_the_folder_are_left_alone(dataset, mark):
-    for name in ("sample_loader.py", ".nv-meta/sample_loader.py", ".nv-meta/part_filter.py", "conftest.py", "sitecustomize.py"):
+    for name in (
+        "sample_loader.py",
+        ".nv-meta/sample_loader.py",
+        ".nv-meta/part_filter.py",
+        "conftest.py",
+        "sitecustomize.py",
+    ):
         (dataset / name).write_text(mark.python)
     (dataset / ".nv-meta" / "state.pkl").write_bytes(mark.pickle())
     assert len(read(dataset)[0]) == COUNT
@@ -122,13 +140,19 @@ def test_shards_stay_in_the_folder(dataset, tmp_path, name):
     (dataset / "link.tar").symlink_to(tmp_path / "other.tar")
     meta = dataset / ".nv-meta"
     info = json.loads((meta / ".info.json").read_text())
-    (meta / ".info.json").write_text(json.dumps(info | {"shard_counts": info["shard_counts"] | {name: COUNT}}))
-    (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": [name], "val": []}, "exclude": []}))
+    (meta / ".info.json").write_text(
+        json.dumps(info | {"shard_counts": info["shard_counts"] | {name: COUNT}})
+    )
+    (meta / "split.yaml").write_text(
+        yaml.safe_dump({"split_parts": {"train": [name], "val": []}, "exclude": []})
+    )
     with pytest.raises(DescriptionError, match="is not inside|more than 4000000 shards|cannot be read"):
         read(dataset)
 
 
-@pytest.mark.parametrize("kind", ["tag", "function", "joiner", "nested", "description", "root", "itself", "remote", "pickle"])
+@pytest.mark.parametrize(
+    "kind", ["tag", "function", "joiner", "nested", "description", "root", "itself", "remote", "pickle"]
+)
 def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
     path, file = str(dataset), tmp_path / "meta.yaml"
     plain = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
@@ -143,7 +167,9 @@ def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
         "pickle": plain | {"splits": {"train": {"path": "data.jsonl"}}},
         "nested": plain | {"splits": {"train": {"blend": [{"weight": 1, "path": "data"}]}}},
     }.get(kind, {})
-    file.write_text(yaml.safe_dump(content) if content else f"!!python/object/apply:os.system ['touch {mark.path}']\n")
+    file.write_text(
+        yaml.safe_dump(content) if content else f"!!python/object/apply:os.system ['touch {mark.path}']\n"
+    )
     (tmp_path / "data.jsonl").write_bytes(mark.pickle())
     if kind == "nested":
         describe(dataset, **PLAIN, subflavors={"x": touching(mark)})
@@ -156,12 +182,15 @@ def test_a_plain_metadataset_is_read(dataset, tmp_path):
     blend = [{"weight": 3, "path": "data"}, {"weight": 1, "path": "more", "subflavors": {"kind": "more"}}]
     splits = {"train": {"blend": blend}, "val": {"path": "data", "split_part": "train"}}
     file = tmp_path / "meta.yaml"
-    file.write_text(yaml.safe_dump({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}))
+    file.write_text(
+        yaml.safe_dump({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits})
+    )
     used, dropped = read(file)
     assert len(used) > COUNT // 2 and not dropped
 
 
-# ------------------------------------------------------------------------------------------------------ inside a shard
+# ------------------------------------------------------------------------------------------------------
+# inside a shard
 
 
 def rebuilt(dataset: Path, change: Callable[[list[Member]], list[Member]]) -> Path:
@@ -204,7 +233,9 @@ def test_pickles_and_libraries_in_a_shard_are_bytes(dataset, mark):
         for member, data in members:
             out.append((member, data))
             if member.name.endswith(".json"):
-                out += [named(member.name.replace(".json", f".x.{suffix}"), mark.pickle()) for suffix in suffixes]
+                out += [
+                    named(member.name.replace(".json", f".x.{suffix}"), mark.pickle()) for suffix in suffixes
+                ]
         return out
 
     used, dropped = read(rebuilt(dataset, add))
@@ -231,7 +262,11 @@ def test_members_that_are_links_give_nothing_of_the_system(dataset, tmp_path):
         return [(member, b"" if member.issym() else data) for member, data in members]
 
     used, dropped = read(rebuilt(dataset, link))
-    assert used and set(dropped.values()) <= {"shard damaged", "medium missing", "image changed since conversion"} and dropped
+    assert (
+        used
+        and set(dropped.values()) <= {"shard damaged", "medium missing", "image changed since conversion"}
+        and dropped
+    )
 
 
 def test_a_picture_larger_than_said_is_not_decoded(dataset):
@@ -254,7 +289,9 @@ def test_a_picture_larger_than_said_is_not_decoded(dataset):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     used, dropped = read(rebuilt(dataset, swap))
     assert "image does not decode" in dropped.values() and used
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB; decoded it would be 10 GB
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
+    )  # KiB; decoded it would be 10 GB
 
 
 def test_a_member_of_absurd_size_is_damage(dataset):

@@ -47,15 +47,33 @@ def use_all_of(hf: Path, out: Path) -> None:
     Reference(hf, video_fps=2.0, video_max_frames=4)
     picture = out / "picture.png"
     Image.new("RGB", (56, 56)).save(picture)
-    Checkpoint(hf, ASKED, [out]).answer([{"type": "image", "value": str(picture)}, {"type": "text", "value": "What?"}])
+    Checkpoint(hf, ASKED, [out]).answer(
+        [{"type": "image", "value": str(picture)}, {"type": "text", "value": "What?"}]
+    )
 
 
 def test_pickles_beside_the_weights_are_not_opened(hf, mark, tmp_path):
-    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "training_args.bin", "optimizer.pt", "scheduler.pt"):
+    for name in (
+        "pytorch_model.bin",
+        "model.pt",
+        "consolidated.00.pth",
+        "training_args.bin",
+        "optimizer.pt",
+        "scheduler.pt",
+    ):
         mark.torch(hf / name)
-    for name in ("rng_state.pth", "tokenizer.pkl", "vocab.pkl", "adapter_model.bin", "spiece.model", "tf_model.h5"):
+    for name in (
+        "rng_state.pth",
+        "tokenizer.pkl",
+        "vocab.pkl",
+        "adapter_model.bin",
+        "spiece.model",
+        "tf_model.h5",
+    ):
         (hf / name).write_bytes(mark.pickle())
-    (hf / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}))
+    (hf / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "pytorch_model.bin"}})
+    )
     use_all_of(hf, tmp_path)
 
 
@@ -63,7 +81,11 @@ def test_weights_that_are_only_pickled_are_refused(hf, mark, tmp_path):
     for file in [*hf.glob("*.safetensors"), *hf.glob("*.index.json")]:
         file.unlink()
     mark.torch(hf / "pytorch_model.bin")
-    for use in (lambda: convert(hf, tmp_path / "full"), lambda: load_model(hf, torch.float32), lambda: load_hf(hf)):
+    for use in (
+        lambda: convert(hf, tmp_path / "full"),
+        lambda: load_model(hf, torch.float32),
+        lambda: load_hf(hf),
+    ):
         with pytest.raises(FileNotFoundError, match="only safetensors weights are read"):
             use()
 
@@ -81,7 +103,9 @@ def test_other_weights_than_the_folders_are_refused(hf, mark, field):
     """Both make transformers open what the checks have not seen."""
     (hf / "adapter_model.bin").write_bytes(mark.pickle())
     if field == "adapter":
-        (hf / "adapter_config.json").write_text('{"base_model_name_or_path": "/somewhere", "peft_type": "LORA"}')
+        (hf / "adapter_config.json").write_text(
+            '{"base_model_name_or_path": "/somewhere", "peft_type": "LORA"}'
+        )
     else:
         edit(hf / "config.json", transformers_weights="adapter_model.bin")
     with pytest.raises(ConfigError, match=field):
@@ -91,12 +115,29 @@ def test_other_weights_than_the_folders_are_refused(hf, mark, field):
 def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
     """Also when the user at the terminal would say yes: nobody asks."""
     monkeypatch.setattr(builtins, "input", lambda *question: "y")
-    for name in ("evil.py", "modeling_evil.py", "custom_generate/generate.py", "tokenizer.py", "processing.py"):
+    for name in (
+        "evil.py",
+        "modeling_evil.py",
+        "custom_generate/generate.py",
+        "tokenizer.py",
+        "processing.py",
+    ):
         (hf / name).parent.mkdir(exist_ok=True)
         (hf / name).write_text(mark.python)
-    classes = {"AutoConfig": "Config", "AutoModelForImageTextToText": "Model", "AutoTokenizer": ["Tokenizer", "Tokenizer"]}
-    classes |= {"AutoProcessor": "Processor", "AutoImageProcessor": "Processor", "AutoVideoProcessor": "Processor"}
-    named = {auto: [f"evil.{c}" for c in name] if isinstance(name, list) else f"evil.{name}" for auto, name in classes.items()}
+    classes = {
+        "AutoConfig": "Config",
+        "AutoModelForImageTextToText": "Model",
+        "AutoTokenizer": ["Tokenizer", "Tokenizer"],
+    }
+    classes |= {
+        "AutoProcessor": "Processor",
+        "AutoImageProcessor": "Processor",
+        "AutoVideoProcessor": "Processor",
+    }
+    named = {
+        auto: [f"evil.{c}" for c in name] if isinstance(name, list) else f"evil.{name}"
+        for auto, name in classes.items()
+    }
     for file in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
         edit(hf / file, auto_map=named)
     edit(hf / "generation_config.json", custom_generate=str(hf))
@@ -108,17 +149,25 @@ def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
     [
         (
             "config.json",
-            {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForImageTextToText": "evil.Model"}},
+            {
+                "model_type": "evil",
+                "auto_map": {"AutoConfig": "evil.Config", "AutoModelForImageTextToText": "evil.Model"},
+            },
         ),
         (
             "tokenizer_config.json",
             {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}},
         ),
-        ("preprocessor_config.json", {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}}),
+        (
+            "preprocessor_config.json",
+            {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}},
+        ),
     ],
     ids=["model", "tokenizer", "processor"],
 )
-def test_a_folder_that_needs_its_own_code_is_refused_or_read_without_it(hf, mark, tmp_path, monkeypatch, file, fields):
+def test_a_folder_that_needs_its_own_code_is_refused_or_read_without_it(
+    hf, mark, tmp_path, monkeypatch, file, fields
+):
     monkeypatch.setattr(builtins, "input", lambda *question: "y")
     (hf / "evil.py").write_text(mark.python)
     edit(hf / file, **fields)
@@ -136,8 +185,13 @@ def test_every_from_pretrained_forbids_remote_code():
     for folder in ("megatron_vl", "converters", "data_tools", "toolkit", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             for call in calls_of(path.read_text(), "from_pretrained"):
-                given = {word.arg: getattr(word.value, "value", getattr(word.value, "id", None)) for word in call.keywords}
-                assert given.get("trust_remote_code") is False or given.get(None) == "SAFE", f"{path}:{call.lineno}"
+                given = {
+                    word.arg: getattr(word.value, "value", getattr(word.value, "id", None))
+                    for word in call.keywords
+                }
+                assert given.get("trust_remote_code") is False or given.get(None) == "SAFE", (
+                    f"{path}:{call.lineno}"
+                )
                 seen += 1
     assert seen >= 3
 
@@ -159,15 +213,22 @@ def test_chat_templates_are_rendered_in_a_sandbox(hf, mark, kind):
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "/tmp/secret.safetensors", "sub/x.safetensors", "pytorch_model.bin", "..", ""]
+    "name",
+    ["../secret.safetensors", "/tmp/secret.safetensors", "sub/x.safetensors", "pytorch_model.bin", "..", ""],
 )
 def test_an_index_stays_in_its_folder(hf, tmp_path, name):
     """The file is there and holds the tensor: only its name is wrong."""
     index = json.loads((hf / "model.safetensors.index.json").read_text())
-    (tmp_path / "secret.safetensors").write_bytes((hf / sorted(set(index["weight_map"].values()))[0]).read_bytes())
+    (tmp_path / "secret.safetensors").write_bytes(
+        (hf / sorted(set(index["weight_map"].values()))[0]).read_bytes()
+    )
     tensor = next(iter(index["weight_map"]))
     edit(hf / "model.safetensors.index.json", weight_map=index["weight_map"] | {tensor: name})
-    for use in (lambda: convert(hf, tmp_path / "full"), lambda: check_folder(hf), lambda: load_model(hf, torch.float32)):
+    for use in (
+        lambda: convert(hf, tmp_path / "full"),
+        lambda: check_folder(hf),
+        lambda: load_model(hf, torch.float32),
+    ):
         with pytest.raises(WeightsError, match="not a file name of weights"):
             use()
 
@@ -188,4 +249,6 @@ def test_an_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name
     (hf / name).symlink_to(tmp_path / "id_rsa")
     with pytest.raises(WeightsError, match="outside the folder"):
         export(tmp_path / "full", hf, tmp_path / "back")
-    assert not any(b"secret" in path.read_bytes() for path in (tmp_path / "back").rglob("*") if path.is_file())
+    assert not any(
+        b"secret" in path.read_bytes() for path in (tmp_path / "back").rglob("*") if path.is_file()
+    )

@@ -1,6 +1,8 @@
-"""Media from anybody in the data tool: paths that lead away, files that open others, sizes that fill the memory.
+"""Media from anybody in the data tool: paths that lead away, files that open others, sizes that fill the
+memory.
 
-What single references are refused for is in tests/data_tools/test_convert.py; here nothing of a secret may reach the data set.
+What single references are refused for is in tests/data_tools/test_convert.py; here nothing of a secret may
+reach the data set.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ ANSWER = {"from": "gpt", "value": "Yes."}
 
 
 def asked(kind: str, *references: str) -> list[dict]:
-    return [{kind: name, "conversations": [{"from": "human", "value": f"<{kind}>"}, ANSWER]} for name in references]
+    return [
+        {kind: name, "conversations": [{"from": "human", "value": f"<{kind}>"}, ANSWER]}
+        for name in references
+    ]
 
 
 def converted(tmp_path: Path, records: list[dict]) -> tuple[bytes, dict[str, int]]:
@@ -54,11 +59,22 @@ def secret(tmp_path) -> bytes:
 
 def test_nothing_from_outside_the_media_root_is_written(tmp_path, secret):
     outside = ("../secret/picture.png", "link.png", "relative.png", "chain.png", "folder/picture.png")
-    outside += tuple(f"{scheme}{tmp_path}/secret/picture.png" for scheme in ("", "file://", "FILE://", "good.png/../.."))
-    outside += ("../../../../../../../../etc/passwd", "/etc/passwd", "/proc/self/environ", "/dev/zero", "~/.ssh/id_rsa")
+    outside += tuple(
+        f"{scheme}{tmp_path}/secret/picture.png" for scheme in ("", "file://", "FILE://", "good.png/../..")
+    )
+    outside += (
+        "../../../../../../../../etc/passwd",
+        "/etc/passwd",
+        "/proc/self/environ",
+        "/dev/zero",
+        "~/.ssh/id_rsa",
+    )
     written, refused = converted(tmp_path, asked("image", "good.png", *outside))
     assert secret not in written and encoded(40, 40) in written and b"root:" not in written
-    assert sum(refused.values()) == len(outside) and set(refused) <= {"outside the media root", "medium missing"}
+    assert sum(refused.values()) == len(outside) and set(refused) <= {
+        "outside the media root",
+        "medium missing",
+    }
 
 
 def test_a_medium_exchanged_for_a_link_while_converting_is_refused(tmp_path, secret, monkeypatch):
@@ -77,7 +93,9 @@ def test_a_medium_exchanged_for_a_link_while_converting_is_refused(tmp_path, sec
     assert all(secret not in path.read_bytes() for path in (tmp_path / "out").rglob("*.tar"))
 
 
-@pytest.mark.parametrize("name", ["list.m3u8", "list.mp4", "concat.mp4", "session.mp4", "manifest.mp4", "subtitle.mkv"])
+@pytest.mark.parametrize(
+    "name", ["list.m3u8", "list.mp4", "concat.mp4", "session.mp4", "manifest.mp4", "subtitle.mkv"]
+)
 def test_a_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
     """Playlists, concatenations, session and streaming descriptions, under a video's name."""
     clip = tmp_path / "secret/clip.mp4"
@@ -132,7 +150,8 @@ def text_bomb() -> bytes:
 
 
 def test_bombs_are_refused_by_their_headers(tmp_path, secret):
-    """Hundreds of millions of pixels, as said by a header and as really there, and text that unpacks without end."""
+    """Hundreds of millions of pixels, as said by a header and as really there, and text that unpacks without
+    end."""
     bombs = {
         "header.png": bomb(60_000, 60_000),
         "limit.png": bomb(65_500, 65_500),
@@ -146,7 +165,9 @@ def test_bombs_are_refused_by_their_headers(tmp_path, secret):
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     _, refused = converted(tmp_path, asked("image", "good.png", *bombs))
     assert refused == {"image too large": 5, "image does not decode": 1}
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB; one of them is 1.2 GB in RGB
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
+    )  # KiB; one of them is 1.2 GB in RGB
     assert time.process_time() - start < 10
 
 

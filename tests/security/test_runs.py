@@ -1,4 +1,5 @@
-"""A run's checkpoint from anybody: no pickle in it is opened, no name in it leaves its folder, no state in it names a class."""
+"""A run's checkpoint from anybody: no pickle in it is opened, no name in it leaves its folder, no state in it
+names a class."""
 
 from __future__ import annotations
 

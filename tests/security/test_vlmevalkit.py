@@ -31,7 +31,9 @@ from .payload import Mark
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
+    ),
 ]
 MMMB = ("ar", "cn", "en", "pt", "ru", "tr")
 

@@ -1,1 +1,2 @@
-"""What the tests share: processes that start without importing the stack again, and small models and data sets."""
+"""What the tests share: processes that start without importing the stack again, and small models and data
+sets."""

@@ -2,10 +2,11 @@
 
     python -m tests.support.rank_server SOCKET
 
-Importing torch, Megatron-core and transformers costs over four seconds of processor time; a fork costs a hundredth of that.
-The server never touches the platform, a process group or a data set itself, so what it forks is as fresh as a new process.
-It reads one pickled :class:`Job` after another from the socket (both ends belong to the same test process), runs it to its end
-and answers with an :class:`Outcome`. Ranks are treated as torchrun treats them: when one fails, the others are ended.
+Importing torch, Megatron-core and transformers costs over four seconds of processor time; a fork costs a
+hundredth of that. The server never touches the platform, a process group or a data set itself, so what it
+forks is as fresh as a new process. It reads one pickled :class:`Job` after another from the socket (both ends
+belong to the same test process), runs it to its end and answers with an :class:`Outcome`. Ranks are treated
+as torchrun treats them: when one fails, the others are ended.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def _fork(job: Job, rank: int, connection: Connection) -> int:
 
 
 def _be_rank(job: Job, rank: int) -> NoReturn:
-    """Runs the job as this rank and leaves the process, with the exit code that a Python program of its own would have."""
+    """Runs the job as this rank and leaves the process, with the exit code that a Python program of its own
+    would have."""
     code = 1
     try:
         _prepare(job, rank)

@@ -1,7 +1,9 @@
-"""Programs and functions in processes of their own, forked from a server that has imported the stack (:mod:`.rank_server`).
+"""Programs and functions in processes of their own, forked from a server that has imported the stack
+(:mod:`.rank_server`).
 
-A rank needs a process of its own: the CPU platform changes torch for the rest of it, and groups of ranks are groups of
-processes. Tests that must see a real start (signals, kills, the launcher, the demo) start real processes instead.
+A rank needs a process of its own: the CPU platform changes torch for the rest of it, and groups of ranks are
+groups of processes. Tests that must see a real start (signals, kills, the launcher, the demo) start real
+processes instead.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def call(
     timeout_s: float = 300,
     **variables: Any,
 ) -> Any:
-    """What ``function(**variables)`` returns on rank 0 when each of ``ranks`` processes calls it; JSON types only."""
+    """What ``function(**variables)`` returns on rank 0 when each of ``ranks`` processes calls it; JSON types
+    only."""
     named = (function.__module__, function.__name__)
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         job = _job(folder, ranks, environment, None, timeout_s, function=named, variables=variables)
@@ -104,7 +107,8 @@ def _ask(job: Job) -> Outcome:
 
 @cache
 def _server(triton_interpret: str) -> Connection:
-    """The connection to a server of this test process, which ends with it; Triton reads its variable when it is imported."""
+    """The connection to a server of this test process, which ends with it; Triton reads its variable when it
+    is imported."""
     ours, theirs = socket.socketpair()
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": triton_interpret}
     environment = {**os.environ, **variables}
@@ -129,7 +133,8 @@ def _server(triton_interpret: str) -> Connection:
 
 
 def _free_port() -> int:
-    """A port below those that the kernel hands out on its own, so that nobody takes it between this check and its use."""
+    """A port below those that the kernel hands out on its own, so that nobody takes it between this check and
+    its use."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = 15_000 + worker * 2_000 + (os.getpid() + next(_jobs)) % 2_000

@@ -1,4 +1,5 @@
-"""A trainer of a small model, for functions that run in a process of their own (:func:`tests.support.ranks.call`).
+"""A trainer of a small model, for functions that run in a process of their own
+(:func:`tests.support.ranks.call`).
 
 Making one chooses the CPU platform, which changes torch for the rest of the process.
 """
@@ -59,7 +60,8 @@ class TinyTrainer:
 
 
 def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimizer: Any) -> TinyTrainer:
-    """A trainer whose rows are an image and a text in turn; ``optimizer`` overrides fields of its configuration."""
+    """A trainer whose rows are an image and a text in turn; ``optimizer`` overrides fields of its
+    configuration."""
     platform = get_platform("cpu")
     spec = read_spec(hf)
     layout = make_layout(spec, pp=pp)

@@ -1,4 +1,5 @@
-"""The peer's loss and gradients against the plain Hugging Face model on the same samples, one by one, with SDPA.
+"""The peer's loss and gradients against the plain Hugging Face model on the same samples, one by one, with
+SDPA.
 
 torchrun --nproc-per-node 2 -m tests.toolkit.peer_gradients OUT.json HF_FOLDER ...
 """
@@ -51,7 +52,11 @@ def compare(hf: str, seed: int) -> dict[str, float]:
         for name, p in reference.named_parameters()
         if p.grad is not None and float(p.grad.norm()) > 1e-7
     }
-    return {"loss_error": abs(loss - expected) / expected, "gradients": len(errors), "gradient_error": max(errors.values())}
+    return {
+        "loss_error": abs(loss - expected) / expected,
+        "gradients": len(errors),
+        "gradient_error": max(errors.values()),
+    }
 
 
 def main() -> int:

@@ -20,7 +20,8 @@ Stages = list[list[list[Any]]]
 
 
 def order_of_chunks(pp: int, vpp: int, micro_batches: int, stage: int) -> list[int]:
-    """Core's own order of forward (positive) and backward (negative) passes of the chunks of a stage, counted from 1."""
+    """Core's own order of forward (positive) and backward (negative) passes of the chunks of a stage, counted
+    from 1."""
     group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
     place = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
     warm_up = get_pp_rank_microbatches(micro_batches, vpp, pp, p2p_communicator=place)[2]
@@ -57,7 +58,8 @@ def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
 
 
 def busiest_experts(hf: str) -> list[float]:
-    """Per layer, the busiest expert's tokens over the mean, with ``--even_routing`` and routers that prefer no expert."""
+    """Per layer, the busiest expert's tokens over the mean, with ``--even_routing`` and routers that prefer
+    no expert."""
     from toolkit.bench.measure import build, make_loader, one_step
     from toolkit.bench.options import parse
 
@@ -69,6 +71,7 @@ def busiest_experts(hf: str) -> list[float]:
     live = build(options, options.spec(), platform, make_grid(layout), layout)
 
     for router in routers(live.chunks):
-        router.weight.data.zero_()  # all experts are equally good: the router takes the same ones for each token
+        # all experts are equally good: the router takes the same ones for each token
+        router.weight.data.zero_()
     one_step(live, Feed(live.grid, platform, make_loader(live, "text", 1), 1, balanced=False))
     return [float(router.load.max() / router.load.float().mean()) for router in routers(live.chunks)]

@@ -35,10 +35,35 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     """A pipeline of two stages: seeded rows and a data set, started as a user does."""
     hf = tiny_checkpoint("qwen2_5_vl")
     data = prepare(tmp_path_factory.mktemp("bench"), hf)["data"]
-    options = ["--rows", "images,text,data", "--warm_up", WARM_UP, "--timed", TIMED, "--part_steps", 1, "--dtype", "float32"]
+    options = [
+        "--rows",
+        "images,text,data",
+        "--warm_up",
+        WARM_UP,
+        "--timed",
+        TIMED,
+        "--part_steps",
+        1,
+        "--dtype",
+        "float32",
+    ]
     shape = ["--data.seq_len", SEQ_LEN, "--global_batch_size", ROWS, "--data.num_workers", 1]
     layout = ["--parallel.pp", 2, "--recompute.vision", "full", "--log.peak_tflops", 0.5]
-    command = ["-m", "toolkit", "bench", "--processes", RANKS, "--hf", hf, "--data", data, "--json", *options, *shape, *layout]
+    command = [
+        "-m",
+        "toolkit",
+        "bench",
+        "--processes",
+        RANKS,
+        "--hf",
+        hf,
+        "--data",
+        data,
+        "--json",
+        *options,
+        *shape,
+        *layout,
+    ]
     words = [sys.executable, *map(str, command)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -56,11 +81,16 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         tokens, model, all_tokens, again = 0, Flops(0, 0), Flops(0, 0), Flops(0, 0)
         for row in timed:
             lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
-            vision = [t.diff().tolist() if row.num_images else [] for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
+            vision = [
+                t.diff().tolist() if row.num_images else []
+                for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)
+            ]
             tokens += sum(lengths)
             model = model + row_flops(spec, ModelConfig(), lengths, *vision, int(row.loss_mask.sum()))
             all_tokens = all_tokens + row_flops(spec, ModelConfig(), lengths, *vision, sum(lengths))
-            again = again + recompute_flops(spec, ModelConfig(), RecomputeConfig(vision="full"), lengths, *vision)
+            again = again + recompute_flops(
+                spec, ModelConfig(), RecomputeConfig(vision="full"), lengths, *vision
+            )
         w = figures["workloads"][workload]
         seconds = w["step_s"] * TIMED
         assert w["work"]["images"] == sum(row.num_images for row in timed)
@@ -84,7 +114,8 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
         assert all(first[f"vision {way}"] > 0 == last[f"vision {way}"] for way in ("forward", "backward"))
         assert all(stage[f"language {way}"] > 0 for stage in (first, last) for way in ("forward", "backward"))
         assert all(stage["optimizer"] > 0 and stage["gradient finalisation"] > 0 for stage in (first, last))
-        # The whole tower is on the first stage, and the last one waits for it; loosely, since others may use the cores too.
+        # The whole tower is on the first stage, and the last one waits for it; loosely, since others may use
+        # the cores too.
         assert last["idle"] > 0.1 * first["vision forward"]
     assert 0 < figures["workloads"]["images"]["pipeline_idle_share"] < 1
     assert figures["workloads"]["images"]["communication"]["communication_s"]["max_s"] > 0
@@ -97,7 +128,9 @@ def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
     folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "tests.toolkit.peer_gradients", str(tmp_path / "out.json"), *folders]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     for result in json.loads((tmp_path / "out.json").read_text()).values():
         assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5
@@ -111,15 +144,30 @@ def test_experts_are_chosen_evenly_where_that_is_asked_for(tiny_checkpoint) -> N
 
 
 def test_parts_add_up_to_the_step() -> None:
-    spans = {"step": 10.0, "feed": 2.0, "vision forward": 1.0, "chunk forward": 3.0, "chunk backward": 4.0, "optimizer": 0.25}
+    spans = {
+        "step": 10.0,
+        "feed": 2.0,
+        "vision forward": 1.0,
+        "chunk forward": 3.0,
+        "chunk backward": 4.0,
+        "optimizer": 0.25,
+    }
     split = parts.split(spans, data_wait=1.5)
     assert sum(split.values()) == spans["step"] and list(split) == list(parts.PARTS)
-    assert (split["data wait"], split["feed"], split["language forward"], split["idle"]) == (1.5, 0.5, 2.0, 0.75)
+    assert (split["data wait"], split["feed"], split["language forward"], split["idle"]) == (
+        1.5,
+        0.5,
+        2.0,
+        0.75,
+    )
 
 
 def test_covered_time_counts_overlaps_once() -> None:
     random_numbers = random.Random(5)
-    spans = [(start, start + random_numbers.randint(0, 9)) for start in (random_numbers.randint(0, 80) for _ in range(20))]
+    spans = [
+        (start, start + random_numbers.randint(0, 9))
+        for start in (random_numbers.randint(0, 80) for _ in range(20))
+    ]
     assert parts.length(spans) == len({n for start, end in spans for n in range(start, end)})
 
 
@@ -129,7 +177,9 @@ def test_straggling_compares_ranks_of_one_stage() -> None:
     def rank(*compute: float) -> list[dict[str, float]]:
         return [dict.fromkeys(parts.PARTS, 0.0) | {"language forward": c} for c in compute]
 
-    figures = parts.summarise([rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)], [(0, 0), (0, 1), (1, 0), (1, 1)])
+    figures = parts.summarise(
+        [rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)], [(0, 0), (0, 1), (1, 0), (1, 1)]
+    )
     assert figures["straggling"]["max_over_mean"] == pytest.approx(1.5)
 
 
@@ -151,11 +201,32 @@ def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named)
 
 
 def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
-    options = ["--hf", str(tiny_checkpoint("qwen3_vl_moe")), "--processes", "1", "--even_routing", "true", "--peer"]
+    options = [
+        "--hf",
+        str(tiny_checkpoint("qwen3_vl_moe")),
+        "--processes",
+        "1",
+        "--even_routing",
+        "true",
+        "--peer",
+    ]
     assert main(["bench", *options]) == 1
     assert "--even_routing with --peer" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:
-    assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), "--gpus", "1000", "--global_batch_size", "1000"]) == 1
+    assert (
+        main(
+            [
+                "bench",
+                "--hf",
+                str(tiny_checkpoint("qwen2_5_vl")),
+                "--gpus",
+                "1000",
+                "--global_batch_size",
+                "1000",
+            ]
+        )
+        == 1
+    )
     assert "--processes 1000" in capsys.readouterr().err

@@ -58,10 +58,15 @@ for words in ("doctor --data.seq_len 64", "verify a b --forse", "train", "train 
 
 
 def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
-    done = subprocess.run([sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not exist") == len(WRONG)
-    assert "--lmu-data nowhere is not a folder" in done.stderr and done.stderr.count("; --lmu-data takes the folder") == 2
+    assert (
+        "--lmu-data nowhere is not a folder" in done.stderr
+        and done.stderr.count("; --lmu-data takes the folder") == 2
+    )
     assert "megatron-vl doctor: --data.seq_len: fields of a run go with --config RUN.yaml" in done.stderr
     assert "megatron-vl verify: unrecognized arguments: --forse; see megatron-vl verify --help" in done.stderr
     assert "megatron-vl train: give the run: megatron-vl train --config RUN.yaml" in done.stderr
@@ -108,7 +113,9 @@ def test_no_process_is_no_benchmark(capsys):
 
 def test_one_prompt_is_not_lost_behind_another(capsys):
     assert main("generate --checkpoint . --hf . --prompt a --prompt b".split()) == 1
-    assert "--prompt is given more than once; several prompts go into a --prompt-file" in capsys.readouterr().err
+    assert (
+        "--prompt is given more than once; several prompts go into a --prompt-file" in capsys.readouterr().err
+    )
 
 
 def test_an_empty_prompt_without_media_is_refused(capsys):
@@ -125,13 +132,26 @@ def test_a_comparison_of_no_step_is_refused(capsys, steps):
 def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     """Of the optimizer, the loader and the weights; whole, the same checkpoint is shown with exit code 0."""
     files = {"optimizer/rank_00000.safetensors": {}, "loader/dp_00000.json": {}}
-    facts = {"format": 1, "step": 3, "layout": {"tp": 1, "pp": 1, "vpp": 1, "layers": [4]}, "dp": 1, "files": files}
+    facts = {
+        "format": 1,
+        "step": 3,
+        "layout": {"tp": 1, "pp": 1, "vpp": 1, "layers": [4]},
+        "dp": 1,
+        "files": files,
+    }
     names = [*files, "weights/tp00_pp00.safetensors"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "run.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
-    manifest = {"format": FORMAT, "version": VERSION, "kind": "shards", "family": "qwen2_5_vl", "layout": {}, "hf_config": {}}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "shards",
+        "family": "qwen2_5_vl",
+        "layout": {},
+        "hf_config": {},
+    }
     manifest |= {"tensors": {}, "files": {"tp00_pp00.safetensors": {}}}
     (tmp_path / "weights" / MANIFEST).write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}))
     assert main(["checkpoint", "show", str(tmp_path)]) == 0

@@ -39,13 +39,16 @@ def test_all_checks_pass_and_the_curve_is_drawn(demo):
 
 @pytest.mark.ranks
 def test_a_damaged_export_fails(demo, tmp_path):
-    """The control: one layer's heads swapped, as a wrong conversion would do, and the loss and the answers are wrong."""
+    """The control: one layer's heads swapped, as a wrong conversion would do, and the loss and the answers
+    are wrong."""
     damaged = tmp_path / "damaged"
     shutil.copytree(demo.exported, damaged)
     name = "model.layers.3.self_attn.q_proj.weight"
     file = damaged / json.loads((damaged / "model.safetensors.index.json").read_text())["weight_map"][name]
     tensors = load_file(file)
-    tensors[name] = tensors[name].view(2, -1, tensors[name].shape[1]).flip(0).reshape(tensors[name].shape).contiguous()
+    tensors[name] = (
+        tensors[name].view(2, -1, tensors[name].shape[1]).flip(0).reshape(tensors[name].shape).contiguous()
+    )
     save_file(tensors, file, metadata={"format": "pt"})
     evaluated = steps.read_metrics(demo.folder / "evaluation_after")[-1]
     steps.compare_losses(demo, steps._reference(damaged), "after", evaluated, 1e-4)
@@ -68,7 +71,9 @@ def test_a_second_demo_replaces_the_first_but_nothing_else(demo, tmp_path):
 
 def test_conversations_and_media_fit(tmp_path):
     samples = json.loads(write_raw_data(tmp_path).read_text())
-    assert {sample["conversations"][1]["value"] for sample in samples[: len(PICTURES)]} == set(PICTURES.values())
+    assert {sample["conversations"][1]["value"] for sample in samples[: len(PICTURES)]} == set(
+        PICTURES.values()
+    )
     counts = []
     for sample in samples:
         messages, images, videos = read_sample(sample, tmp_path / "media")

@@ -1,4 +1,5 @@
-"""doctor on this very machine, on whole and damaged data, checkpoints and runs, and on a broken installation."""
+"""doctor on this very machine, on whole and damaged data, checkpoints and runs, and on a broken
+installation."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def doctor(*words: str | Path, path: Path | None = None) -> tuple[int, dict[str,
 
 @pytest.mark.ranks
 def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
-    """A package that fails at import, as Transformer Engine's parts do without each other, is found and nothing else is."""
+    """A package that fails at import, as Transformer Engine's parts do without each other, is found and
+    nothing else is."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('Could not find `transformer-engine`.')\n")
@@ -68,10 +70,15 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
     broken = {name for name, finding in found.items() if finding["state"] == "broken"}
     # A real import of Megatron-core fails with it, and with that the modules cannot be built.
     assert broken == {"transformer engine", "megatron.core", "model is built"}
-    assert "half installed" in found["transformer engine"]["found"] and "pip uninstall" in found["transformer engine"]["advice"]
+    assert (
+        "half installed" in found["transformer engine"]["found"]
+        and "pip uninstall" in found["transformer engine"]["advice"]
+    )
     spec, config = read_spec(run["hf"]), parse_config(["--config", str(run["yaml"])])
     peak = max(stage["total"] for stage in report["memory_gib"])
-    assert len(report["memory_gib"]) == 2 and peak == pytest.approx(peak_gib(estimate(config, spec, 4)), abs=0.01)
+    assert len(report["memory_gib"]) == 2 and peak == pytest.approx(
+        peak_gib(estimate(config, spec, 4)), abs=0.01
+    )
 
 
 @pytest.mark.ranks
@@ -101,7 +108,11 @@ def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_p
     convert(tiny_checkpoint("qwen2_5_vl", tied=True), tmp_path / "other")
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "other")])
     [finding] = _start_weights(config, read_spec(run["hf"]))
-    assert finding.state == "broken" and "another model" in finding.found and "both qwen2_5_vl, other sizes" in finding.found
+    assert (
+        finding.state == "broken"
+        and "another model" in finding.found
+        and "both qwen2_5_vl, other sizes" in finding.found
+    )
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(run["hf"])])
     [finding] = _start_weights(config, read_spec(run["hf"]))
     assert finding.state == "broken" and f"`megatron-vl convert --hf {run['hf']} --out DIR`" in finding.found
@@ -122,7 +133,10 @@ def test_experts_in_the_layout_and_a_run_that_is_done(run, monkeypatch):
     assert report.findings[0].found == "4 ranks: tp 2 x pp 2 x vpp 1 x dp 1, experts ep 2 x etp 1"
 
     monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
-    for steps, state, said in ((7, "note", "step 7 of 7: nothing is left to do"), (8, "ok", "step 7; the run goes on")):
+    for steps, state, said in (
+        (7, "note", "step 7 of 7: nothing is left to do"),
+        (8, "ok", "step 7; the run goes on"),
+    ):
         config = parse_config(["--config", str(run["yaml"]), "--steps", str(steps)])
         finding = _resume(config, read_spec(run["hf"]), 1)[-1]
         assert finding.state == state and said in finding.found
@@ -163,4 +177,6 @@ def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     show([], SimpleNamespace(memory=[StageMemory(stage=0)]))
     out = capsys.readouterr().out
-    assert all(word in out for word in ("in flight", "gradients", "optimizer", "activations", "workspace", "total"))
+    assert all(
+        word in out for word in ("in flight", "gradients", "optimizer", "activations", "workspace", "total")
+    )

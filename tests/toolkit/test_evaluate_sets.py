@@ -35,7 +35,9 @@ from toolkit.tiny import write_tiny_checkpoint
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
+    ),
 ]
 
 

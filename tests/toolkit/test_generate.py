@@ -30,8 +30,8 @@ IDS = ("astronaut", "two_images", "text_only", "video")
     ids=["TP2", "PP2", "EP2", "TP2-ETP2"],
 )
 def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoint, tmp_path: Path, capsys):
-    """A picture, two pictures, text alone and a video, answered together; with experts three at a time, from files of two, and on
-    two replicas, one of which has a prompt less in each round."""
+    """A picture, two pictures, text alone and a video, answered together; with experts three at a time, from
+    files of two, and on two replicas, one of which has a prompt less in each round."""
     hf = tiny_checkpoint(family, dtype=torch.float32, max_pixels=252 * 252)
     experts = {"ep": 4} if family == "qwen3_vl_moe" else {}
     convert(hf, tmp_path / "weights", {"tp": 1, "pp": 4} | experts)
@@ -42,7 +42,16 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
     files = [tmp_path / "raw" / "media" / "first.jsonl", tmp_path / "raw" / "media" / "second.jsonl"]
     for file, some in zip(files, (records[:2], records[2:]), strict=True):  # media are sought beside the file
         file.write_text("".join(json.dumps(record) + "\n" for record in some))
-    common = ["--checkpoint", tmp_path / "weights", "--hf", hf, "--prompt-file", files[0], "--prompt-file", files[1]]
+    common = [
+        "--checkpoint",
+        tmp_path / "weights",
+        "--hf",
+        hf,
+        "--prompt-file",
+        files[0],
+        "--prompt-file",
+        files[1],
+    ]
     sampling = ["--video-max-frames", 8, "--max-new-tokens", TOKENS, "--json", "--platform", "cpu"]
     assert main(["generate", *map(str, (*common, *sampling, *layout))]) == 0
     answers = json.loads(capsys.readouterr().out)
@@ -53,7 +62,9 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
         messages, images, videos = read_sample(first, tmp_path / "raw" / "media")
         text = reference.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         batch = reference._batch(text, images, videos)
-        tokens = reference.model.generate(**batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=TOKENS)
+        tokens = reference.model.generate(
+            **batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=TOKENS
+        )
         assert answer["prompt_tokens"] == batch["input_ids"].shape[1], record["id"]
         assert answer["tokens"] == tokens[0, batch["input_ids"].shape[1] :].tolist(), record["id"]
     assert len({tuple(answer["tokens"]) for answer in answers}) == len(answers)
@@ -61,8 +72,15 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
 
 def test_a_prompt_is_what_comes_before_the_answer():
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert read_prompt({"messages": turns}).messages == turns[:1] == read_prompt({"messages": turns[:1]}).messages
-    pictures = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]}
+    assert (
+        read_prompt({"messages": turns}).messages
+        == turns[:1]
+        == read_prompt({"messages": turns[:1]}).messages
+    )
+    pictures = {
+        "role": "user",
+        "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}],
+    }
     assert read_prompt({"messages": [pictures, turns[1]]}).media == [("image", "a.png")]
     for wrong in ([turns[1]], [{"role": "system", "content": "Be brief."}], []):
         with pytest.raises(RecordError):
@@ -78,7 +96,18 @@ def test_a_prompt_is_what_comes_before_the_answer():
 )
 def test_what_is_missing_is_named(options, message, tiny_checkpoint, capsys):
     hf = str(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
-    assert main(["generate", "--hf", hf, *(["--checkpoint", hf] if "--checkpoint" not in options else []), *options]) == 1
+    assert (
+        main(
+            [
+                "generate",
+                "--hf",
+                hf,
+                *(["--checkpoint", hf] if "--checkpoint" not in options else []),
+                *options,
+            ]
+        )
+        == 1
+    )
     assert message in capsys.readouterr().err
 
 
@@ -96,7 +125,9 @@ def test_all_unusable_records_are_told(tiny_checkpoint, tmp_path: Path, capsys):
         return {"messages": [{"role": "user", "content": [{"type": "image", "image": name}]}]}
 
     good = {"messages": [{"role": "user", "content": "Hi"}]}
-    first.write_text("\n".join(["{", json.dumps(good), json.dumps({"messages": []}), "", json.dumps(asked("gone.png"))]))
+    first.write_text(
+        "\n".join(["{", json.dumps(good), json.dumps({"messages": []}), "", json.dumps(asked("gone.png"))])
+    )
     second.write_text(json.dumps([good, {}]))
     lines = told(first, second)
     assert lines[0] == "megatron-vl generate: 4 records cannot be used:" and len(lines) == 5

@@ -1,4 +1,5 @@
-"""The parity command: whole layouts agree with transformers, and a damaged checkpoint is found out, its layer named."""
+"""The parity command: whole layouts agree with transformers, and a damaged checkpoint is found out, its layer
+named."""
 
 from __future__ import annotations
 
@@ -24,14 +25,25 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, di
 @pytest.mark.ranks
 def test_layouts_agree_with_transformers(capsys):
     code, report = run(capsys, "--family", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3")
-    assert code == 0 and report["ok"] and report["inputs"] == {"tokens_differ": [], "pixel_error": pytest.approx(0, abs=1e-6)}
+    assert (
+        code == 0
+        and report["ok"]
+        and report["inputs"] == {"tokens_differ": [], "pixel_error": pytest.approx(0, abs=1e-6)}
+    )
     for result in report["layouts"].values():
         step = result["steps"][0]
-        assert {"patch embedding", "DeepStack merger 2", "merger", "embeddings", "decoder layer 3", "logits"} <= set(
-            step["activations"]
-        )
+        assert {
+            "patch embedding",
+            "DeepStack merger 2",
+            "merger",
+            "embeddings",
+            "decoder layer 3",
+            "logits",
+        } <= set(step["activations"])
         assert 0 < max(step["activations"].values()) < 1e-5 and step["departs"] == ""
-        assert 0 < max(step["gradients"].values()) < 1e-4 and step["loss"] == pytest.approx(step["reference"], rel=1e-5)
+        assert 0 < max(step["gradients"].values()) < 1e-4 and step["loss"] == pytest.approx(
+            step["reference"], rel=1e-5
+        )
 
 
 @pytest.mark.ranks
@@ -69,7 +81,11 @@ def test_rows_are_as_even_as_can_be():
 @pytest.mark.parametrize(
     ("family", "layouts", "message"),
     [
-        ("qwen3_vl_moe", "1,tp2", "--layouts tp2: with experts, tensor parallelism needs sequence parallelism"),
+        (
+            "qwen3_vl_moe",
+            "1,tp2",
+            "--layouts tp2: with experts, tensor parallelism needs sequence parallelism",
+        ),
         ("qwen3_vl_moe", "tp2pp2:layers=1-3", "write tp2pp2sp:layers=1-3"),
         ("qwen2_5_vl", "1,pp2:layers=1-2", "--layouts pp2:layers=1-2: layers [1, 2] add up to 3"),
     ],

@@ -1,4 +1,5 @@
-"""Memory estimates against measurements, and every shipped example: it can be built, and it fits the GPUs that it names."""
+"""Memory estimates against measurements, and every shipped example: it can be built, and it fits the GPUs
+that it names."""
 
 from __future__ import annotations
 
@@ -30,19 +31,29 @@ def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
     return given.config, given.spec, given.world
 
 
-# docs/log.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels; patches of the fullest row.
+# docs/log.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels; patches
+# of the fullest row.
 BEFORE = "--model.window_attention backend --model.vision_attention torch_varlen".split()
 PIPELINE = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true --global_batch_size 8"
 MEASURED = [
     ("4 layers, text", 55.6, 1, "--global_batch_size 2", 4, 0),
-    ("4 layers, text, offloaded optimizer", 25.4, 1, "--global_batch_size 2 --optimizer.cpu_offload true", 4, 0),
+    (
+        "4 layers, text, offloaded optimizer",
+        25.4,
+        1,
+        "--global_batch_size 2 --optimizer.cpu_offload true",
+        4,
+        0,
+    ),
     ("4 layers, images", 89.0, 1, "--global_batch_size 1", 4, 23844),
     ("TP2 x PP2, images", 76.0, 4, PIPELINE, 28, 23844),
 ]
 
 
 @pytest.mark.parametrize(
-    ("measured", "world", "options", "layers", "patches"), [m[1:] for m in MEASURED], ids=[m[0] for m in MEASURED]
+    ("measured", "world", "options", "layers", "patches"),
+    [m[1:] for m in MEASURED],
+    ids=[m[0] for m in MEASURED],
 )
 def test_estimate_equals_measurements(measured, world, options, layers, patches):
     spec = read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(language=layers)
@@ -50,23 +61,54 @@ def test_estimate_equals_measurements(measured, world, options, layers, patches)
     assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
 
 
-LEAN = "--recompute.vision activation --recompute.language selective --recompute.language_modules [activation]"
+LEAN = (
+    "--recompute.vision activation --recompute.language selective --recompute.language_modules [activation]"
+)
 FUSED = [
     ("7B, DP4, images", 127.1, "Qwen2.5-VL-7B", 4, f"--global_batch_size 16 {LEAN}", {}, 23844),
     ("7B, DP4, text", 100.8, "Qwen2.5-VL-7B", 4, f"--global_batch_size 16 {LEAN}", {}, 0),
-    ("a quarter of 7B, images", 70.8, "Qwen2.5-VL-7B", 1, "--global_batch_size 4", {"language": 7, "vision": 8}, 23844),
-    ("a quarter of Qwen3-VL-8B, images", 73.6, "Qwen3-VL-8B", 1, "--global_batch_size 4", {"language": 9, "vision": 7}, 20000),
-    ("4 layers of 30B-A3B, images", 65.0, "Qwen3-VL-30B-A3B", 1, "--global_batch_size 2", {"language": 4, "vision": 3}, 20000),
+    (
+        "a quarter of 7B, images",
+        70.8,
+        "Qwen2.5-VL-7B",
+        1,
+        "--global_batch_size 4",
+        {"language": 7, "vision": 8},
+        23844,
+    ),
+    (
+        "a quarter of Qwen3-VL-8B, images",
+        73.6,
+        "Qwen3-VL-8B",
+        1,
+        "--global_batch_size 4",
+        {"language": 9, "vision": 7},
+        20000,
+    ),
+    (
+        "4 layers of 30B-A3B, images",
+        65.0,
+        "Qwen3-VL-30B-A3B",
+        1,
+        "--global_batch_size 2",
+        {"language": 4, "vision": 3},
+        20000,
+    ),
 ]
-"""With the window kernel and our SwiGLU, full attention by FlashAttention-2; docs/log.md, speed of packed image rows on H200."""
+"""With the window kernel and our SwiGLU, full attention by FlashAttention-2; docs/log.md, speed of packed
+image rows on H200."""
 
 
 @pytest.mark.parametrize(
-    ("measured", "size", "world", "options", "layers", "patches"), [m[1:] for m in FUSED], ids=[m[0] for m in FUSED]
+    ("measured", "size", "world", "options", "layers", "patches"),
+    [m[1:] for m in FUSED],
+    ids=[m[0] for m in FUSED],
 )
 def test_estimate_equals_measurements_with_fused_kernels(measured, size, world, options, layers, patches):
     spec = read_spec(HF_CONFIGS / f"{size}-Instruct.json").replace_layers(**layers)
-    config = parse_config(["--data.seq_len", "8192", "--model.vision_attention", "torch_varlen", *options.split()])
+    config = parse_config(
+        ["--data.seq_len", "8192", "--model.vision_attention", "torch_varlen", *options.split()]
+    )
     assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
 
 
@@ -76,7 +118,9 @@ def test_auto_is_estimated_as_the_backend_that_it_is(head_dim):
     vision = dataclasses.replace(spec.vision, num_heads=4, hidden_size=4 * head_dim)
     spec = dataclasses.replace(spec, vision=vision)
     for dtype in ("bfloat16", "float32"):
-        chosen = choose_backend("auto", platform="cuda", head_dim=head_dim, causal=False, dtype=getattr(torch, dtype))
+        chosen = choose_backend(
+            "auto", platform="cuda", head_dim=head_dim, causal=False, dtype=getattr(torch, dtype)
+        )
         auto, same, other = (
             estimate(parse_config(["--dtype", dtype, "--model.vision_attention", name]), spec, 1)[0].vision
             for name in ("auto", chosen, "sdpa" if chosen == "triton" else "triton")
@@ -109,19 +153,28 @@ def mixture() -> ModelSpec:
 
 
 def test_optimizer_state_is_spread_without_loss():
-    """Over all ranks there are 12 bytes for each parameter, experts' included, in whatever data-parallel groups."""
+    """Over all ranks there are 12 bytes for each parameter, experts' included, in whatever data-parallel
+    groups."""
     spec = mixture()
     parameters = sum(math.prod(info.shape) for info in tensor_table(spec).values())
-    for options in ("--parallel.ep 4", "--parallel.ep 8 --parallel.pp 2", "--parallel.ep 2 --parallel.etp 4 --parallel.pp 2"):
+    for options in (
+        "--parallel.ep 4",
+        "--parallel.ep 8 --parallel.pp 2",
+        "--parallel.ep 2 --parallel.etp 4 --parallel.pp 2",
+    ):
         config = parse_config(["--global_batch_size", "16", *options.split()])
         stages = estimate(config, spec, 16)
-        assert sum(stage.optimizer for stage in stages) * 16 / config.parallel.pp == pytest.approx(12 * parameters)
+        assert sum(stage.optimizer for stage in stages) * 16 / config.parallel.pp == pytest.approx(
+            12 * parameters
+        )
 
 
 def test_fewer_experts_and_less_recompute_change_what_they_should():
     spec = mixture()
     base = ["--global_batch_size", "16", "--parallel.ep", "8"]
-    plain, full = (estimate(parse_config([*base, *more]), spec, 8)[0] for more in ([], ["--recompute.language", "full"]))
+    plain, full = (
+        estimate(parse_config([*base, *more]), spec, 8)[0] for more in ([], ["--recompute.language", "full"])
+    )
     assert full.activations < 0.3 * plain.activations and full.weights == plain.weights
     frozen = estimate(parse_config([*base, "--model.freeze_language", "true"]), spec, 8)[0]
     assert frozen.gradients < 0.1 * plain.gradients and frozen.weights == plain.weights
@@ -129,7 +182,8 @@ def test_fewer_experts_and_less_recompute_change_what_they_should():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_states_what_is_estimated_today(path):
-    """That the numbers are right is counted by hand in tests/test_examples.py; here, that a changed estimate reaches the YAML."""
+    """That the numbers are right is counted by hand in tests/test_examples.py; here, that a changed estimate
+    reaches the YAML."""
     given = read_example(path)
     peak = peak_gib(estimate(given.config, given.spec, given.world))
     assert given.gib == round(peak) and peak <= GPU_GIB[given.gpu] - RESERVE_GIB
@@ -140,12 +194,19 @@ def test_example_states_what_is_estimated_today(path):
 
 
 def test_estimated_speed_is_the_measured_one():
-    """Tokens a second and GPU on image rows, docs/log.md 2026-11-21: the 7B on four H200, the 3B on one, TP2 on two."""
+    """Tokens a second and GPU on image rows, docs/log.md 2026-11-21: the 7B on four H200, the 3B on one, TP2
+    on two."""
     lean = ["--data.seq_len", "8192", *LEAN.split(), "--global_batch_size", "16"]
     for measured, size, world, layers, more in (
         (9670, "Qwen2.5-VL-7B", 4, {}, []),
         (16067, "Qwen2.5-VL-3B", 1, {}, []),
-        (26221, "Qwen2.5-VL-7B", 2, {"language": 8, "vision": 8}, ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"]),
+        (
+            26221,
+            "Qwen2.5-VL-7B",
+            2,
+            {"language": 8, "vision": 8},
+            ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"],
+        ),
     ):
         spec = read_spec(HF_CONFIGS / f"{size}-Instruct.json").replace_layers(**layers)
         speed = estimate_speed(parse_config([*lean, *more]), spec, world)
@@ -154,7 +215,8 @@ def test_estimated_speed_is_the_measured_one():
 
 @cache
 def core_says() -> dict[str, Any]:
-    """From one process of its own: example -> stages -> [name, shape, trained] of the modules built, and core's schedules."""
+    """From one process of its own: example -> stages -> [name, shape, trained] of the modules built, and
+    core's schedules."""
     arguments = {path.stem: (str(path), *map(str, _spec_and_world(path))) for path in EXAMPLES}
     return call(built_examples, schedules=SCHEDULES, examples=arguments)
 
@@ -167,7 +229,8 @@ def _spec_and_world(path: Path) -> tuple[Path, int]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_builds_under_its_layout(path):
-    """Each stage has just the tensors of the table that live there, in the shape of their shard, and the weights estimated."""
+    """Each stage has just the tensors of the table that live there, in the shape of their shard, and the
+    weights estimated."""
     config, spec, world = example(path)
     p = config.parallel
     layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)

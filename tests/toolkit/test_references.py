@@ -19,7 +19,14 @@ def test_samples_that_differ_anywhere_have_other_fingerprints(tiny_checkpoint) -
     other_pixel = item.planes.clone()
     other_pixel.view(-1)[7] ^= 1
     other_picture = dataclasses.replace(image, media=[dataclasses.replace(item, planes=other_pixel)])
-    batches = [[image, text], [text, image], [image], [image, other_mask], [other_picture, text], [make_sample("image", spec, 1)]]
+    batches = [
+        [image, text],
+        [text, image],
+        [image],
+        [image, other_mask],
+        [other_picture, text],
+        [make_sample("image", spec, 1)],
+    ]
     assert len({reference.fingerprint(batch) for batch in batches}) == len(batches)
     assert reference.fingerprint([make_sample("image", spec, 0), text]) == reference.fingerprint(batches[0])
 

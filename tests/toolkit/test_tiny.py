@@ -1,4 +1,5 @@
-"""A tiny checkpoint is a real one: transformers loads every part of it, with the weights that were written."""
+"""A tiny checkpoint is a real one: transformers loads every part of it, with the weights that were
+written."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_transformers_loads_it(tiny_checkpoint, family, options):
             held["model.language_model.layers.0.mlp.experts.down_proj"],
         )
         assert stored.shape == ((8, 48, 64) if options.get("released_style", True) else (8, 64, 48))
-        assert torch.equal(stored.transpose(1, 2) if options.get("released_style", True) else stored, experts.down_proj)
+        assert torch.equal(
+            stored.transpose(1, 2) if options.get("released_style", True) else stored, experts.down_proj
+        )
 
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (100, 150, 3), dtype=np.uint8))
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]

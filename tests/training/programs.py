@@ -36,7 +36,8 @@ from toolkit.parity.batches import make_sample
 
 
 def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
-    """Three steps, the second with NaN in its activations: updated, weights changed, loss finite, why it was skipped."""
+    """Three steps, the second with NaN in its activations: updated, weights changed, loss finite, why it was
+    skipped."""
     trainer = tiny_trainer(hf)
     chunk = trainer.chunks[0]
 
@@ -60,7 +61,8 @@ def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
 
 
 def steps_with_one_without_loss(hf: str, pp: int = 1) -> list[list[list[Any]]]:
-    """By rank, for three steps of which the second has no loss token: [why skipped, loss tokens, what stayed, what moved].
+    """By rank, for three steps of which the second has no loss token: [why skipped, loss tokens, what stayed,
+    what moved].
 
     What stays or moves are the kinds of optimizer state.
     """
@@ -90,7 +92,8 @@ def _optimizer_state(trainer: TinyTrainer) -> dict[str, torch.Tensor]:
 
 
 def parts_that_move(hf: str, still: str) -> list[Any]:
-    """[rates of two steps, part -> [any tensor moved, all moved], rates with the merger frozen]; part ``still`` has rate 0."""
+    """[rates of two steps, part -> [any tensor moved, all moved], rates with the merger frozen]; part
+    ``still`` has rate 0."""
     trainer = tiny_trainer(hf, **{"lr" if still == "language" else f"{still}_lr": 0.0})
     parameters = dict(trainer.chunks[0].named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -159,7 +162,8 @@ def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
 
 
 def rows_over_the_wire(hf: str) -> list[list[Any]]:
-    """[fields that do not arrive as they left, whether the room made is right] of a row with pictures and one without."""
+    """[fields that do not arrive as they left, whether the room made is right] of a row with pictures and one
+    without."""
     get_platform("cpu")
     spec = read_spec(hf)
     results = []
@@ -216,7 +220,8 @@ VARYING = ("step_s", "tokens_per_s_per_rank", "tflops_per_rank", "mfu")
 
 
 def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
-    """Four lines of a log under TP2 x DP2, with ``limit`` bytes of lists to a line; samples are dropped in step 2."""
+    """Four lines of a log under TP2 x DP2, with ``limit`` bytes of lists to a line; samples are dropped in
+    step 2."""
     platform = get_platform("cpu")
     init_distributed(platform)
     spec = read_spec(hf)
@@ -250,7 +255,9 @@ def _counted_step(number: int, dp_rank: int) -> StepData:
         return {"key": key, "shard": "train-000000.tar", "source": "", "reason": reason, "detail": "why"}
 
     first = dp_rank == 0
-    counts = {"samples": 3, "images": 2, "patches": 64} if first else {"samples": 5, "images": 0, "patches": 0}
+    counts = (
+        {"samples": 3, "images": 2, "patches": 64} if first else {"samples": 5, "images": 0, "patches": 0}
+    )
     dropped = []
     if number == 2 and not first:
         counts |= {"dropped/no tokens": 2, "dropped/medium missing": 1}
@@ -275,7 +282,8 @@ def tally_of_one_rank() -> list[Any]:
 
 
 def what_trainings_say(starts: list[list[str]]) -> list[str]:
-    """What each start of the trainer printed, one after another in one process, and the message that it ended with."""
+    """What each start of the trainer printed, one after another in one process, and the message that it ended
+    with."""
     said = []
     for words in starts:
         out, problem = io.StringIO(), ""

@@ -18,12 +18,22 @@ from tests.data.media import encoded
 from tests.support.ranks import run_module
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LAYOUT = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.layers", "[1,3]", "--parallel.sequence_parallel", "true"]
+LAYOUT = [
+    "--parallel.tp",
+    "2",
+    "--parallel.pp",
+    "2",
+    "--parallel.layers",
+    "[1,3]",
+    "--parallel.sequence_parallel",
+    "true",
+]
 """Four ranks, uneven."""
 
 
 def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0) -> dict[str, Path]:
-    """A data set of pictures and text in ``folder``, and the weights of ``hf`` in another layout than any run's."""
+    """A data set of pictures and text in ``folder``, and the weights of ``hf`` in another layout than any
+    run's."""
     (folder / "media").mkdir(parents=True)
     records = []
     for i in range(samples):
@@ -51,9 +61,36 @@ def command(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4,
 
 def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int = 6) -> list[str]:
     """The options of a run; later ``options`` override earlier ones."""
-    common = ["--model.hf", prepared["hf"], "--model.checkpoint", prepared["weights"], "--data.path", prepared["data"]]
-    shape = ["--data.seq_len", "128", "--global_batch_size", "4", "--steps", steps, "--dtype", "float32", "--platform", "cpu"]
-    rest = ["--optimizer.lr", "1e-3", "--optimizer.warmup_steps", "2", "--data.shuffle_buffer", "8", "--data.packing_buffer", "8"]
+    common = [
+        "--model.hf",
+        prepared["hf"],
+        "--model.checkpoint",
+        prepared["weights"],
+        "--data.path",
+        prepared["data"],
+    ]
+    shape = [
+        "--data.seq_len",
+        "128",
+        "--global_batch_size",
+        "4",
+        "--steps",
+        steps,
+        "--dtype",
+        "float32",
+        "--platform",
+        "cpu",
+    ]
+    rest = [
+        "--optimizer.lr",
+        "1e-3",
+        "--optimizer.warmup_steps",
+        "2",
+        "--data.shuffle_buffer",
+        "8",
+        "--data.packing_buffer",
+        "8",
+    ]
     return [str(part) for part in (*common, *shape, *rest, "--checkpoint.dir", run, *options)]
 
 

@@ -13,9 +13,10 @@ pytestmark = pytest.mark.ranks
 
 def test_a_row_arrives_as_it_left(tiny_checkpoint) -> None:
     """Pictures and text, and a row of text alone with its stand-in for a picture."""
-    different = call(rows_over_the_wire, hf=str(tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)))
+    different = call(
+        rows_over_the_wire, hf=str(tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+    )
     assert different == [[[], True], [[], True]]
-
 
 
 def test_a_loader_that_ends_or_fails_is_named_by_its_replica() -> None:

@@ -1,7 +1,8 @@
 """Our FLOP counts against torch's counter over the Hugging Face model and over our own modules.
 
-Both sides compute whole squares where attention is causal (eager in ``transformers``, the plain implementation of SDPA in
-our modules), and our modules the padded columns of the vision FFN: what our counts leave out is added for the comparison.
+Both sides compute whole squares where attention is causal (eager in ``transformers``, the plain
+implementation of SDPA in our modules), and our modules the padded columns of the vision FFN: what our counts
+leave out is added for the comparison.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def load(hf) -> torch.nn.Module:
     from transformers import AutoModelForImageTextToText
 
     experts = {"experts_implementation": "eager"} if read_spec(hf).language.moe else {}
-    return AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager", **experts)
+    return AutoModelForImageTextToText.from_pretrained(
+        hf, dtype=torch.float32, attn_implementation="eager", **experts
+    )
 
 
 def lengths(samples: list[Sample], spec: ModelSpec) -> tuple[list[int], list[int], list[int]]:
@@ -57,7 +60,8 @@ def learnt(sample: Sample) -> torch.Tensor:
 
 
 def rotary(spec: ModelSpec, tokens: int) -> float:
-    """transformers computes rotary angles as a matrix product with an inner dimension of 1, which we do not count."""
+    """transformers computes rotary angles as a matrix product with an inner dimension of 1, which we do not
+    count."""
     return 2 * 3 * tokens * spec.language.head_dim / 2
 
 
@@ -79,18 +83,30 @@ def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("frozen", FREEZE)
 def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str) -> None:
-    """Forward and backward, each part frozen alone: no gradients of frozen weights, none through what nothing needs."""
+    """Forward and backward, each part frozen alone: no gradients of frozen weights, none through what nothing
+    needs."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm, freeze = read_spec(hf), read_pixel_norm(hf), ModelConfig(**FREEZE[frozen])
     model, sample = load(hf), make_sample("mixed", spec, 0)
     for name, parameter in model.named_parameters():
-        part = "merger" if ".merger" in name or "deepstack_merger" in name else "vision" if ".visual." in name else "language"
+        part = (
+            "merger"
+            if ".merger" in name or "deepstack_merger" in name
+            else "vision"
+            if ".visual." in name
+            else "language"
+        )
         parameter.requires_grad_(not getattr(freeze, f"freeze_{part}"))
     with FlopCounterMode(display=False) as counter:
-        model(**hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=learnt(sample)).logits.sum().backward()
+        model(
+            **hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=learnt(sample)
+        ).logits.sum().backward()
     model.requires_grad_(True).zero_grad()
     where = lengths([sample], spec)
-    ours = row_flops(spec, freeze, *where, len(learnt(sample))).total + 3 * language_parts(spec.language, where[0], 0).attention
+    ours = (
+        row_flops(spec, freeze, *where, len(learnt(sample))).total
+        + 3 * language_parts(spec.language, where[0], 0).attention
+    )
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -101,9 +117,13 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     model, sample = load(hf).train(), make_sample("mixed", spec, 0)
     counts = []
     for recompute in (False, True):
-        # Reentrant: the other kind stops before the last product of a layer, whose output the backward pass does not need.
+        # Reentrant: the other kind stops before the last product of a layer, whose output the backward pass
+        # does not need.
         model.gradient_checkpointing_enable({"use_reentrant": True})
-        for layers, name in ((model.model.visual.blocks, "vision"), (model.model.language_model.layers, "language")):
+        for layers, name in (
+            (model.model.visual.blocks, "vision"),
+            (model.model.language_model.layers, "language"),
+        ):
             for layer in layers:
                 layer.gradient_checkpointing = recompute and name == part
         with FlopCounterMode(display=False) as counter:
@@ -116,7 +136,9 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     squares = attention if part == "language" else 0.0
     assert counts[1] - counts[0] == ours.total + squares
     done = Work()  # as the benchmark counts what this model does with its logits of every token
-    done.add(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where, len(learnt(sample)), whole_head=True)
+    done.add(
+        spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where, len(learnt(sample)), whole_head=True
+    )
     assert counts[1] - done.executed.total == 3 * attention + squares + rotary(spec, len(sample))
     assert (ours.vision if part == "language" else ours.language) == 0.0
 
@@ -135,7 +157,9 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
         RecomputeConfig(language="selective", language_modules=["core_attn"]),
         RecomputeConfig(language="selective", language_modules=["core_attn", "mlp"]),
     ]
-    chosen = [{"language": k.language, "language_modules": k.language_modules, "vision": k.vision} for k in kinds]
+    chosen = [
+        {"language": k.language, "language_modules": k.language_modules, "vision": k.vision} for k in kinds
+    ]
     counted = call(counted_flops, hf=str(hf), kinds=chosen)
     spec = read_spec(hf)
     samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
@@ -143,11 +167,20 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
     v, squares = spec.vision, language_parts(spec.language, where[0], 0).attention
     assert loss_tokens < LOSS_INDEX_MULTIPLE < sum(where[0])
     filled_up = 3 * language_parts(spec.language, where[0], LOSS_INDEX_MULTIPLE - loss_tokens).head
-    padding = 2.0 * v.num_layers * 3 * v.hidden_size * (v.padded_ffn_hidden_size - v.ffn_hidden_size) * sum(where[1])
+    padding = (
+        2.0
+        * v.num_layers
+        * 3
+        * v.hidden_size
+        * (v.padded_ffn_hidden_size - v.ffn_hidden_size)
+        * sum(where[1])
+    )
     model = row_flops(spec, ModelConfig(), *where, loss_tokens).total
     for kind, count in zip(kinds, counted, strict=True):
         again = recompute_flops(spec, ModelConfig(), kind, *where).total
-        left_out = filled_up + (3 + (kind.language != "none")) * squares + (3 + (kind.vision == "full")) * padding
+        left_out = (
+            filled_up + (3 + (kind.language != "none")) * squares + (3 + (kind.vision == "full")) * padding
+        )
         assert count == model + again + left_out, kind
 
 

@@ -23,14 +23,34 @@ from megatron_vl.training.generate import _new_tokens
         ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 16),
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
         ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 128),
-        ({"fp8": "hybrid", "fp8_recipe": "tensorwise", "tensor_model_parallel_size": 2, "sequence_parallel": True}, 32),
+        (
+            {
+                "fp8": "hybrid",
+                "fp8_recipe": "tensorwise",
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+            },
+            32,
+        ),
     ],
-    ids=["as they are", "sequence parallel", "tensorwise", "delayed", "blockwise", "sequence parallel, tensorwise"],
+    ids=[
+        "as they are",
+        "sequence parallel",
+        "tensorwise",
+        "delayed",
+        "blockwise",
+        "sequence parallel, tensorwise",
+    ],
 )
 def test_rows_are_filled_up_to_what_products_take(settings: dict[str, Any], length: int) -> None:
     """Transformer Engine refuses FP8 products whose rows are no multiple of 8."""
     config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=2, bf16=True, params_dtype=torch.bfloat16, **settings
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        **settings,
     )
     grid: Any = SimpleNamespace(tp=config.tensor_model_parallel_size)
     chunk: Any = SimpleNamespace(config=config)
@@ -55,7 +75,12 @@ def test_collectives_beside_products_pause() -> None:
     plain = linear()
 
     def flags() -> list[bool]:
-        return [column.ub_overlap_ag_fprop, column.ub_overlap_rs_fprop, row.ub_overlap_ag_fprop, row.ub_overlap_rs_fprop]  # type: ignore[list-item]
+        return [
+            column.ub_overlap_ag_fprop,
+            column.ub_overlap_rs_fprop,
+            row.ub_overlap_ag_fprop,
+            row.ub_overlap_rs_fprop,
+        ]  # type: ignore[list-item]
 
     with pytest.raises(KeyError), tp_overlap.paused([nn.Sequential(column, plain), nn.Sequential(row)]):
         assert flags() == [False] * 4

@@ -53,7 +53,6 @@ def test_a_line_adds_up_what_the_ranks_counted(tiny_checkpoint, tmp_path: Path, 
     assert out["left"] == [False] * 4
 
 
-
 def test_integers_stay_integers() -> None:
     tokens, flops, wait, types = call(tally_of_one_rank)
     assert (tokens, flops, wait) == (2**53 - 1, 0.1, 0.3)

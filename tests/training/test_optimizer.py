@@ -46,7 +46,6 @@ def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
         reference.step()
 
 
-
 @pytest.mark.ranks
 def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> None:
     out = call(steps_with_one_not_finite, hf=str(tiny_checkpoint("qwen2_5_vl")))
@@ -61,7 +60,8 @@ def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> N
 def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkpoint, pp: int) -> None:
     """Weight decay and decaying moments would move them; rows without loss beside others are trained on.
 
-    Of two stages the first holds no loss and has to learn of it; updates that overlap with the forward pass wait for none.
+    Of two stages the first holds no loss and has to learn of it; updates that overlap with the forward pass
+    wait for none.
     """
     by_rank = call(steps_with_one_without_loss, pp, hf=str(tiny_checkpoint("qwen2_5_vl")), pp=pp)
     assert len(by_rank) == pp
@@ -79,7 +79,13 @@ def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, t
     out = call(rates_and_decays, hf=str(tiny_checkpoint(family)))
     assert len(out) == tensors
     for name, (rate, decay, dimensions) in out.items():
-        want = 2e-4 if ".merger." in name or ".deepstack_mergers." in name else 5e-4 if name.startswith("vision_model.") else 1e-3
+        want = (
+            2e-4
+            if ".merger." in name or ".deepstack_mergers." in name
+            else 5e-4
+            if name.startswith("vision_model.")
+            else 1e-3
+        )
         assert math.isclose(rate, want), name
         assert decay == (0.1 if dimensions > 1 else 0.0), name
 
@@ -87,7 +93,8 @@ def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, t
 @pytest.mark.ranks
 @pytest.mark.parametrize("still", ["vision", "merger", "language"])
 def test_a_part_with_a_rate_of_zero_stays_and_the_others_move(tiny_checkpoint, still: str) -> None:
-    """With weight decay: bit for bit. What is logged is each part's own rate, and that of frozen parts is none."""
+    """With weight decay: bit for bit. What is logged is each part's own rate, and that of frozen parts is
+    none."""
     rates, moved, frozen = call(parts_that_move, hf=str(tiny_checkpoint("qwen2_5_vl")), still=still)
     want = {"language": 1e-3, "vision": 5e-4, "merger": 2e-4} | {still: 0.0}
     assert rates == [want, want] and frozen == want | {"merger": None}

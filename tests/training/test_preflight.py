@@ -65,7 +65,9 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])
 @pytest.mark.parametrize("below", ["", "/board"])
-def test_a_file_in_a_folders_place_is_told_with_the_field(fields: list[str], tmp_path: Path, field: str, below: str) -> None:
+def test_a_file_in_a_folders_place_is_told_with_the_field(
+    fields: list[str], tmp_path: Path, field: str, below: str
+) -> None:
     check(parse_config([*fields, f"--{field}", str(tmp_path / "new" / "folder")]), 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunConfigError, match=rf"^{field} .*file{below}: .*file is a file; give a folder"):
@@ -75,11 +77,15 @@ def test_a_file_in_a_folders_place_is_told_with_the_field(fields: list[str], tmp
 def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     meta = tmp_path / ".nv-meta"
     meta.mkdir()
-    (meta / "split.yaml").write_text("split_parts: {train: [train-0.tar], val: [val-0.tar], test: []}\nexclude: []\n")
+    (meta / "split.yaml").write_text(
+        "split_parts: {train: [train-0.tar], val: [val-0.tar], test: []}\nexclude: []\n"
+    )
     (meta / ".info.json").write_text('{"shard_counts": {"train-0.tar": 1, "val-0.tar": 1}}')
     (meta / "dataset.yaml").write_text("{__module__: megatron.energon, __class__: CrudeWebdataset}\n")
     for split in ("vla", "test"):
-        with pytest.raises(LoaderError, match=rf"the split '{split}' is empty; splits with samples: train, val\."):
+        with pytest.raises(
+            LoaderError, match=rf"the split '{split}' is empty; splits with samples: train, val\."
+        ):
             read_description(tmp_path).facts(split)
 
 
@@ -88,11 +94,16 @@ def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
     config.optimizer.vision_lr = config.optimizer.merger_lr = 2e-6
     assert not any("has no effect" in remark for remark in remarks(config, "cpu"))
     config.optimizer.vision_lr = 0.0
-    assert any("vision_lr 0 keeps those weights" in remark and "freeze_vision" in remark for remark in remarks(config, "cpu"))
+    assert any(
+        "vision_lr 0 keeps those weights" in remark and "freeze_vision" in remark
+        for remark in remarks(config, "cpu")
+    )
     config.optimizer.vision_lr = 2e-6
     config.model.freeze_vision = True
     told = [remark for remark in remarks(config, "cpu") if "has no effect" in remark]
-    assert told == ["optimizer.vision_lr 2e-06 has no effect: model.freeze_vision keeps those weights as they are"]
+    assert told == [
+        "optimizer.vision_lr 2e-06 has no effect: model.freeze_vision keeps those weights as they are"
+    ]
 
 
 def test_rows_are_exchanged_between_as_many_ranks_as_files_may_be_open(fields: list[str]) -> None:

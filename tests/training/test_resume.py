@@ -36,7 +36,6 @@ QUICK = [
 ]
 
 
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("resume") / "prepared"

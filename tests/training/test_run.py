@@ -27,7 +27,8 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    """A tied model, its weights in another layout than the run's, and a small data set of pictures and text."""
+    """A tied model, its weights in another layout than the run's, and a small data set of pictures and
+    text."""
     folder = tmp_path_factory.mktemp("run") / "prepared"
     return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), val_fraction=0.25)
 
@@ -81,13 +82,18 @@ def evaluated(prepared: dict[str, Path]) -> Path:
 
 
 def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> None:
-    assert [[line[k] for k in EXACT] for line in metrics(evaluated)] == [[line[k] for k in EXACT] for line in metrics(whole)]
+    assert [[line[k] for k in EXACT] for line in metrics(evaluated)] == [
+        [line[k] for k in EXACT] for line in metrics(whole)
+    ]
     a, b = WeightReader(evaluated), WeightReader(whole)
     assert all(torch.equal(a.get(name), b.get(name)) for name in a.names())
 
 
-def test_validation_is_that_of_transformers_in_every_layout(prepared: dict[str, Path], evaluated: Path) -> None:
-    """Four ranks (tensor and pipeline parallel) and two (data parallel): the loss over the rows' samples, and answers."""
+def test_validation_is_that_of_transformers_in_every_layout(
+    prepared: dict[str, Path], evaluated: Path
+) -> None:
+    """Four ranks (tensor and pipeline parallel) and two (data parallel): the loss over the rows' samples, and
+    answers."""
     run = prepared["folder"] / "evaluated_dp2"
     still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
     done = train(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
@@ -151,17 +157,22 @@ def resumed(prepared: dict[str, Path]) -> Path:
 
 def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> None:
     """The same losses, norms and samples, bit for bit, and the same weights."""
-    assert [[line[k] for k in EXACT] for line in metrics(resumed)] == [[line[k] for k in EXACT] for line in metrics(whole)]
+    assert [[line[k] for k in EXACT] for line in metrics(resumed)] == [
+        [line[k] for k in EXACT] for line in metrics(whole)
+    ]
     a, b = WeightReader(resumed), WeightReader(whole)
     for name in a.names():
         assert torch.equal(a.get(name), b.get(name)), name
 
 
 def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -> None:
-    """Each element of each shard is owned once: the ranges of a tensor's slices join without gap or overlap."""
+    """Each element of each shard is owned once: the ranges of a tensor's slices join without gap or
+    overlap."""
     ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for rank in range(4):
-        with safe_open(whole / "step_00000006" / "optimizer" / f"rank_{rank:05d}.safetensors", framework="pt") as file:
+        with safe_open(
+            whole / "step_00000006" / "optimizer" / f"rank_{rank:05d}.safetensors", framework="pt"
+        ) as file:
             for key in file.keys():
                 if key.endswith("/exp_avg"):
                     name, span = key.removesuffix("/exp_avg").rstrip("]").split("[")
@@ -173,17 +184,24 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
     held = {name for _, name in ranges}
     assert held == set(reader.names())
     for (_, name), spans in ranges.items():
-        assert spans == [(0, reader.get(name, 0, Cut(2)).numel())]  # no data parallelism here, so each rank owns all of its shard
+        assert spans == [
+            (0, reader.get(name, 0, Cut(2)).numel())
+        ]  # no data parallelism here, so each rank owns all of its shard
 
 
 def test_another_layout_goes_on_where_the_run_stopped(
     prepared: dict[str, Path], resumed: Path, whole: Path
 ) -> None:
-    """Saved under TP2 x PP2 + SP, resumed on one rank and under PP2 x VPP2: the same samples, and losses within 1e-6."""
+    """Saved under TP2 x PP2 + SP, resumed on one rank and under PP2 x VPP2: the same samples, and losses
+    within 1e-6."""
     want = metrics(whole)
     for name, options, ranks in (
         ("one", [], 1),
-        ("interleaved", ["--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.distributed_optimizer", "false"], 2),
+        (
+            "interleaved",
+            ["--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.distributed_optimizer", "false"],
+            2,
+        ),
     ):
         run = prepared["folder"] / f"elastic_{name}"
         shutil.copytree(resumed / "step_00000003", run / "step_00000003")
@@ -211,7 +229,9 @@ def test_a_changed_number_of_data_parallel_ranks_is_refused_unless_the_data_rest
     assert [line["step"] for line in metrics(run)] == [4, 5, 6]
 
 
-@pytest.mark.parametrize("victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"])
+@pytest.mark.parametrize(
+    "victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"]
+)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_checkpoint_is_refused_by_name(
     prepared: dict[str, Path], resumed: Path, victim: str, damage: str
@@ -234,14 +254,22 @@ def test_a_damaged_checkpoint_is_refused_by_name(
 
 def test_a_run_that_is_done_says_so(prepared: dict[str, Path], resumed: Path) -> None:
     done = train(prepared, resumed, *LAYOUT)
-    assert done.returncode == 0 and "nothing to do: step 6 of 6 is done; raise steps" in done.stdout, done.stdout
+    assert done.returncode == 0 and "nothing to do: step 6 of 6 is done; raise steps" in done.stdout, (
+        done.stdout
+    )
 
 
-def test_a_validation_split_that_cannot_be_used_is_told_once(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """The ranks without a loader must not say that a peer is gone, and too short a row is no reason to leave validation out."""
+def test_a_validation_split_that_cannot_be_used_is_told_once(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """The ranks without a loader must not say that a peer is gone, and too short a row is no reason to leave
+    validation out."""
     done = train(prepared, tmp_path / "run", *LAYOUT, *EVALUATION, "--data.seq_len", "16")
     assert done.returncode != 0
-    assert "no sample of the split 'val' can be used" in done.stderr and "raise data.seq_len (now 16)" in done.stderr
+    assert (
+        "no sample of the split 'val' can be used" in done.stderr
+        and "raise data.seq_len (now 16)" in done.stderr
+    )
     assert done.stderr.count("megatron_vl.train: rank") == 1, done.stderr
 
 
@@ -277,7 +305,15 @@ def test_impossible_runs_are_refused_before_a_group_starts(
     prepared: dict[str, Path], tmp_path: Path, options: list[str], message: str
 ) -> None:
     """Called without a launcher, so a process group of four could not have been formed."""
-    common = ["--model.hf", str(prepared["hf"]), "--data.path", str(prepared["data"]), "--platform", "cpu", *options]
+    common = [
+        "--model.hf",
+        str(prepared["hf"]),
+        "--data.path",
+        str(prepared["data"]),
+        "--platform",
+        "cpu",
+        *options,
+    ]
     environment = {**os.environ, "WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-m", "megatron_vl.train", *common],
@@ -295,7 +331,9 @@ def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Pa
     run = prepared["folder"] / "bad"
     done = train(prepared, run, *LAYOUT, "--data.seq_len", "56", "--data.max_bad_share", "0.0")
     assert done.returncode != 0
-    assert "samples could not be used" in done.stderr and "quarantine.jsonl" in done.stderr, done.stderr[:6000]
+    assert "samples could not be used" in done.stderr and "quarantine.jsonl" in done.stderr, done.stderr[
+        :6000
+    ]
     listed = metrics(run, "quarantine.jsonl")
     assert listed and all(sample["key"] and sample["reason"] for sample in listed)
 
@@ -303,11 +341,14 @@ def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Pa
 def test_a_save_that_fails_leaves_the_last_good_checkpoint(
     prepared: dict[str, Path], resumed: Path, whole: Path
 ) -> None:
-    """Files may not grow beyond some kilobytes, as on a full disk: the run ends, and goes on from the checkpoint before."""
+    """Files may not grow beyond some kilobytes, as on a full disk: the run ends, and goes on from the
+    checkpoint before."""
     run = prepared["folder"] / "full_disk"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
     limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "limited", *command(prepared, run, *LAYOUT)]
-    done = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=300, cwd=prepared["folder"])
+    done = subprocess.run(
+        limited, env=environment(), capture_output=True, text=True, timeout=300, cwd=prepared["folder"]
+    )
     assert done.returncode != 0
     assert "could not be written" in done.stderr and "File too large" in done.stderr
     assert not (run / "step_00000006").exists() and not verify_checkpoint(run / "step_00000003")

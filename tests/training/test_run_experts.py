@@ -20,12 +20,15 @@ LAYOUT = ["--parallel.ep", "2"]
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    return prepare(tmp_path_factory.mktemp("run") / "prepared", tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32))
+    return prepare(
+        tmp_path_factory.mktemp("run") / "prepared", tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32)
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(prepared: dict[str, Path]) -> Path:
-    """Six steps on two ranks that share the experts, with the load-balancing loss; a checkpoint after each third."""
+    """Six steps on two ranks that share the experts, with the load-balancing loss; a checkpoint after each
+    third."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "3", "--checkpoint.keep", "0", "--log.tensorboard", str(run / "board")]
     done = train(prepared, run, *LAYOUT, *saves, "--model.moe_aux_loss", "0.01", ranks=2)
@@ -44,7 +47,9 @@ def test_a_changed_balancing_loss_is_told_on_resume(tiny_checkpoint) -> None:
 
     def told(saved: dict, **fields: float) -> str:
         spec = read_spec(tiny_checkpoint("qwen3_vl_moe"))
-        return _changed_aux_loss(SimpleNamespace(spec=spec, config=SimpleNamespace(model=ModelConfig(**fields))), saved)
+        return _changed_aux_loss(
+            SimpleNamespace(spec=spec, config=SimpleNamespace(model=ModelConfig(**fields))), saved
+        )
 
     assert told({"moe_aux_loss": 0.0}) == "" == told({"moe_aux_loss": 0.01}, moe_aux_loss=0.01)
     assert "had the coefficient 0.01, from here on it is 0.0" in told({"moe_aux_loss": 0.01})
@@ -56,25 +61,44 @@ def test_the_busiest_expert_is_in_the_log(whole: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     lines = metrics(whole)
-    assert all(1.0 <= line["expert_load"] <= 4.0 for line in lines)  # 2 of 8 experts a token: 4 is one pair for all
+    assert all(
+        1.0 <= line["expert_load"] <= 4.0 for line in lines
+    )  # 2 of 8 experts a token: 4 is one pair for all
     events = EventAccumulator(str(whole / "board"))
     events.Reload()
-    layers = [[event.value for event in events.Scalars(f"expert_load/layer_{layer:02d}")] for layer in range(4)]
-    assert [max(values) for values in zip(*layers, strict=True)] == pytest.approx([line["expert_load"] for line in lines])
+    layers = [
+        [event.value for event in events.Scalars(f"expert_load/layer_{layer:02d}")] for layer in range(4)
+    ]
+    assert [max(values) for values in zip(*layers, strict=True)] == pytest.approx(
+        [line["expert_load"] for line in lines]
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [
         (["--parallel.distributed_optimizer", "false", "--parallel.overlap_param_gather", "false"], 2),
-        (["--parallel.tp", "2", "--parallel.sequence_parallel", "true", "--parallel.ep", "2", "--parallel.etp", "2"], 4),
+        (
+            [
+                "--parallel.tp",
+                "2",
+                "--parallel.sequence_parallel",
+                "true",
+                "--parallel.ep",
+                "2",
+                "--parallel.etp",
+                "2",
+            ],
+            4,
+        ),
     ],
     ids=["EP1", "TP2 x EP2 x ETP2"],
 )
 def test_another_layout_goes_on_where_the_run_stopped(
     prepared: dict[str, Path], whole: Path, tmp_path: Path, options: list[str], ranks: int
 ) -> None:
-    """Saved with half of the experts on each of two ranks: the same samples, and losses within 1e-6, in other layouts."""
+    """Saved with half of the experts on each of two ranks: the same samples, and losses within 1e-6, in other
+    layouts."""
     shutil.copytree(whole / "step_00000003", tmp_path / "step_00000003")
     done = train(prepared, tmp_path, *options, "--model.moe_aux_loss", "0.01", ranks=ranks)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -90,12 +114,20 @@ def test_another_layout_goes_on_where_the_run_stopped(
         assert (a.get(name) - b.get(name)).norm() <= 1e-4 * b.get(name).norm(), name
 
 
-def test_exported_checkpoint_has_the_trained_experts(prepared: dict[str, Path], whole: Path, tmp_path: Path) -> None:
+def test_exported_checkpoint_has_the_trained_experts(
+    prepared: dict[str, Path], whole: Path, tmp_path: Path
+) -> None:
     assert verify_checkpoint(whole / "step_00000006") == []
     export(whole, prepared["hf"], tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "back")
-    ours, theirs, first = WeightReader(tmp_path / "back"), WeightReader(whole), WeightReader(prepared["weights"])
+    ours, theirs, first = (
+        WeightReader(tmp_path / "back"),
+        WeightReader(whole),
+        WeightReader(prepared["weights"]),
+    )
     for name in ours.names():
         assert torch.equal(ours.get(name), theirs.get(name)), name
         if ".experts." in name:  # every one of them was trained
-            assert all(not torch.equal(a, b) for a, b in zip(theirs.get(name), first.get(name), strict=True)), name
+            assert all(
+                not torch.equal(a, b) for a, b in zip(theirs.get(name), first.get(name), strict=True)
+            ), name

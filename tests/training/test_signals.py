@@ -23,7 +23,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    return prepare(tmp_path_factory.mktemp("signals") / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+    return prepare(
+        tmp_path_factory.mktemp("signals") / "prepared",
+        tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32),
+    )
 
 
 def start(launcher: list[str], prepared: dict[str, Path], run: Path, ranks: int = 2) -> subprocess.Popen[str]:
@@ -86,9 +89,19 @@ def test_torchrun_saves_at_sigterm_too(prepared, tmp_path):
 
 @pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN], ids=["launcher", "torchrun"])
 def test_one_message_for_all_ranks(launcher, tmp_path):
-    options = ["--standalone", "--nproc-per-node", "3", "-m", "megatron_vl.train", "--model.hf", str(tmp_path / "nowhere")]
+    options = [
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        "-m",
+        "megatron_vl.train",
+        "--model.hf",
+        str(tmp_path / "nowhere"),
+    ]
     options += ["--global_batch_size", "6"]
-    done = subprocess.run([*launcher, *options], env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*launcher, *options], env=environment(), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     assert done.stderr.count("holds no config.json") == 1
     assert ("Traceback" in done.stderr) == (launcher is TORCHRUN)

@@ -15,7 +15,10 @@ def test_counts_go_on_from_a_checkpoint() -> None:
 
 
 def test_a_run_that_stops_says_why_its_steps_were_skipped() -> None:
-    told = [_too_many_skipped(reasons, 40) for reasons in ([NOT_FINITE] * 2, [NO_LOSS_TOKENS] * 3, [NO_LOSS_TOKENS, NOT_FINITE])]
+    told = [
+        _too_many_skipped(reasons, 40)
+        for reasons in ([NOT_FINITE] * 2, [NO_LOSS_TOKENS] * 3, [NO_LOSS_TOKENS, NOT_FINITE])
+    ]
     assert told == [
         "loss or gradient was not finite in 2 steps in a row, the last one step 40",
         "no token bore loss in 3 steps in a row, the last one step 40; answers of the assistant alone do, so look for them "

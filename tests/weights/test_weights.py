@@ -1,4 +1,5 @@
-"""The on-disk format: cuts and their inverses, any slice out of any layout, and a manifest that is never half true."""
+"""The on-disk format: cuts and their inverses, any slice out of any layout, and a manifest that is never half
+true."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
     """Random full tensors; norms in float32, the rest in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(info.shape, generator=generator).to(torch.float32 if "norm" in name else torch.bfloat16)
+        name: torch.randn(info.shape, generator=generator).to(
+            torch.float32 if "norm" in name else torch.bfloat16
+        )
         for name, info in tensor_table(spec).items()
     }
 
@@ -102,7 +105,9 @@ def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout:
     table, cut, entries = tensor_table(spec), layout.cut, []
 
     def parts(p: int, experts: bool, **ranks: int) -> dict[str, Tensor]:
-        here = [info for info in table.values() if layout.stage_of(info) == p and bool(info.experts) is experts]
+        here = [
+            info for info in table.values() if layout.stage_of(info) == p and bool(info.experts) is experts
+        ]
         return {info.name: shard(full[info.name], info, cut.part(info, **ranks), cut) for info in here}
 
     for p in range(layout.pp):
@@ -131,7 +136,12 @@ def test_unshard_is_the_inverse_of_shard(split: str, tp: int) -> None:
 def test_gated_shard_has_its_part_of_both_halves() -> None:
     info = TensorInfo("x", (8,), "gated", "vision")
     assert shard(torch.arange(8), info, 1, Cut(2)).tolist() == [2, 3, 6, 7]
-    assert shard(torch.arange(8), TensorInfo("x", (8,), "column", "vision"), 1, Cut(2)).tolist() == [4, 5, 6, 7]
+    assert shard(torch.arange(8), TensorInfo("x", (8,), "column", "vision"), 1, Cut(2)).tolist() == [
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -153,7 +163,8 @@ def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("split", ["row", "gated"])
 def test_experts_are_cut_one_by_one(split: str, cut: Cut) -> None:
-    """A part holds a run of experts, each cut as a dense matrix is: against that cut, its inverse, and the rectangles."""
+    """A part holds a run of experts, each cut as a dense matrix is: against that cut, its inverse, and the
+    rectangles."""
     info = TensorInfo("x", (8, 24, 12), split, "layer", 0, experts=8)  # type: ignore[arg-type]
     one = TensorInfo("x", (24, 12), split, "layer", 0)  # type: ignore[arg-type]
     tensor = torch.arange(8 * 24 * 12).view(8, 24, 12)
@@ -197,13 +208,18 @@ def test_transposed_blocks_read_both_ways() -> None:
 def test_gather_fills_gaps_with_zero() -> None:
     part = torch.ones(2, 2)
     whole = gather(
-        [Block("a", 2, 2, row=1, col=1)], Window(0, 4, 0, 3), lambda _, w: part[w.row : w.row_end, w.col : w.col_end], part.dtype
+        [Block("a", 2, 2, row=1, col=1)],
+        Window(0, 4, 0, 3),
+        lambda _, w: part[w.row : w.row_end, w.col : w.col_end],
+        part.dtype,
     )
     assert whole.tolist() == [[0, 0, 0], [0, 1, 1], [0, 1, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_slice_out_of_any_layout(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], layout: dict) -> None:
+def test_any_slice_out_of_any_layout(
+    tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], layout: dict
+) -> None:
     write_shards(tmp_path, spec, full, make_layout(spec, **layout))
     reader = WeightReader(tmp_path)
     assert reader.spec == spec and reader.layout == make_layout(spec, **layout)
@@ -218,7 +234,9 @@ def test_any_slice_out_of_any_layout(tmp_path: Path, spec: ModelSpec, full: dict
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}, {"tp": 4, "pp": 2, "vpp": 2, "ep": 2}, {"tp": 1, "etp": 3}], ids=str
+    "layout",
+    [{}, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}, {"tp": 4, "pp": 2, "vpp": 2, "ep": 2}, {"tp": 1, "etp": 3}],
+    ids=str,
 )
 def test_any_expert_out_of_any_layout(tmp_path: Path, layout: dict) -> None:
     spec = read_spec(MOE_CONFIG)
@@ -256,10 +274,17 @@ def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
             write_manifest(tmp_path, spec, layout, changed)
 
     experts = next(i for i, entry in enumerate(entries) if entry.get("ep") == 1)
-    refused("linear_fc1.weight' is missing in expert rank 1, pipeline rank 0", lambda e: e[experts]["tensors"].pop(name))
-    refused("does not belong in tp00_pp00", lambda e: e[0]["tensors"].update({name: e[experts]["tensors"].pop(name)}))
     refused(
-        r"has shape \[8, 24, 32\] in expert rank 1; it should be", lambda e: e[experts]["tensors"][name].update(shape=[8, 24, 32])
+        "linear_fc1.weight' is missing in expert rank 1, pipeline rank 0",
+        lambda e: e[experts]["tensors"].pop(name),
+    )
+    refused(
+        "does not belong in tp00_pp00",
+        lambda e: e[0]["tensors"].update({name: e[experts]["tensors"].pop(name)}),
+    )
+    refused(
+        r"has shape \[8, 24, 32\] in expert rank 1; it should be",
+        lambda e: e[experts]["tensors"][name].update(shape=[8, 24, 32]),
     )
     moved = "language_model.decoder.layers.2.mlp.router.weight"
     refused(
@@ -275,7 +300,9 @@ def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
         WeightReader(tmp_path)
 
 
-def test_layouts_from_before_experts_are_read(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+def test_layouts_from_before_experts_are_read(
+    tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]
+) -> None:
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
@@ -283,19 +310,26 @@ def test_layouts_from_before_experts_are_read(tmp_path: Path, spec: ModelSpec, f
     manifest["digest"] = manifest_digest(manifest)
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     reader = WeightReader(tmp_path)
-    assert reader.layout == layout and all(torch.equal(reader.get(name), tensor) for name, tensor in full.items())
+    assert reader.layout == layout and all(
+        torch.equal(reader.get(name), tensor) for name, tensor in full.items()
+    )
 
 
 def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     entry = write_rank_file(tmp_path, 0, 0, full)
     write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
     reader = WeightReader(tmp_path)
-    assert reader.layout is None and reader.manifest["kind"] == "full" and reader.manifest["origin"] == {"hf": "somewhere"}
+    assert (
+        reader.layout is None
+        and reader.manifest["kind"] == "full"
+        and reader.manifest["origin"] == {"hf": "somewhere"}
+    )
     assert all(torch.equal(reader.get(name), tensor) for name, tensor in full.items())
 
 
 def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """Read by the library, tensors aligned to their type although types are mixed; the manifest's hash is of the stored bytes."""
+    """Read by the library, tensors aligned to their type although types are mixed; the manifest's hash is of
+    the stored bytes."""
     import hashlib
 
     layout = make_layout(spec, tp=2, pp=2)
@@ -305,7 +339,10 @@ def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict
         stored = load_file(tmp_path / file)
         assert stored.keys() == entry["tensors"].keys()
         for name, tensor in stored.items():
-            assert hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() == entry["tensors"][name]
+            assert (
+                hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+                == entry["tensors"][name]
+            )
         header = read_header(tmp_path / file)
         assert len(header) % 8 == 0
         for name, place in json.loads(header[8:]).items():
@@ -320,7 +357,10 @@ def test_header_equals_the_librarys(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
     theirs = json.loads(read_header(tmp_path / "x.safetensors")[8:])
     ours = json.loads(
-        make_header({"a": (torch.float32, (2, 2)), "c": (torch.float32, (1,)), "b": (torch.bfloat16, (3,))}, {"format": "pt"})[8:]
+        make_header(
+            {"a": (torch.float32, (2, 2)), "c": (torch.float32, (1,)), "b": (torch.bfloat16, (3,))},
+            {"format": "pt"},
+        )[8:]
     )
     assert ours == theirs
 
@@ -366,7 +406,8 @@ def test_impossible_tp_is_refused(tmp_path: Path, spec: ModelSpec, full: dict[st
         WeightReader(tmp_path).get(EMBEDDING, 0, Cut(3))
 
 
-# --- Writing what is not the model ----------------------------------------------------------------------------------
+# --- Writing what is not the model
+# ----------------------------------------------------------------------------------
 
 
 def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
@@ -415,11 +456,13 @@ def test_unsupported_type_and_no_debris(tmp_path: Path) -> None:
     assert not (tmp_path / "w").exists()
 
 
-# --- Reading what somebody handed over ------------------------------------------------------------------------------
+# --- Reading what somebody handed over
+# ------------------------------------------------------------------------------
 
 
 def edited(folder: Path, signed: bool = True, **changes: object) -> None:
-    """Changes fields of a manifest; ``signed`` makes the digest fit, so that what it says is what is refused."""
+    """Changes fields of a manifest; ``signed`` makes the digest fit, so that what it says is what is
+    refused."""
     manifest = json.loads((folder / MANIFEST).read_text()) | changes
     if signed and "digest" not in changes:
         manifest["digest"] = manifest_digest(manifest)
@@ -451,7 +494,9 @@ LAYOUT = {"tp": 2, "pp": 1, "vpp": 1, "layers": [4]}
         ({"files": {"x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "x.safetensors is missing"),
     ],
 )
-def test_bad_manifests(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], changes: dict, message: str) -> None:
+def test_bad_manifests(
+    tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], changes: dict, message: str
+) -> None:
     write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
     edited(tmp_path, **changes)
     with pytest.raises(WeightsError, match=message):
@@ -477,7 +522,8 @@ def test_any_edit_of_the_manifest_is_seen(tmp_path: Path, spec: ModelSpec, full:
     assert WeightReader(tmp_path).spec == spec
 
 
-# --- Damage to what is stored ---------------------------------------------------------------------------------------
+# --- Damage to what is stored
+# ---------------------------------------------------------------------------------------
 
 
 def flip(file: Path, at: int) -> None:
@@ -489,8 +535,11 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_flipped_bit_is_refused_by_name(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], tp: int) -> None:
-    """Whatever slice is asked for, the whole stored tensor is compared; other tensors and ranks are as good as before."""
+def test_a_flipped_bit_is_refused_by_name(
+    tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], tp: int
+) -> None:
+    """Whatever slice is asked for, the whole stored tensor is compared; other tensors and ranks are as good
+    as before."""
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)
     file, name = tmp_path / "tp01_pp01.safetensors", "language_model.decoder.layers.3.mlp.linear_fc2.weight"
@@ -513,21 +562,26 @@ def test_a_flipped_bit_is_refused_by_name(tmp_path: Path, spec: ModelSpec, full:
 
 
 def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """Files of two ranks, or two tensors of one shape in a header, exchanged: shapes all fit, and only the hashes tell."""
+    """Files of two ranks, or two tensors of one shape in a header, exchanged: shapes all fit, and only the
+    hashes tell."""
     layout = make_layout(spec, tp=2)
     write_shards(tmp_path, spec, full, layout)
     a, b = (tmp_path / f"tp0{t}_pp00.safetensors" for t in (0, 1))
     first, second = a.read_bytes(), b.read_bytes()
     a.write_bytes(second)
     b.write_bytes(first)
-    with pytest.raises(WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.embedding"):
+    with pytest.raises(
+        WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.embedding"
+    ):
         WeightReader(tmp_path).get(EMBEDDING)
     b.write_bytes(second)
     names = [f"language_model.decoder.layers.{i}.mlp.linear_fc2.weight".encode() for i in (1, 2)]
     swapped = first.replace(names[0], b"(other)").replace(names[1], names[0]).replace(b"(other)", names[1])
     assert len(swapped) == len(first)
     a.write_bytes(swapped)
-    with pytest.raises(WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.decoder.layers.1.mlp"):
+    with pytest.raises(
+        WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.decoder.layers.1.mlp"
+    ):
         WeightReader(tmp_path).get(names[0].decode())
 
 

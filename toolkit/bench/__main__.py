@@ -1,4 +1,5 @@
-"""One rank of a benchmark; started by torchrun (``megatron-vl bench`` does that). With ``--peer``: of the peer alone."""
+"""One rank of a benchmark; started by torchrun (``megatron-vl bench`` does that). With ``--peer``: of the
+peer alone."""
 
 from __future__ import annotations
 

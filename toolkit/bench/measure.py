@@ -1,8 +1,9 @@
 """Times the trainer itself: its model, pipeline schedule, DDP, optimizer and feed, with random weights.
 
-Rows are drawn, packed and pinned before the clock starts and used in turn, or come from the real loader (``data``). Of each
-workload the first steps warm up; then whole steps are timed as one span of wall clock, one after the other as in training;
-then follow the steps in which the parts are timed, and one that is profiled for its collectives.
+Rows are drawn, packed and pinned before the clock starts and used in turn, or come from the real loader
+(``data``). Of each workload the first steps warm up; then whole steps are timed as one span of wall clock,
+one after the other as in training; then follow the steps in which the parts are timed, and one that is
+profiled for its collectives.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def run(options: Options) -> None:
     live = build(options, spec, platform, grid, layout)
     name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)
-    workloads = {name: measure(live, name, config.global_batch_size // grid.dp, peak) for name in options.workloads}
+    workloads = {
+        name: measure(live, name, config.global_batch_size // grid.dp, peak) for name in options.workloads
+    }
     figures = {
         "system": "megatron-vl",
         "machine": report.machine(options, platform.device, peak),
@@ -135,7 +138,11 @@ def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[
         live.grid.world_size,
         peak,
     )
-    figures |= {"loss": result.loss, "data_wait_s": max(report.gather(waits)) / o.timed, "memory": memory(live, held)}
+    figures |= {
+        "loss": result.loss,
+        "data_wait_s": max(report.gather(waits)) / o.timed,
+        "memory": memory(live, held),
+    }
     if o.part_steps:
         figures |= measure_parts(live, feed, peak)
     if loader is not None and hasattr(loader, "close"):
@@ -158,27 +165,33 @@ def _without_tensors(data: StepData) -> StepData:
 
 def count(work: report.Work, live: Live, data: StepData) -> None:
     config = live.options.config
-    for lengths, (full, window), loss_tokens in zip(data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True):
+    for lengths, (full, window), loss_tokens in zip(
+        data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True
+    ):
         work.add(live.spec, config.model, config.recompute, lengths, full, window, loss_tokens)
     work.images += data.counts.get("images", 0)
 
 
 def make_loader(live: Live, workload: str, micro_batches: int) -> Iterator[Row] | None:
-    """Rows of this replica, on the rank that owns its loader: distinct ones on each replica, since ranks straggle."""
+    """Rows of this replica, on the rank that owns its loader: distinct ones on each replica, since ranks
+    straggle."""
     if not live.grid.owns_loader:
         return None
     o, config = live.options, live.options.config
     if workload == "data":
         from megatron_vl.data.loader import build_loader
 
-        return build_loader(config.data, live.spec, o.hf, dp_rank=live.grid.dp_rank, dp_size=live.grid.dp, split="train")
+        return build_loader(
+            config.data, live.spec, o.hf, dp_rank=live.grid.dp_rank, dp_size=live.grid.dp, split="train"
+        )
     source = rows(live.spec, config.data.seq_len, images=workload == "images", seed=17 + live.grid.dp_rank)
     number = o.distinct_rows or o.steps * micro_batches
     return itertools.cycle([pin(row) for row in itertools.islice(source, number)])
 
 
 def memory(live: Live, held: int) -> dict[str, Any]:
-    """GiB on the rank with the highest peak, by part: what is held between steps is weights, gradients and optimizer."""
+    """GiB on the rank with the highest peak, by part: what is held between steps is weights, gradients and
+    optimizer."""
     mine: dict[str, Any] = {"peak_gib": live.platform.peak_memory_gib()}
     if live.platform.name == "cuda":
         mine |= {f"{part}_gib": size for part, size in live.memory.items()}
@@ -186,11 +199,14 @@ def memory(live: Live, held: int) -> dict[str, Any]:
         mine["activations_gib"] = mine["peak_gib"] - held / GIB
         mine["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     everyone = report.gather(mine)
-    return max(everyone, key=lambda m: m["peak_gib"]) | {"peak_gib_by_rank": [m["peak_gib"] for m in everyone]}
+    return max(everyone, key=lambda m: m["peak_gib"]) | {
+        "peak_gib_by_rank": [m["peak_gib"] for m in everyone]
+    }
 
 
 def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
-    """The parts of a step over all ranks, in steps of their own, and its collectives in one more. Collective."""
+    """The parts of a step over all ranks, in steps of their own, and its collectives in one more.
+    Collective."""
     marks, work, waits = parts.Marks(live.platform), report.Work(), []
     with parts.attached(marks, live.chunks, live.optimizer):
         for _ in range(live.options.part_steps):
@@ -199,7 +215,9 @@ def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
                 with marks.span("feed"):
                     data = feed.next_step()
                 set_learning_rates(live.optimizer, live.options.config, live.step)
-                train_step(live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len)
+                train_step(
+                    live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len
+                )
                 live.step += 1
             waits.append(data.wait_s if live.grid.owns_loader else 0.0)
             if live.grid.owns_loader:
@@ -211,7 +229,10 @@ def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
     figures["efficiency"] = efficiency([e[0] for e in everyone], [e[2] for e in everyone], peak)
     collectives = report.gather(parts.communication(live.platform, lambda: _discard(one_step(live, feed))))
     figures["communication"] = {
-        name: {"mean_s": sum(c[name] for c in collectives) / len(collectives), "max_s": max(c[name] for c in collectives)}
+        name: {
+            "mean_s": sum(c[name] for c in collectives) / len(collectives),
+            "max_s": max(c[name] for c in collectives),
+        }
         for name in collectives[0]
     }
     return figures
@@ -225,7 +246,9 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
     """Share of the peak that each half of the model reaches in its own time, summed over ranks."""
     result: dict[str, float | None] = {}
     for half in ("language", "vision"):
-        seconds = sum(step[f"{half} {way}"] for rank in steps for step in rank for way in ("forward", "backward"))
+        seconds = sum(
+            step[f"{half} {way}"] for rank in steps for step in rank for way in ("forward", "backward")
+        )
         done = sum(getattr(f, half) for f in flops)
         result[half] = done / seconds / 1e12 / peak if peak and seconds and done else None
     return result

@@ -1,18 +1,20 @@
 """Where the time of a step goes on one rank.
 
-Marks are recorded in the order of the device's work (CUDA events; the clock on CPU) around the parts of a step and read
-when all steps are done, so that nothing waits in between. The hooks are put on for these steps alone and taken off again.
+Marks are recorded in the order of the device's work (CUDA events; the clock on CPU) around the parts of a
+step and read when all steps are done, so that nothing waits in between. The hooks are put on for these steps
+alone and taken off again.
 
 Parts of a rank's step, which do not overlap:
 
-- ``data wait``: the loader's owner waits for its rows. ``feed``: the rest of getting rows onto the device, copies and
-  broadcasts.
-- ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: compute of this rank's chunks, with
-  the tensor-parallel collectives and the recomputation inside them.
-- ``gradient finalisation``: what of the reduction of gradients is left after the backward pass, and waiting for slower ranks.
+- ``data wait``: the loader's owner waits for its rows. ``feed``: the rest of getting rows onto the device,
+  copies and broadcasts.
+- ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: compute of this rank's
+  chunks, with the tensor-parallel collectives and the recomputation inside them.
+- ``gradient finalisation``: what of the reduction of gradients is left after the backward pass, and waiting
+  for slower ranks.
 - ``optimizer``: norm, clipping, update, gathering of parameters that is not overlapped.
-- ``idle``: the rest of the step: in a pipeline mostly its bubble and waiting for messages; also launch gaps and the reduction
-  of the loss.
+- ``idle``: the rest of the step: in a pipeline mostly its bubble and waiting for messages; also launch gaps
+  and the reduction of the loss.
 """
 
 from __future__ import annotations
@@ -82,14 +84,18 @@ class Marks:
 
 
 @contextmanager
-def attached(marks: Marks, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer) -> Iterator[None]:
+def attached(
+    marks: Marks, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer
+) -> Iterator[None]:
     """Puts the hooks on a rank's chunks and optimizer for the steps inside the block."""
     handles: list[Any] = []
     for chunk in chunks:
         handles += _hook(marks, chunk.module, "chunk")
         tower = getattr(chunk.module, "vision_model", None)
         if tower is not None:
-            handles += _hook(marks, tower, "vision", until=next((p for p in tower.parameters() if p.requires_grad), None))
+            handles += _hook(
+                marks, tower, "vision", until=next((p for p in tower.parameters() if p.requires_grad), None)
+            )
     core = chunks[0].module.config
     finalize = core.finalize_model_grads_func
 
@@ -120,11 +126,13 @@ def attached(marks: Marks, chunks: list[DistributedDataParallel], optimizer: Cha
             handle.remove()
 
 
-def _hook(marks: Marks, module: torch.nn.Module, name: str, until: torch.nn.Parameter | None = None) -> list[Any]:
+def _hook(
+    marks: Marks, module: torch.nn.Module, name: str, until: torch.nn.Parameter | None = None
+) -> list[Any]:
     """Marks ``name forward`` and ``name backward`` of a module.
 
-    The backward span begins with the gradient of an output and ends when the gradient of ``until`` is there, the module's
-    first parameter, or, without it, with the whole backward pass that is running.
+    The backward span begins with the gradient of an output and ends when the gradient of ``until`` is there,
+    the module's first parameter, or, without it, with the whole backward pass that is running.
     """
     forward, backward = f"{name} forward", f"{name} backward"
 
@@ -141,7 +149,10 @@ def _hook(marks: Marks, module: torch.nn.Module, name: str, until: torch.nn.Para
             if tensor.requires_grad:
                 tensor.register_hook(started)
 
-    handles = [module.register_forward_pre_hook(lambda *_: marks.begin(forward)), module.register_forward_hook(after)]
+    handles = [
+        module.register_forward_pre_hook(lambda *_: marks.begin(forward)),
+        module.register_forward_hook(after),
+    ]
     if until is not None:
         handles.append(until.register_post_accumulate_grad_hook(lambda _: marks.end(backward)))
     return handles
@@ -162,11 +173,16 @@ def split(step: dict[str, float], data_wait: float) -> dict[str, float]:
 
 
 def communication(platform: Platform, step: Callable[[], None]) -> dict[str, float]:
-    """Collectives of one profiled step in seconds: all of them, and on CUDA those during which nothing else ran.
+    """Collectives of one profiled step in seconds: all of them, and on CUDA those during which nothing else
+    ran.
 
     A collective lasts until the slowest rank has joined it, so waiting is in these figures.
     """
-    activity = torch.profiler.ProfilerActivity.CUDA if platform.name == "cuda" else torch.profiler.ProfilerActivity.CPU
+    activity = (
+        torch.profiler.ProfilerActivity.CUDA
+        if platform.name == "cuda"
+        else torch.profiler.ProfilerActivity.CPU
+    )
     with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
         step()
         platform.synchronize()
@@ -201,12 +217,16 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
         steps: for each rank, the parts of each step.
         places: (pipeline stage, data-parallel rank) of each rank.
 
-    Straggling compares data-parallel ranks of one stage step by step, since the slowest of them decides each step.
+    Straggling compares data-parallel ranks of one stage step by step, since the slowest of them decides each
+    step.
     """
     number = len(steps[0])
     means = [{name: sum(step[name] for step in rank) / number for name in PARTS} for rank in steps]
     parts = {
-        name: {"mean_s": sum(mean[name] for mean in means) / len(means), "max_s": max(mean[name] for mean in means)}
+        name: {
+            "mean_s": sum(mean[name] for mean in means) / len(means),
+            "max_s": max(mean[name] for mean in means),
+        }
         for name in PARTS
     }
     stages: dict[int, list[int]] = {}
@@ -220,7 +240,8 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
     ratio, most, mean = max(slowest)
     whole = sum(sum(mean.values()) for mean in means)
     by_stage = [
-        {name: sum(means[rank][name] for rank in ranks) / len(ranks) for name in PARTS} for _, ranks in sorted(stages.items())
+        {name: sum(means[rank][name] for rank in ranks) / len(ranks) for name in PARTS}
+        for _, ranks in sorted(stages.items())
     ]
     return {
         "parts": parts,

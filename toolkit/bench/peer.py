@@ -1,10 +1,11 @@
 """The same rows through the Hugging Face model under FSDP2: what a team without this toolkit would run.
 
-The recipe: ``transformers`` from the same config with random weights, ``fully_shard`` on each decoder layer and vision
-block, bf16 mixed precision over fp32 shards, full activation checkpointing, fused AdamW, Liger's kernels where
-``liger-kernel`` is installed (as its own ``apply_liger_kernel_to_FAMILY`` puts them in), packed variable-length attention.
-FlashAttention comes from torch (``torch.nn.attention.varlen``) instead of the package, through transformers' own registry of
-attention functions. On CPU attention is SDPA segment by segment, for dry runs.
+The recipe: ``transformers`` from the same config with random weights, ``fully_shard`` on each decoder layer
+and vision block, bf16 mixed precision over fp32 shards, full activation checkpointing, fused AdamW, Liger's
+kernels where ``liger-kernel`` is installed (as its own ``apply_liger_kernel_to_FAMILY`` puts them in), packed
+variable-length attention. FlashAttention comes from torch (``torch.nn.attention.varlen``) instead of the
+package, through transformers' own registry of attention functions. On CPU attention is SDPA segment by
+segment, for dry runs.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from .options import Options
 from .workload import groups
 
 ATTENTION = "packed_flash"
-"""Name under which the attention function is registered; vision towers hand over ``cu_seqlens`` only to one with ``flash`` in
-its name, and no mask is made for one that has no mask function."""
+"""Name under which the attention function is registered; vision towers hand over ``cu_seqlens`` only to one
+with ``flash`` in its name, and no mask is made for one that has no mask function."""
 IGNORED = -100
 GIB = 2**30
 
@@ -49,7 +50,8 @@ class HfRow:
     """A packed row as the Hugging Face model takes it; tensors on the host until :meth:`to`."""
 
     inputs: dict[str, Tensor]
-    """input_ids [1, S], position_ids [3, 1, S], shift_labels [1, S], pixel_values [P, patch_dim], image_grid_thw [images, 3]."""
+    """input_ids [1, S], position_ids [3, 1, S], shift_labels [1, S], pixel_values [P, patch_dim],
+    image_grid_thw [images, 3]."""
     cu_seqlens: Tensor
     max_seqlen: int
     loss_tokens: int
@@ -58,7 +60,8 @@ class HfRow:
     images: int
 
     def keywords(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of the model; ``row_segments`` is handed down to the attention function of the decoder layers."""
+        """Arguments of the model; ``row_segments`` is handed down to the attention function of the decoder
+        layers."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         segments = Segments(self.cu_seqlens.to(device, non_blocking=True), self.max_seqlen)
         return inputs | {"labels": inputs["shift_labels"], "row_segments": segments, "use_cache": False}
@@ -68,13 +71,21 @@ def hf_row(samples: list[Sample], spec: ModelSpec, seq_len: int) -> HfRow:
     """Packs samples as ours do; pixels are patches in float, as the Hugging Face processor gives them."""
     row = pack_row(samples, spec, seq_len)
     labels = torch.where(row.loss_mask > 0, row.labels, IGNORED)
-    inputs = {"input_ids": row.tokens[None], "position_ids": row.position_ids[:, None], "shift_labels": labels[None]}
+    inputs = {
+        "input_ids": row.tokens[None],
+        "position_ids": row.position_ids[:, None],
+        "shift_labels": labels[None],
+    }
     media = [item for sample in samples for item in sample.media]
     if media:
         norm = PixelNorm(mean=(0.5,) * 3, std=(0.5,) * 3)
         inputs["pixel_values"] = torch.cat([hf_pixels(item, spec, norm) for item in media])
         inputs["image_grid_thw"] = torch.tensor([[item.grid.t, item.grid.h, item.grid.w] for item in media])
-    vision = [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)] if media else [[], []]
+    vision = (
+        [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
+        if media
+        else [[], []]
+    )
     if torch.cuda.is_available():
         inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
     return HfRow(
@@ -127,10 +138,11 @@ def hf_config(options: Options) -> Any:
 
 
 def use_liger(family: str) -> list[str]:
-    """Puts Liger's kernels into transformers' module of the family, as its documentation says; tells what that changed.
+    """Puts Liger's kernels into transformers' module of the family, as its documentation says; tells what
+    that changed.
 
-    Liger sets names of the module by assignment. Those that this version of transformers does not have change nothing
-    (Liger 0.8.5 with transformers 5.17: the rotary embedding of Qwen2-VL and Qwen2.5-VL).
+    Liger sets names of the module by assignment. Those that this version of transformers does not have change
+    nothing (Liger 0.8.5 with transformers 5.17: the rotary embedding of Qwen2-VL and Qwen2.5-VL).
     """
     if importlib.util.find_spec("liger_kernel") is None:
         return ["liger-kernel is not installed: plain transformers modules"]
@@ -150,7 +162,9 @@ def use_liger(family: str) -> list[str]:
     after = vars(modeling)
     replaced = sorted(key for key, value in before.items() if after[key] is not value)
     unused = sorted(after.keys() - before.keys())
-    return [f"liger-kernel {number}: {name}() replaced {', '.join(replaced)} and the loss; without effect: {', '.join(unused)}"]
+    return [
+        f"liger-kernel {number}: {name}() replaced {', '.join(replaced)} and the loss; without effect: {', '.join(unused)}"
+    ]
 
 
 def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
@@ -159,7 +173,9 @@ def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
 
     AttentionInterface.register(ATTENTION, packed_attention)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForImageTextToText.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        )
     # By way of the config: the check at construction would look for a downloadable kernel of this name.
     model.config._attn_implementation = ATTENTION
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -184,7 +200,8 @@ def shard(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def initialise(model: Any, config: Any) -> None:
-    """Random matrices, ones in norms, zeros in biases; buffers (rotary frequencies) as their modules make them."""
+    """Random matrices, ones in norms, zeros in biases; buffers (rotary frequencies) as their modules make
+    them."""
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if name.endswith(".bias"):
@@ -208,7 +225,12 @@ class Trainer:
         o = options.config.optimizer
         self.options, self.model, self.device, self.clip = options, model, device, o.clip_grad or math.inf
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
+            model.parameters(),
+            lr=o.lr,
+            betas=(o.beta1, o.beta2),
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            fused=True,
         )
 
     def step(self, rows: list[HfRow]) -> float:
@@ -223,7 +245,8 @@ class Trainer:
         """Gradients of the mean loss over the loss tokens of the global batch, and that loss. Collective."""
         tokens = torch.tensor(float(sum(row.loss_tokens for row in rows)), device=self.device)
         dist.all_reduce(tokens)
-        # FSDP averages gradients over ranks: with a sum over the global count, times the ranks, each token weighs the same.
+        # FSDP averages gradients over ranks: with a sum over the global count, times the ranks, each token
+        # weighs the same.
         count = tokens / dist.get_world_size()
         total = torch.zeros((), device=self.device)
         for i, row in enumerate(rows):
@@ -248,12 +271,13 @@ def run(options: Options) -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)
     trainer = Trainer(options, model, device)
-    workloads = {name: measure(trainer, spec, name, config.global_batch_size // world, peak) for name in options.workloads}
+    workloads = {
+        name: measure(trainer, spec, name, config.global_batch_size // world, peak)
+        for name in options.workloads
+    }
     import transformers
 
-    settings = (
-        f"fully_shard over {world} ranks, gradients reduced {options.gradient_sync} row, {config.global_batch_size} rows of "
-    )
+    settings = f"fully_shard over {world} ranks, gradients reduced {options.gradient_sync} row, {config.global_batch_size} rows of "
     notes = [settings + f"{config.data.seq_len} tokens a step, full activation checkpointing", *notes]
     figures = {
         "system": f"transformers {transformers.__version__} + FSDP2",
@@ -271,7 +295,11 @@ def _init_distributed() -> torch.device:
 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, peak: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Figures of a benchmark: the work done, what it makes of the time it took, JSON and a table.
 
-Ours and the peer's come from the same code, so their FLOPs are counted alike: true document, frame and window lengths,
-no padding, the output layer for the tokens that bear loss (see :mod:`megatron_vl.training.flops`). ``mfu_all_tokens`` counts
-the output layer for every token, needed or not, as most published figures do.
+Ours and the peer's come from the same code, so their FLOPs are counted alike: true document, frame and window
+lengths, no padding, the output layer for the tokens that bear loss (see :mod:`megatron_vl.training.flops`).
+``mfu_all_tokens`` counts the output layer for every token, needed or not, as most published figures do.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def machine(options: Options, device: torch.device, peak: float) -> dict[str, An
 
 
 def model_facts(options: Options, spec: ModelSpec) -> dict[str, Any]:
-    """The model measured; its parameters are those of our checkpoints, the padding of the vision FFN included."""
+    """The model measured; its parameters are those of our checkpoints, the padding of the vision FFN
+    included."""
     return {
         "hf": options.hf,
         "family": spec.family,
@@ -188,7 +189,9 @@ def table(figures: dict[str, Any]) -> str:
     for name, w in figures["workloads"].items():
         lines += _workload_lines(name, w)
     if figures["image_over_text"]:
-        lines.append(f"  images / text: {figures['image_over_text']:.3f} of the text rows' MFU in the same run")
+        lines.append(
+            f"  images / text: {figures['image_over_text']:.3f} of the text rows' MFU in the same run"
+        )
     return "\n".join(lines)
 
 
@@ -196,13 +199,20 @@ def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
     """Both systems' figures and the ratio of their tokens/s, workload by workload."""
     names = [name for name in ours["workloads"] if name in peer["workloads"]]
     speeds = {name: [s["workloads"][name]["tokens_per_s_per_gpu"] for s in (ours, peer)] for name in names}
-    return {"ours": ours, "peer": peer, "ours_over_peer": {name: mine / theirs for name, (mine, theirs) in speeds.items()}}
+    return {
+        "ours": ours,
+        "peer": peer,
+        "ours_over_peer": {name: mine / theirs for name, (mine, theirs) in speeds.items()},
+    }
 
 
 def ratios(comparison: dict[str, Any]) -> list[str]:
     """:func:`compare` in words."""
     peer = comparison["peer"]["system"]
-    return [f"{name}: {ratio:.2f} x the tokens/s of {peer}" for name, ratio in comparison["ours_over_peer"].items()]
+    return [
+        f"{name}: {ratio:.2f} x the tokens/s of {peer}"
+        for name, ratio in comparison["ours_over_peer"].items()
+    ]
 
 
 def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
@@ -224,7 +234,9 @@ def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
     if w.get("parts"):
         shown = (f"{part} {t['mean_s'] * 1e3:.1f}" for part, t in w["parts"].items())
         lines.append("    ms a step, mean over ranks: " + ", ".join(shown))
-        lines.append("    collectives in one profiled step, waiting included: " + _communication(w["communication"]))
+        lines.append(
+            "    collectives in one profiled step, waiting included: " + _communication(w["communication"])
+        )
         if any(w["efficiency"].values()):
             halves = (f"{half} {share:.1%}" for half, share in w["efficiency"].items() if share is not None)
             lines.append("    share of the peak while it runs: " + ", ".join(halves))

@@ -1,6 +1,8 @@
-"""A seeded stream of packed rows like visual question answering: COCO-shaped pictures, 40 to 260 tokens of text each.
+"""A seeded stream of packed rows like visual question answering: COCO-shaped pictures, 40 to 260 tokens of
+text each.
 
-Only shapes matter for speed, so tokens and pixels are random; grids, windows, positions and packing are the loader's.
+Only shapes matter for speed, so tokens and pixels are random; grids, windows, positions and packing are the
+loader's.
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ def image_sample(spec: ModelSpec, rng: random.Random) -> Sample:
     w, h = (max(1, round(side / unit)) * v.spatial_merge_size for side in (width, height))
     grid = Grid(1, h, w)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    planes = torch.randint(0, 256, (1, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8)
+    planes = torch.randint(
+        0, 256, (1, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8
+    )
     pads = torch.full((grid.tokens(v.spatial_merge_size),), spec.image_token_id)
     frame = (torch.tensor([spec.vision_start_token_id]), pads, torch.tensor([spec.vision_end_token_id]))
     text = _text(spec, rng.randint(40, 260), generator)
     mask = torch.zeros(len(pads) + 2 + len(text), dtype=torch.bool)
     mask[-len(text) // 2 :] = True
-    return Sample(token_ids=torch.cat([*frame, text]), loss_mask=mask, media=[MediaItem(grid=grid, planes=planes)])
+    return Sample(
+        token_ids=torch.cat([*frame, text]), loss_mask=mask, media=[MediaItem(grid=grid, planes=planes)]
+    )
 
 
 def text_sample(spec: ModelSpec, rng: random.Random, longest: int) -> Sample:
@@ -49,7 +55,8 @@ def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Ten
 
 
 def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[list[Sample]]:
-    """Endless groups of samples, each as many as fit into a row of ``seq_len`` tokens in the order they are drawn."""
+    """Endless groups of samples, each as many as fit into a row of ``seq_len`` tokens in the order they are
+    drawn."""
     rng = random.Random(seed)
     samples: list[Sample] = []
     used = 0

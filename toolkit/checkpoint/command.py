@@ -24,7 +24,9 @@ def show(options: ShowOptions) -> int:
         shape += f", experts ep {layout['ep']} x etp {layout['etp']}"
     if facts["lineage"] and facts["lineage"]["parent"]:
         parent = facts["lineage"]["parent"]
-        print(f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch {parent['branch']}")
+        print(
+            f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch {parent['branch']}"
+        )
     print(f"  layout   {shape}, layers {layout['layers']}")
     print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
     for part, size in sorted(facts["bytes"].items()):

@@ -80,11 +80,12 @@ def verify_checkpoint(source: Path) -> list[str]:
 
 
 def lineage_of(path: Path) -> dict[str, Any]:
-    """The checkpoints of a run's folder: those that led to the latest one, and those that roll-backs left behind.
+    """The checkpoints of a run's folder: those that led to the latest one, and those that roll-backs left
+    behind.
 
     Returns:
-        ``{"steps": [...], "present": [...], "abandoned": [...]}``, each entry with step, folder, branch and parent; empty
-        lists for a single checkpoint.
+        ``{"steps": [...], "present": [...], "abandoned": [...]}``, each entry with step, folder, branch and
+        parent; empty lists for a single checkpoint.
     """
     from megatron_vl.weights.run_folder import Saved, by_branch
 

@@ -10,7 +10,8 @@ from toolkit.options import CommandOptions, option
 
 @dataclass(kw_only=True)
 class ShowOptions(CommandOptions):
-    """List a run's checkpoints by branch and describe one of them. Exit code 1 when files of it are missing."""
+    """List a run's checkpoints by branch and describe one of them. Exit code 1 when files of it are
+    missing."""
 
     path: Path = option(metavar="PATH", positional=True, must_exist=True)
     """Folder of a run (its latest checkpoint) or a step_ folder."""

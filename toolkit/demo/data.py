@@ -1,6 +1,7 @@
 """The demo's conversations, written as ShareGPT JSON with image and video files.
 
-The pictures are the photographs that come with scikit-image, or drawings of the same where it is not installed.
+The pictures are the photographs that come with scikit-image, or drawings of the same where it is not
+installed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PICTURES = {
     "rocket": "A rocket on its launch pad at dusk.",
     "motorcycle": "A red motorcycle parked in a garage.",
 }
-"""Photograph -> answer to :data:`QUESTION`. The question is the same for all, so only the picture tells the answer."""
+"""Photograph -> answer to :data:`QUESTION`. The question is the same for all, so only the picture tells the
+answer."""
 
 # In the order of the text; media are the files of the conversation's placeholders.
 CONVERSATIONS: list[dict[str, Any]] = [
@@ -37,7 +39,10 @@ CONVERSATIONS: list[dict[str, Any]] = [
     {
         "id": "image_between_texts",
         "image": ["rocket.jpg"],
-        "turns": ["Look at the sky here: <image>\nIs it day or night?", "It gets dark, and the lights are on."],
+        "turns": [
+            "Look at the sky here: <image>\nIs it day or night?",
+            "It gets dark, and the lights are on.",
+        ],
     },
     {
         "id": "several_turns",
@@ -53,12 +58,17 @@ CONVERSATIONS: list[dict[str, Any]] = [
     },
     {"id": "text_only", "turns": ["What is seven times eight?", "Seven times eight is fifty-six."]},
     {"id": "text_only_2", "turns": ["Name three primary colours.", "Red, yellow and blue."]},
-    {"id": "video", "video": "camera_pan.mp4", "turns": ["<video>\nHow does the camera move?", "It moves from left to right."]},
+    {
+        "id": "video",
+        "video": "camera_pan.mp4",
+        "turns": ["<video>\nHow does the camera move?", "It moves from left to right."],
+    },
 ]
 
 
 def write_raw_data(folder: Path) -> Path:
-    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style); returns the JSON's path."""
+    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style); returns the JSON's
+    path."""
     media = folder / "media"
     media.mkdir(parents=True, exist_ok=True)
     pictures = load_pictures()

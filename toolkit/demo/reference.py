@@ -1,7 +1,8 @@
 """The exported checkpoint in ``transformers``: losses and answers, with nothing of this project in between.
 
-Conversations go through the checkpoint's own processor from the raw JSON and media files on, so that agreement with the
-trainer covers the data tool, the loader, the packing, the parallel model, the checkpoint and the export together.
+Conversations go through the checkpoint's own processor from the raw JSON and media files on, so that
+agreement with the trainer covers the data tool, the loader, the packing, the parallel model, the checkpoint
+and the export together.
 """
 
 from __future__ import annotations
@@ -47,13 +48,18 @@ class Reference:
         text = self.processor.apply_chat_template(first, tokenize=False, add_generation_prompt=True)
         batch = self._batch(text, images, videos)
         # The checkpoint's generation_config asks for sampling and a repetition penalty, as released.
-        tokens = self.model.generate(**batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=max_new_tokens)
+        tokens = self.model.generate(
+            **batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=max_new_tokens
+        )
         return self.processor.decode(tokens[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
     def _batch(self, text: str, images: list[Any], videos: list[tuple[Tensor, Any]]) -> Any:
         extra: dict[str, Any] = {"images": images} if images else {}
         if videos:
-            extra |= {"videos": [frames for frames, _ in videos], "video_metadata": [facts for _, facts in videos]}
+            extra |= {
+                "videos": [frames for frames, _ in videos],
+                "video_metadata": [facts for _, facts in videos],
+            }
             # Released folders do not cap the pixels of a frame; transformers warns where that is not said.
             extra |= {"do_sample_frames": True, "cap_pixels_per_frame": False} | self.sampling
         text = video_text(text, self.processor, self.spec)
@@ -73,12 +79,16 @@ class Reference:
         return learnt
 
 
-def read_sample(sample: dict[str, Any], media: Path) -> tuple[list[dict[str, Any]], list[Any], list[tuple[Tensor, Any]]]:
-    """HF messages of a ShareGPT sample, its images (PIL) and its videos (frames uint8 [n, 3, h, w], metadata)."""
+def read_sample(
+    sample: dict[str, Any], media: Path
+) -> tuple[list[dict[str, Any]], list[Any], list[tuple[Tensor, Any]]]:
+    """HF messages of a ShareGPT sample, its images (PIL) and its videos (frames uint8 [n, 3, h, w],
+    metadata)."""
     from PIL import Image
 
     names = {
-        kind: [sample[kind]] if isinstance(sample.get(kind), str) else list(sample.get(kind, [])) for kind in ("image", "video")
+        kind: [sample[kind]] if isinstance(sample.get(kind), str) else list(sample.get(kind, []))
+        for kind in ("image", "video")
     }
     messages, images, videos = [], [], []
     for turn in sample["conversations"]:

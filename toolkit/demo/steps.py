@@ -1,4 +1,5 @@
-"""The demo, step by step. Every command is shown as a user would type it, and every claim in the table is measured."""
+"""The demo, step by step. Every command is shown as a user would type it, and every claim in the table is
+measured."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class Machine:
 
     @property
     def exact(self) -> bool:
-        """float32 on CPU repeats to the last bit; bf16 on GPUs does not (attention's backward pass adds in any order)."""
+        """float32 on CPU repeats to the last bit; bf16 on GPUs does not (attention's backward pass adds in
+        any order)."""
         return self.platform == "cpu"
 
 
@@ -87,7 +89,9 @@ class Demo:
     machine: Machine = field(default_factory=Machine)
     raw_data: Path | None = None
     """Raw data of an earlier demo."""
-    console: Console = field(default_factory=lambda: Console(highlight=False, width=max(110, Console().width)))
+    console: Console = field(
+        default_factory=lambda: Console(highlight=False, width=max(110, Console().width))
+    )
     checks: list[Check] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -198,7 +202,12 @@ def prepare(demo: Demo) -> None:
             "video_fps": VIDEO_FPS,
             "video_max_frames": VIDEO_MAX_FRAMES,
         },
-        "optimizer": {"lr": 2e-3, "warmup_steps": min(10, demo.steps // 4), "schedule": "cosine", "weight_decay": 0.01},
+        "optimizer": {
+            "lr": 2e-3,
+            "warmup_steps": min(10, demo.steps // 4),
+            "schedule": "cosine",
+            "weight_decay": 0.01,
+        },
         "checkpoint": {"dir": str(demo.run_dir), "interval": demo.save_at},
         "steps": demo.steps,
         "global_batch_size": 4,
@@ -232,13 +241,28 @@ def round_trip(demo: Demo) -> None:
     tp, pp, layers = demo.machine.tp, demo.machine.pp, ",".join(map(str, demo.machine.layers))
     demo.shell("megatron-vl", "convert", "--hf", demo.hf, "--out", full)
     demo.shell(
-        "megatron-vl", "split", "--checkpoint", full, "--tp", str(tp), "--pp", str(pp), "--layers", layers, "--out", shards
+        "megatron-vl",
+        "split",
+        "--checkpoint",
+        full,
+        "--tp",
+        str(tp),
+        "--pp",
+        str(pp),
+        "--layers",
+        layers,
+        "--out",
+        shards,
     )
     demo.shell("megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf, "--out", again)
     code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
     count = sum(1 for _ in _shapes(demo.hf))
     measured = f"{count} tensors identical" if code == 0 else "tensors differ, see above"
-    demo.check(f"Hugging Face -> TP{tp} x PP{pp} (layers {layers}) -> Hugging Face gives every bit back", measured, code == 0)
+    demo.check(
+        f"Hugging Face -> TP{tp} x PP{pp} (layers {layers}) -> Hugging Face gives every bit back",
+        measured,
+        code == 0,
+    )
 
 
 def train_until_killed(demo: Demo) -> None:
@@ -248,14 +272,20 @@ def train_until_killed(demo: Demo) -> None:
         process = demo.start(*demo.train(), stderr=stderr)
         goal = min(demo.save_at + 3, demo.steps - 1)
         saved = demo.run_dir / f"step_{demo.save_at:08d}"  # written in the background
-        while process.poll() is None and not (saved.is_dir() and any(m["step"] >= goal for m in read_metrics(demo.run_dir))):
+        while process.poll() is None and not (
+            saved.is_dir() and any(m["step"] >= goal for m in read_metrics(demo.run_dir))
+        ):
             time.sleep(0.2)
         if process.poll() is not None:
-            raise UserError(f"the training ended by itself with exit code {process.returncode}; {log} says why")
+            raise UserError(
+                f"the training ended by itself with exit code {process.returncode}; {log} says why"
+            )
         kill_tree(process.pid)
         process.wait()
     last = read_metrics(demo.run_dir)[-1]["step"]
-    demo.console.print(f"(killed behind step {last}, see {log}; the last checkpoint is of step {demo.save_at})")
+    demo.console.print(
+        f"(killed behind step {last}, see {log}; the last checkpoint is of step {demo.save_at})"
+    )
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -281,10 +311,18 @@ def check_training(demo: Demo) -> None:
         first == demo.save_at + 1 and worst < (1e-6 if demo.machine.exact else 0.1),
     )
     start, end = before[1], sum(line["loss"] for line in lines[-5:]) / 5
-    demo.check("The loss has fallen below a tenth", f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps", end < start / 10)
+    demo.check(
+        "The loss has fallen below a tenth",
+        f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps",
+        end < start / 10,
+    )
     skipped = sum(not line["updated"] for line in lines)
     dropped = sum(n for line in lines for name, n in line.items() if name.startswith("dropped/"))
-    demo.check("No step was skipped, no sample was dropped", f"{skipped} skipped, {dropped} dropped", skipped + dropped == 0)
+    demo.check(
+        "No step was skipped, no sample was dropped",
+        f"{skipped} skipped, {dropped} dropped",
+        skipped + dropped == 0,
+    )
 
 
 def export(demo: Demo) -> dict[str, Any]:
@@ -296,11 +334,19 @@ def export(demo: Demo) -> dict[str, Any]:
 
 
 def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
-    """The trainer's metrics of one step at learning rate 0 over every conversation once, each in a row of its own."""
+    """The trainer's metrics of one step at learning rate 0 over every conversation once, each in a row of its
+    own."""
     folder = demo.folder / f"evaluation_{name}"
     start = ("--model.checkpoint", weights, "--checkpoint.dir", folder, "--steps", "1")
     still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
-    rows = ("--data.pack", "false", "--data.shuffle_buffer", "0", "--global_batch_size", str(len(_samples(demo))))
+    rows = (
+        "--data.pack",
+        "false",
+        "--data.shuffle_buffer",
+        "0",
+        "--global_batch_size",
+        str(len(_samples(demo))),
+    )
     demo.shell(*demo.train(*start, *still, *rows))
     return read_metrics(folder)[-1]
 
@@ -309,8 +355,11 @@ def _reference(hf: Path) -> Reference:
     return Reference(hf, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
 
 
-def compare_losses(demo: Demo, reference: Reference, when: str, evaluated: dict[str, Any], tolerance: float) -> None:
-    """The loss of all conversations in transformers against the trainer's; ``tolerance`` is relative, both are float32."""
+def compare_losses(
+    demo: Demo, reference: Reference, when: str, evaluated: dict[str, Any], tolerance: float
+) -> None:
+    """The loss of all conversations in transformers against the trainer's; ``tolerance`` is relative, both
+    are float32."""
     samples = _samples(demo)
     losses = [reference.loss(sample, demo.raw / "media") for sample in samples]
     tokens = sum(count for _, count in losses)
@@ -331,11 +380,16 @@ def compare_answers(demo: Demo, reference: Reference) -> None:
         right.append(answer == wanted)
         mark = "[green]as taught[/]" if right[-1] else f"[red]taught: {wanted}[/]"
         demo.console.print(
-            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {answer!r} {mark}", soft_wrap=True
+            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {answer!r} {mark}",
+            soft_wrap=True,
         )
     count = len(data.PICTURES)
     seen, others = sum(right[:count]), sum(right[count:])
-    demo.check("One question about five photographs: transformers generates each answer", f"{seen} of {count}", seen == count)
+    demo.check(
+        "One question about five photographs: transformers generates each answer",
+        f"{seen} of {count}",
+        seen == count,
+    )
     left = len(right) - count
     demo.check("Several images, text only, video: answers as taught", f"{others} of {left}", others == left)
 
@@ -344,7 +398,11 @@ def report(demo: Demo) -> int:
     """The table, ``loss.png`` and ``report.json``. Returns the exit code."""
     draw_losses(demo, demo.folder / "loss.png")
     failed = [check for check in demo.checks if not check.passed]
-    summary = {"passed": not failed, "checks": [asdict(check) for check in demo.checks], "seconds": demo.seconds}
+    summary = {
+        "passed": not failed,
+        "checks": [asdict(check) for check in demo.checks],
+        "seconds": demo.seconds,
+    }
     (demo.folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
     table = Table("checked", "measured", "", title=f"Demo in {demo.folder}, {demo.seconds['in all']:.0f} s")
     for check in demo.checks:
@@ -360,7 +418,9 @@ def draw_losses(demo: Demo, path: Path) -> None:
     from matplotlib.figure import Figure
 
     lines, machine = read_metrics(demo.run_dir), demo.machine
-    starts = [0] + [i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"]] + [len(lines)]
+    starts = (
+        [0] + [i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"]] + [len(lines)]
+    )
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

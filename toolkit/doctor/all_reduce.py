@@ -1,4 +1,5 @@
-"""One rank of doctor's all-reduce: ``torchrun -m toolkit.doctor.all_reduce nccl|gloo``. Rank 0 prints JSON."""
+"""One rank of doctor's all-reduce: ``torchrun -m toolkit.doctor.all_reduce nccl|gloo``. Rank 0 prints
+JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ def main(backend: str) -> int:
     """Reduces a tensor whose sum is known. Exit code 1 when it comes out wrong."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if backend == "nccl" else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if backend == "nccl"
+        else torch.device("cpu")
+    )
     if backend == "nccl":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=90))

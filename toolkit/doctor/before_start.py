@@ -41,7 +41,9 @@ def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> F
     except (ValueError, OSError) as error:
         return broken("data set", str(error), "convert it with `megatron-vl data convert`")
     if problems:
-        return broken("data set", "; ".join(problems[:5]), "fetch these shards again, or convert the data again")
+        return broken(
+            "data set", "; ".join(problems[:5]), "fetch these shards again, or convert the data again"
+        )
     return ok("data set", f"{shards} shards of {folder} are whole")
 
 
@@ -51,14 +53,22 @@ def check_checkpoint(folder: Path) -> Finding:
     from toolkit.checkpoint.contents import find_step, verify_checkpoint
 
     try:
-        is_run = (folder / "run.json").is_file() or (folder / "latest.json").is_file() or any(folder.glob("step_*"))
+        is_run = (
+            (folder / "run.json").is_file()
+            or (folder / "latest.json").is_file()
+            or any(folder.glob("step_*"))
+        )
         source = find_step(folder) if is_run else folder
         if is_run:
             problems = verify_checkpoint(source)
         else:
-            problems = [f"{difference.name} {difference.how}" for difference in check_hashes(source).differences]
+            problems = [
+                f"{difference.name} {difference.how}" for difference in check_hashes(source).differences
+            ]
     except (ValueError, OSError, RuntimeError) as error:
-        return broken("checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders")
+        return broken(
+            "checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders"
+        )
     if problems:
         return broken(
             "checkpoint",
@@ -73,7 +83,8 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
 
     Args:
         options: ``--config RUN.yaml`` and ``--section.field value``, as the trainer takes them.
-        world_size: GPUs of the whole run; None: those of this machine, or without any as few as the layout needs.
+        world_size: GPUs of the whole run; None: those of this machine, or without any as few as the layout
+            needs.
     """
     report = RunReport()
     say = report.findings.append
@@ -106,7 +117,11 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     except (LayoutError, RunConfigError):
         return report
     report.findings += _memory(config, report.memory, gpus)
-    report.findings += [_positions(config, spec), _build(options, config, world_size), *_resume(config, spec, dp)]
+    report.findings += [
+        _positions(config, spec),
+        _build(options, config, world_size),
+        *_resume(config, spec, dp),
+    ]
     report.findings += [_rows(config, spec, dp), *_start_weights(config, spec)]
     report.findings += [note("run", remark, "") for remark in remarks(config, "cuda" if gpus else "cpu")]
     return report
@@ -138,20 +153,36 @@ def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> 
         text = f"{found}: fits {', '.join(kinds) or 'none of ' + ', '.join(GPU_GIB)}"
         findings.append(ok("memory", text) if kinds else note("memory", text, advice))
     if config.fp8.recipe != "none":
-        findings.append(note("memory", "the estimate is that of bf16; fp8 keeps inputs smaller and copies of the weights", ""))
+        findings.append(
+            note(
+                "memory",
+                "the estimate is that of bf16; fp8 keeps inputs smaller and copies of the weights",
+                "",
+            )
+        )
     return findings
 
 
 def _positions(config: TrainConfig, spec: ModelSpec) -> Finding:
     longest = text_config(spec.hf_config).get("max_position_embeddings")
     if longest and config.data.seq_len > longest:
-        text = f"data.seq_len {config.data.seq_len} is above the {longest} positions that the model was made for"
-        return note("positions", text, f"samples that are that long will not be understood; lower data.seq_len to {longest}")
-    return ok("positions", f"rows of {config.data.seq_len} tokens, the model was made for {longest or 'any number of'} positions")
+        text = (
+            f"data.seq_len {config.data.seq_len} is above the {longest} positions that the model was made for"
+        )
+        return note(
+            "positions",
+            text,
+            f"samples that are that long will not be understood; lower data.seq_len to {longest}",
+        )
+    return ok(
+        "positions",
+        f"rows of {config.data.seq_len} tokens, the model was made for {longest or 'any number of'} positions",
+    )
 
 
 def _build(options: list[str], config: TrainConfig, world_size: int) -> Finding:
-    """The real modules on the meta device, in a process of their own: the CPU platform changes torch for its whole process."""
+    """The real modules on the meta device, in a process of their own: the CPU platform changes torch for its
+    whole process."""
     words = [sys.executable, "-m", "toolkit.plan.dry_build", "--world-size", str(world_size), *options]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
@@ -180,19 +211,19 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
         row = next(loader)
         seconds = time.perf_counter() - start
     except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
-        advice = (
-            "model.hf must hold config.json, tokenizer, chat template and preprocessor; `megatron-vl data verify` checks the data"
-        )
+        advice = "model.hf must hold config.json, tokenizer, chat template and preprocessor; `megatron-vl data verify` checks the data"
         return broken("rows", f"{type(error).__name__}: {error}", advice)
     finally:
         if loader is not None:
             loader.close()
-    found = (
-        f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): {row.num_samples} samples, "
-    )
+    found = f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): {row.num_samples} samples, "
     found += f"{row.num_images} pictures, {row.num_patches} patches, {int(row.loss_mask.sum())} loss tokens of {row.seq_len}"
     if row.dropped:
-        return note("rows", f"{found}; refused {dict(row.dropped)}", "quarantine.jsonl of the data set and of the run say why")
+        return note(
+            "rows",
+            f"{found}; refused {dict(row.dropped)}",
+            "quarantine.jsonl of the data set and of the run say why",
+        )
     return ok("rows", found)
 
 
@@ -201,7 +232,9 @@ def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
         return []
     try:
         if step_to_resume(config) is not None and not Path(config.model.checkpoint).exists():
-            found = f"{config.model.checkpoint} is gone, and not needed: the run goes on from its own checkpoint"
+            found = (
+                f"{config.model.checkpoint} is gone, and not needed: the run goes on from its own checkpoint"
+            )
             return [ok("start weights", found)]
     except (ValueError, OSError, RuntimeError):
         pass  # told where the resume is looked at
@@ -229,7 +262,11 @@ def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
     except (ValueError, OSError, RuntimeError) as error:
         return [*findings, broken("resume", str(error), "mend or remove the file that the message names")]
     if step is not None and step >= config.steps:
-        findings.append(note("resume", f"{c.dir} holds step {step} of {config.steps}: nothing is left to do", "raise steps"))
+        findings.append(
+            note(
+                "resume", f"{c.dir} holds step {step} of {config.steps}: nothing is left to do", "raise steps"
+            )
+        )
     elif step is not None:
         findings.append(ok("resume", f"{c.dir} holds step {step}; the run goes on from there"))
     return findings

@@ -1,6 +1,7 @@
 """Python packages, GPUs, communication and limits of this machine.
 
-Packages are imported in processes of their own, so that one that crashes at import is a finding and nothing more.
+Packages are imported in processes of their own, so that one that crashes at import is a finding and nothing
+more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from toolkit.doctor import Finding, broken, note, ok
 
 GIB = 2**30
 INSTALL_GPU = "pip install -e '.[gpu]' -c constraints.txt --no-build-isolation"
-TE_PARTS = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
+TE_PARTS = (
+    "transformer-engine",
+    "transformer-engine-torch",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+)
 """Distributions that together are Transformer Engine."""
 SLOW_NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_DISABLE")
 """Switches that are set while a fault is looked for, and forgotten."""
@@ -35,20 +41,31 @@ def check_machine(folder: Path, with_nccl: bool = False) -> list[Finding]:
     """
     imports = _start_imports()
     gpus = list_gpus()
-    findings = [_python(), *_requirements(), *_gpu_findings(gpus), *_imports(imports, bool(gpus)), *_environment(bool(gpus))]
+    findings = [
+        _python(),
+        *_requirements(),
+        *_gpu_findings(gpus),
+        *_imports(imports, bool(gpus)),
+        *_environment(bool(gpus)),
+    ]
     findings += [_shared_memory(), _open_files(), check_disk(folder, 0)]
     if with_nccl:
         findings.append(all_reduce(len(gpus)))
     return findings
 
 
-# --- Packages -------------------------------------------------------------------------------------------------------
+# --- Packages
+# -------------------------------------------------------------------------------------------------------
 
 
 def _python() -> Finding:
     found = f"{sys.version.split()[0]} ({sys.executable})"
     good = sys.version_info >= (3, 12)
-    return ok("python", found) if good else broken("python", found, "use Python 3.12 or later: Megatron-core needs it")
+    return (
+        ok("python", found)
+        if good
+        else broken("python", found, "use Python 3.12 or later: Megatron-core needs it")
+    )
 
 
 def _requirements() -> Iterator[Finding]:
@@ -58,7 +75,9 @@ def _requirements() -> Iterator[Finding]:
     try:
         wanted = [Requirement(text) for text in importlib.metadata.requires("megatron-vl") or []]
     except importlib.metadata.PackageNotFoundError:
-        yield note("packages", "megatron-vl is not installed, so its requirements are not known", "pip install -e .")
+        yield note(
+            "packages", "megatron-vl is not installed, so its requirements are not known", "pip install -e ."
+        )
         return
     versions, wrong = {}, False
     for requirement in wanted:
@@ -117,23 +136,32 @@ def _imports(started: dict[str, subprocess.Popen[str]], has_gpu: bool) -> list[F
 
 def _torch(facts: dict | None, error: str, has_gpu: bool) -> Finding:
     if facts is None:
-        return broken("torch", f"does not import: {error}", "make setup, or: pip install torch -c constraints.txt")
+        return broken(
+            "torch", f"does not import: {error}", "make setup, or: pip install torch -c constraints.txt"
+        )
     found = f"{facts['version']}, built for CUDA {facts['cuda'] or 'no'}"
     if has_gpu and not facts["gpus"]:
         return broken(
             "torch", f"{found}, sees no GPU though nvidia-smi does",
             "the driver is older than this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs: update the driver, or unset it",
         )  # fmt: skip
-    return ok("torch", found + (f", {facts['gpus']} GPUs, NCCL {facts['nccl']}" if facts["gpus"] else ", no GPU"))
+    return ok(
+        "torch", found + (f", {facts['gpus']} GPUs, NCCL {facts['nccl']}" if facts["gpus"] else ", no GPU")
+    )
 
 
 def _transformer_engine(imports: bool, error: str, has_gpu: bool) -> Finding:
     parts = {name: version for name in TE_PARTS if (version := installed(name))}
     if imports:
-        return ok("transformer engine", ", ".join(f"{name} {version}" for name, version in parts.items()) or "found on the path")
+        return ok(
+            "transformer engine",
+            ", ".join(f"{name} {version}" for name, version in parts.items()) or "found on the path",
+        )
     if parts or "No module named 'transformer_engine'" not in error:
         found = f"half installed ({', '.join(parts) or 'no distribution'}): {error}"
-        advice = f"pip uninstall -y {' '.join(TE_PARTS)}" + (f", then {INSTALL_GPU}" if has_gpu else "; a CPU does not need it")
+        advice = f"pip uninstall -y {' '.join(TE_PARTS)}" + (
+            f", then {INSTALL_GPU}" if has_gpu else "; a CPU does not need it"
+        )
         return broken("transformer engine", found, advice + ". As it is, `import megatron.core` can fail")
     if has_gpu:
         return broken("transformer engine", "not installed; training on a GPU needs it", INSTALL_GPU)
@@ -146,7 +174,9 @@ def _flash_attention(imports: bool, error: str) -> Finding:
         return ok("flash-attn", version or "found on the path")
     if version or "No module named 'flash_attn'" not in error:
         return broken(
-            "flash-attn", f"installed, but does not import: {error}", f"pip uninstall -y flash-attn, then {INSTALL_GPU}"
+            "flash-attn",
+            f"installed, but does not import: {error}",
+            f"pip uninstall -y flash-attn, then {INSTALL_GPU}",
         )
     return ok("flash-attn", "not installed; needed for attention backend flash_attn only")
 
@@ -155,10 +185,13 @@ def _core(imports: bool, error: str) -> Finding:
     version = installed("megatron-core")
     if imports:
         return ok("megatron.core", f"{version} imports")
-    return broken("megatron.core", f"{version} does not import: {error}", "mend the packages above, then: make setup")
+    return broken(
+        "megatron.core", f"{version} does not import: {error}", "mend the packages above, then: make setup"
+    )
 
 
-# --- GPUs -----------------------------------------------------------------------------------------------------------
+# --- GPUs
+# -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -176,7 +209,11 @@ def list_gpus() -> list[Gpu]:
     """The GPUs of this machine; empty without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,name,memory.total,memory.used,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -196,29 +233,48 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 def _gpu_findings(gpus: list[Gpu]) -> Iterator[Finding]:
     if not gpus:
-        yield ok("gpus", "none; training runs on the CPU (platform: cpu), and everything but training needs none")
+        yield ok(
+            "gpus", "none; training runs on the CPU (platform: cpu), and everything but training needs none"
+        )
         return
     kinds = sorted({f"{gpu.name}, {gpu.memory / 1024:.0f} GiB, driver {gpu.driver}" for gpu in gpus})
     if len(kinds) > 1:
-        yield note("gpus", f"{len(gpus)} of several kinds: {'; '.join(kinds)}", "the slowest and smallest of them decides")
+        yield note(
+            "gpus",
+            f"{len(gpus)} of several kinds: {'; '.join(kinds)}",
+            "the slowest and smallest of them decides",
+        )
     else:
         yield ok("gpus", f"{len(gpus)} x {kinds[0]}")
     busy = [gpu for gpu in gpus if gpu.used > 1024]
     if busy:
         used = ", ".join(f"GPU {gpu.index} {gpu.used / 1024:.1f} GiB" for gpu in busy)
         yield note(
-            "gpus in use", used, "another program holds memory there: nvidia-smi names it; end it, or set CUDA_VISIBLE_DEVICES"
+            "gpus in use",
+            used,
+            "another program holds memory there: nvidia-smi names it; end it, or set CUDA_VISIBLE_DEVICES",
         )
 
 
 def _environment(has_gpu: bool) -> Iterator[Finding]:
     """Variables that change how NCCL and the allocator work."""
-    prefixes = ("NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE", "CUDA_DEVICE_MAX", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    prefixes = (
+        "NCCL_",
+        "TORCH_NCCL_",
+        "CUDA_VISIBLE",
+        "CUDA_DEVICE_MAX",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+    )
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
     shown = ", ".join(f"{name}={value}" for name, value in found.items()) or "none set"
     slow = [name for name in SLOW_NCCL if found.get(name, "0") not in ("0", "")]
     if slow:
-        yield note("nccl environment", shown, f"unset {' '.join(slow)}: communication is slow without what they switch off")
+        yield note(
+            "nccl environment",
+            shown,
+            f"unset {' '.join(slow)}: communication is slow without what they switch off",
+        )
     else:
         yield ok("nccl environment", shown)
     alloc = found.get("PYTORCH_ALLOC_CONF", found.get("PYTORCH_CUDA_ALLOC_CONF", ""))
@@ -243,7 +299,8 @@ def all_reduce(gpus: int) -> Finding:
     return ok("all-reduce", f"{facts['backend']} over {ranks} ranks: right, {speed}")
 
 
-# --- Limits ---------------------------------------------------------------------------------------------------------
+# --- Limits
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _shared_memory(path: Path = Path("/dev/shm")) -> Finding:
@@ -251,7 +308,9 @@ def _shared_memory(path: Path = Path("/dev/shm")) -> Finding:
         return note("shared memory", f"{path} is missing", "set data.num_workers to 0, or mount it")
     usage = shutil.disk_usage(path)
     found = f"{path} {usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
-    advice = "loader workers hand over rows and NCCL its buffers there: docker run --ipc=host, or --shm-size=16g"
+    advice = (
+        "loader workers hand over rows and NCCL its buffers there: docker run --ipc=host, or --shm-size=16g"
+    )
     if usage.free < GIB // 4:
         return broken("shared memory", found, advice)
     return note("shared memory", found, advice) if usage.free < 4 * GIB else ok("shared memory", found)
@@ -277,11 +336,15 @@ def check_disk(folder: Path, needed: int) -> Finding:
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    found = f"{free / GIB:.0f} GiB free at {folder}" + (f", checkpoints need {needed / GIB:.1f} GiB" if needed else "")
+    found = f"{free / GIB:.0f} GiB free at {folder}" + (
+        f", checkpoints need {needed / GIB:.1f} GiB" if needed else ""
+    )
     if not os.access(place, os.W_OK):
         return broken("disk", f"{place} cannot be written", "give another checkpoint.dir, or the permission")
     if needed > free:
-        return broken("disk", found, "free space, give another checkpoint.dir, or keep fewer (checkpoint.keep)")
+        return broken(
+            "disk", found, "free space, give another checkpoint.dir, or keep fewer (checkpoint.keep)"
+        )
     return (
         note("disk", found, "checkpoints of a real model need tens of GiB")
         if free < 20 * GIB and not needed

@@ -19,7 +19,8 @@ ORDER = ("tensors", "logits", "text", "scores")
 
 @dataclass
 class Gate:
-    """One comparison. ``passed`` is None when it was not made: an earlier gate had failed, or it was not asked for."""
+    """One comparison. ``passed`` is None when it was not made: an earlier gate had failed, or it was not
+    asked for."""
 
     name: str
     passed: bool | None
@@ -37,7 +38,8 @@ def tensors(original: Path, converted: Path) -> Gate:
 
 
 def logits(original: Path, converted: Path) -> Gate:
-    """Inputs and logits of some prompts, made by each folder's own processor and model; equal to the last bit.
+    """Inputs and logits of some prompts, made by each folder's own processor and model; equal to the last
+    bit.
 
     Args:
         original, converted: work folders of :mod:`worker`.
@@ -58,7 +60,9 @@ def logits(original: Path, converted: Path) -> Gate:
         return Gate("logits", False, "no prompt was run")
     if not details:
         return Gate("logits", True, f"{len(a)} prompts, {tokens} tokens, inputs and logits identical")
-    return Gate("logits", False, f"{len(details)} of {len(a)} prompts differ, by {largest:.3g} at most", details)
+    return Gate(
+        "logits", False, f"{len(details)} of {len(a)} prompts differ, by {largest:.3g} at most", details
+    )
 
 
 def text(original: list[dict[str, Any]], converted: list[dict[str, Any]], questions: int) -> Gate:
@@ -78,13 +82,18 @@ def _short(answer: str | list[str]) -> str | list[str]:
 
 
 def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Gate:
-    """The benchmark's metrics: of every checkpoint there must be some, and the converted one's are the original's.
+    """The benchmark's metrics: of every checkpoint there must be some, and the converted one's are the
+    original's.
 
     Args:
         metrics: role -> metric -> value; the trained checkpoint's values may be any.
         problems: role -> what went wrong with it.
     """
-    missing = [f"{role}: no metric; {problems.get(role, 'VLMEvalKit gives no reason')}" for role in metrics if not metrics[role]]
+    missing = [
+        f"{role}: no metric; {problems.get(role, 'VLMEvalKit gives no reason')}"
+        for role in metrics
+        if not metrics[role]
+    ]
     if missing:
         return Gate("scores", False, f"no score of {len(missing)} of {len(metrics)} checkpoints", missing)
     a, b = metrics["original"], metrics["converted"]

@@ -15,8 +15,9 @@ from megatron_vl.spec.families import read_spec
 from toolkit.hf import follow_video_positions, load_model, load_processor, video_text
 
 Part = Mapping[str, Any]
-"""VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video may say how
-many frames it gives: ``nframes``, or ``fps`` frames a second; and in what size: ``resized_height`` and ``resized_width``."""
+"""VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video
+may say how many frames it gives: ``nframes``, or ``fps`` frames a second; and in what size:
+``resized_height`` and ``resized_width``."""
 Turn = Mapping[str, Any]
 """VLMEvalKit's turn of a dialogue: ``{"role": "user" | "assistant", "content": parts, or a text}``."""
 Prompt = Sequence[Part] | Sequence[Turn]
@@ -27,11 +28,11 @@ class Checkpoint:
     """A Hugging Face folder that answers prompts.
 
     Args:
-        settings: ``dtype``, ``device`` (``cpu``, ``cuda`` or ``auto``: spread over the visible GPUs), ``min_pixels`` and
-            ``max_pixels`` of a picture or frame (None: the checkpoint's own), ``max_new_tokens``, ``largest_picture`` in pixels;
-            for videos that do not say it themselves, ``video_fps`` frames a second, ``video_max_frames`` at most (None or left
-            out: the checkpoint's own), and the rules ``video_positions`` and ``video_prompt`` (left out:
-            ``released``).
+        settings: ``dtype``, ``device`` (``cpu``, ``cuda`` or ``auto``: spread over the visible GPUs),
+            ``min_pixels`` and ``max_pixels`` of a picture or frame (None: the checkpoint's own),
+            ``max_new_tokens``, ``largest_picture`` in pixels; for videos that do not say it themselves,
+            ``video_fps`` frames a second, ``video_max_frames`` at most (None or left out: the checkpoint's
+            own), and the rules ``video_positions`` and ``video_prompt`` (left out: ``released``).
         roots: folders that pictures and videos are read from.
     """
 
@@ -44,24 +45,32 @@ class Checkpoint:
         self.prompt_rule = settings.get("video_prompt", "released")
         self.processor = load_processor(folder)
         size = self.processor.image_processor.size
-        low, high = settings["min_pixels"] or size["shortest_edge"], settings["max_pixels"] or size["longest_edge"]
+        low, high = (
+            settings["min_pixels"] or size["shortest_edge"],
+            settings["max_pixels"] or size["longest_edge"],
+        )
         self.processor.image_processor.size = {"shortest_edge": low, "longest_edge": high}
         self.frame_limits = (settings["min_pixels"], settings["max_pixels"])
         self.fps = settings.get("video_fps") or getattr(self.processor.video_processor, "fps", None) or 2.0
         if settings.get("video_max_frames"):
             self.processor.video_processor.max_frames = settings["video_max_frames"]
         device = settings["device"]
-        self.model = load_model(folder, getattr(torch, settings["dtype"]), "auto" if device == "auto" else None)
+        self.model = load_model(
+            folder, getattr(torch, settings["dtype"]), "auto" if device == "auto" else None
+        )
         follow_video_positions(self.model, self.spec, settings.get("video_positions", "released"))
         if device != "auto":
             self.model.to(device)
         self.latest: tuple[Any, Any] = (None, None)
-        # Released folders ask for sampling and a repetition penalty: nothing of theirs but the tokens that end an answer.
+        # Released folders ask for sampling and a repetition penalty: nothing of theirs but the tokens that
+        # end an answer.
         own = self.model.generation_config
         ends, pad = own.eos_token_id, own.pad_token_id
         pad = pad if pad is not None else ends[0] if isinstance(ends, list) else ends
         limit = settings["max_new_tokens"]
-        self.generation = GenerationConfig(do_sample=False, max_new_tokens=limit, eos_token_id=ends, pad_token_id=pad)
+        self.generation = GenerationConfig(
+            do_sample=False, max_new_tokens=limit, eos_token_id=ends, pad_token_id=pad
+        )
 
     def inputs(self, prompt: Prompt) -> Any:
         """What the model is given: the prompt as the checkpoint's own processor and chat template make it."""
@@ -77,7 +86,10 @@ class Checkpoint:
         if videos:
             # Released folders do not cap the pixels of a frame; transformers warns where that is not said.
             more |= {"do_sample_frames": False, "cap_pixels_per_frame": False}
-            more |= {"videos": [frames for frames, _ in videos], "video_metadata": [facts for _, facts in videos]}
+            more |= {
+                "videos": [frames for frames, _ in videos],
+                "video_metadata": [facts for _, facts in videos],
+            }
             self._limit_frames(max(len(frames) for frames, _ in videos))
         return self.processor(text=[text], return_tensors="pt", **more).to(self.model.device)
 
@@ -90,7 +102,9 @@ class Checkpoint:
         elif part["type"] == "video" and isinstance(part["value"], str):
             videos.append(self._video(part))
         else:
-            raise ValueError(f"a prompt holds {part['type']!r}; these models take text, pictures and videos in files")
+            raise ValueError(
+                f"a prompt holds {part['type']!r}; these models take text, pictures and videos in files"
+            )
         return {"type": part["type"]}
 
     def _inside(self, name: str) -> Path:
@@ -105,7 +119,8 @@ class Checkpoint:
             return image.convert("RGB")
 
     def _video(self, part: Part) -> tuple[Tensor, Any]:
-        """Sampled frames uint8 [n, 3, height, width], and which they are. Several questions in a row are about one video."""
+        """Sampled frames uint8 [n, 3, height, width], and which they are. Several questions in a row are
+        about one video."""
         key = tuple(part.get(name) for name in ("value", "nframes", "fps", "resized_height", "resized_width"))
         if self.latest[0] != key:
             self.latest = (key, self._read_video(part))
@@ -135,7 +150,8 @@ class Checkpoint:
         return frames, VideoMetadata(total_num_frames=video.frames, fps=video.fps, frames_indices=indices)
 
     def _indices(self, video: VideoInfo, part: Part) -> list[int]:
-        """The frames that the checkpoint's own video processor takes; of a number that is asked for, what there are at most."""
+        """The frames that the checkpoint's own video processor takes; of a number that is asked for, what
+        there are at most."""
         from transformers.video_utils import VideoMetadata
 
         sampler = self.processor.video_processor
@@ -150,7 +166,8 @@ class Checkpoint:
         return sorted({int(i) for i in taken})
 
     def _limit_frames(self, frames: int) -> None:
-        """``min_pixels`` and ``max_pixels`` for each frame; Qwen3-VL's processor counts those of all frames together."""
+        """``min_pixels`` and ``max_pixels`` for each frame; Qwen3-VL's processor counts those of all frames
+        together."""
         sampler = self.processor.video_processor
         times = frames if self.model.config.model_type.startswith("qwen3") else 1
         names = ("shortest_edge", "longest_edge")
@@ -160,14 +177,21 @@ class Checkpoint:
 
     @torch.no_grad()
     def logits(self, prompt: Prompt) -> dict[str, Any]:
-        """Digests of all inputs and of all logits ``[tokens, vocabulary]``, and the last token's logits (float32)."""
+        """Digests of all inputs and of all logits ``[tokens, vocabulary]``, and the last token's logits
+        (float32)."""
         inputs = self.inputs(prompt)
         logits = self.model(**inputs, use_cache=False).logits[0]
         names = {name: digest(torch.as_tensor(value)) for name, value in inputs.items()}
-        return {"inputs": names, "logits": digest(logits), "last": logits[-1].float().cpu(), "tokens": len(logits)}
+        return {
+            "inputs": names,
+            "logits": digest(logits),
+            "last": logits[-1].float().cpu(),
+            "tokens": len(logits),
+        }
 
     def dialogue(self, prompt: Prompt) -> list[str]:
-        """The greedy answers to each of a user's turns; what the checkpoint said itself stands for the answers of the prompt."""
+        """The greedy answers to each of a user's turns; what the checkpoint said itself stands for the
+        answers of the prompt."""
         said: list[str] = []
         asked: list[Turn] = []
         for turn in turns(prompt):

@@ -12,7 +12,8 @@ from toolkit.video_rules import VideoRuleOptions
 
 @dataclass(kw_only=True)
 class EvaluateOptions(VideoRuleOptions):
-    """Compare a converted checkpoint with its original down to a benchmark's scores (VLMEvalKit), and score a trained one.
+    """Compare a converted checkpoint with its original down to a benchmark's scores (VLMEvalKit), and score a
+    trained one.
 
     Four gates, in this order: tensors bit for bit, logits of some prompts, generated answers, scores. Nothing
     is downloaded. Exit code 1 when a gate fails or a score is missing, 2 when the arguments cannot be used.
@@ -25,8 +26,9 @@ class EvaluateOptions(VideoRuleOptions):
     trained: Path | None = option(None, metavar="HF_DIR")
     """Hugging Face folder exported after training: scored, not judged."""
     data: str = option(metavar="NAME")
-    """The name of a data set of VLMEvalKit (of videos too: Video-MME_8frame), or the path of a table of your own,
-    FOLDER/NAME.tsv: tabs between columns, multiple choice with index, image (base64), question, A to D, answer."""
+    """The name of a data set of VLMEvalKit (of videos too: Video-MME_8frame), or the path of a table of your
+    own, FOLDER/NAME.tsv: tabs between columns, multiple choice with index, image (base64), question, A to D,
+    answer."""
     lmu_data: Path | None = option(None, metavar="DIR", shown_default="$LMUData, or ~/LMUData")
     """Folder that holds NAME.tsv, or of a set of videos its repository, DIR/Video-MME."""
     limit: int | None = option(None, metavar="N", shown_default="all")

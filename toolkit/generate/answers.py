@@ -28,7 +28,8 @@ TOLD = 10
 """Unusable records that are named; the rest is counted."""
 
 Prompt = tuple[Conversation, Path, str]
-"""A conversation, the folder that its media lie in, links followed, and its file and line for messages (empty: --prompt)."""
+"""A conversation, the folder that its media lie in, links followed, and its file and line for messages
+(empty: --prompt)."""
 
 
 @dataclass
@@ -56,7 +57,11 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
     """
     encoder = SampleEncoder(request.hf, request.data)
     spec = WeightReader(request.checkpoint).spec
-    if (spec.family, spec.vision, spec.language) != (encoder.spec.family, encoder.spec.vision, encoder.spec.language):
+    if (spec.family, spec.vision, spec.language) != (
+        encoder.spec.family,
+        encoder.spec.vision,
+        encoder.spec.language,
+    ):
         raise UserError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
     layout = make_layout(spec, **request.layout)
     samples = _encode(encoder, request.conversations)
@@ -77,7 +82,9 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
         )
         write_job(job, work / "job.json")
         ranks = layout.tp * layout.pp * layout.least_dp
-        say(f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} process{'es' if ranks > 1 else ''}")
+        say(
+            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} process{'es' if ranks > 1 else ''}"
+        )
         done = run_group("toolkit.generate.worker", [work / "job.json", work / "answers.json"], ranks)
         if done.returncode:
             raise UserError(f"the processes failed:\n{end_of(done)}")
@@ -129,7 +136,9 @@ def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Con
     """A user's turn with pictures, videos, then the text."""
     parts: list[dict[str, Any]] = [{"type": "image", "image": str(path.resolve())} for path in images]
     parts += [{"type": "video", "video": str(path.resolve())} for path in videos]
-    return read_prompt({"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]})
+    return read_prompt(
+        {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]}
+    )
 
 
 def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
@@ -139,7 +148,8 @@ def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
         files: each with the folder that its media lie in, links followed.
 
     Raises:
-        UserError: records cannot be used, or their media are not there; the message names the first ten and counts them all.
+        UserError: records cannot be used, or their media are not there; the message names the first ten and
+            counts them all.
     """
     prompts: list[Prompt] = []
     wrong = _Wrong()

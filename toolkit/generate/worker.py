@@ -74,7 +74,9 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
     config = TrainConfig(
         model=ModelConfig(hf=job.hf, vision_attention=attention, language_attention=attention),
         # Of a model with experts each rank routes tokens of its own.
-        parallel=ParallelConfig(**job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None),
+        parallel=ParallelConfig(
+            **job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None
+        ),
         dtype=job.dtype,  # type: ignore[arg-type]
     )
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
@@ -84,11 +86,14 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
     answers: list[list[int]] = []
     for start in range(0, len(samples), job.batch):
         given = samples[start : start + job.batch]
-        # Where experts are spread over more ranks than a replica has, every replica answers its share, as many as the others.
+        # Where experts are spread over more ranks than a replica has, every replica answers its share, as
+        # many as the others.
         shared = given + given[-1:] * (-len(given) % grid.dp)
         share = shared[grid.dp_rank :: grid.dp]
         prompts = prepare(share, spec, job.video_positions) if grid.owns_loader else None
-        mine = generate(chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop))
+        mine = generate(
+            chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop)
+        )
         answers += _all_answers(mine, grid)[: len(given)]
     return answers
 

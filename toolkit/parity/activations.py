@@ -1,9 +1,10 @@
 """What every layer gives, ours against ``transformers``, so that the first layer that departs can be named.
 
-Both sides are watched with hooks while they do what they do for the loss; nothing is recomputed. Patches are in the
-tower's order (windows, where the family has them), which is that of ``transformers`` too. Tokens are those of the samples
-one behind the other, without the padded tails of rows. Logits are compared for the tokens that the trainer computes them
-for: those that bear loss (:func:`megatron_vl.data.row.loss_index`), and a few more.
+Both sides are watched with hooks while they do what they do for the loss; nothing is recomputed. Patches are
+in the tower's order (windows, where the family has them), which is that of ``transformers`` too. Tokens are
+those of the samples one behind the other, without the padded tails of rows. Logits are compared for the
+tokens that the trainer computes them for: those that bear loss (:func:`megatron_vl.data.row.loss_index`), and
+a few more.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Watch:
             handle.remove()
 
 
-# ------------------------------------------------------------------------------------------------- transformers
+# -------------------------------------------------------------------------------------------------
+# transformers
 
 
 class HfWatch(Watch):
@@ -90,10 +92,14 @@ class HfWatch(Watch):
 
     def tensors(self) -> dict[str, Tensor]:
         """Place -> [patches, tokens or merge units, width] of all samples."""
-        return {place: torch.cat([t.reshape(-1, t.shape[-1]) for t in parts]) for place, parts in self.kept.items()}
+        return {
+            place: torch.cat([t.reshape(-1, t.shape[-1]) for t in parts])
+            for place, parts in self.kept.items()
+        }
 
 
-# ---------------------------------------------------------------------------------------------------- this side
+# ---------------------------------------------------------------------------------------------------- this
+# side
 
 
 class Recorder(Watch):
@@ -127,7 +133,8 @@ class Recorder(Watch):
             self.output(chunk.language_model.output_layer, LOGITS)
 
     def compare(self, data: StepData, folder: str, dtype: str) -> dict[str, Any]:
-        """Collective. On rank 0: {"activations": relative L2 by place, "departs": the first place that is too far off, or ""}.
+        """Collective. On rank 0: {"activations": relative L2 by place, "departs": the first place that is too
+        far off, or ""}.
 
         Args:
             data: the rows of the step. folder: what :mod:`toolkit.parity.stored` wrote.
@@ -149,19 +156,27 @@ class Recorder(Watch):
         self.kept.clear()
         if mine:
             mine["lengths"] = torch.tensor([sum(lengths) for lengths in data.segment_lengths])
-            mine |= {f"{SELECTED}/{i}": row.loss_index.cpu() for i, row in enumerate(data.rows) if row.loss_index is not None}
+            mine |= {
+                f"{SELECTED}/{i}": row.loss_index.cpu()
+                for i, row in enumerate(data.rows)
+                if row.loss_index is not None
+            }
         parts = gather_on_first({(grid.dp_rank, grid.pp_rank, grid.tp_rank): mine} if mine else {}, grid)
         return compare_places(parts, Path(folder), dtype) if grid.rank == 0 else {}
 
     def _mine(self, place: str) -> bool:
-        """Whether this rank brings a part of a place: of what all tensor-parallel ranks have, the first brings it."""
+        """Whether this rank brings a part of a place: of what all tensor-parallel ranks have, the first
+        brings it."""
         split = place == LOGITS or self.sequence_parallel and not place.startswith(VISUAL)
         return split or self.grid.tp_rank == 0
 
 
 def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str, Any]:
     """Relative L2 errors of all places and the first that departs."""
-    facts, want = json.loads((folder / "reference.json").read_text()), StoredTensors(folder / "activations.safetensors")
+    facts, want = (
+        json.loads((folder / "reference.json").read_text()),
+        StoredTensors(folder / "activations.safetensors"),
+    )
     errors: dict[str, float] = {}
     for place in want:
         difference = scale = 0.0
@@ -184,20 +199,31 @@ def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str,
 
 def activation_limit(place: str, *, noise: dict[str, float], dtype: str) -> float:
     """How far a place may be from the fp32 reference."""
-    return ACTIVATION_TOLERANCE if dtype == "float32" else BF16_ACTIVATION_RATIO * max(noise[place], BF16_ROUNDING)
+    return (
+        ACTIVATION_TOLERANCE
+        if dtype == "float32"
+        else BF16_ACTIVATION_RATIO * max(noise[place], BF16_ROUNDING)
+    )
 
 
 def joined(parts: dict[Any, Any], place: str) -> Iterator[tuple[Tensor, int, Tensor | None]]:
     """The rows of a place in the order of the samples, from (dp, pp, tp) -> tensors.
 
-    Of each row: what was computed, [tokens or patches, width]; how many it has; which of them were computed, None: all.
+    Of each row: what was computed, [tokens or patches, width]; how many it has; which of them were computed,
+    None: all.
     """
     for dp in sorted({key[0] for key in parts}):
         ranks = [parts[key] for key in sorted(key for key in parts if key[0] == dp)]
         holders = [rank for rank in ranks if any(name.startswith(f"{place}/") for name in rank)]
-        names = sorted({n for rank in holders for n in rank if n.startswith(f"{place}/")}, key=lambda n: int(n.split("/")[1]))
+        names = sorted(
+            {n for rank in holders for n in rank if n.startswith(f"{place}/")},
+            key=lambda n: int(n.split("/")[1]),
+        )
         for name in names:
-            row, number = torch.cat([rank[name] for rank in holders], dim=-1 if place == LOGITS else 0), int(name.split("/")[1])
+            row, number = (
+                torch.cat([rank[name] for rank in holders], dim=-1 if place == LOGITS else 0),
+                int(name.split("/")[1]),
+            )
             used = len(row) if place.startswith(VISUAL) else int(holders[0]["lengths"][number])
             if place == LOGITS and f"{SELECTED}/{number}" in holders[0]:
                 computed = holders[0][f"{SELECTED}/{number}"]

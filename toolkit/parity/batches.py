@@ -9,7 +9,8 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import Grid, placeholder_runs
 
 IMAGE_A, IMAGE_B = (1, 10, 14), (1, 4, 6)
-"""Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a window."""
+"""Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a
+window."""
 VIDEO = (2, 6, 10)
 SECONDS = 3.75
 """Of a frame group. In Qwen2.5-VL, time then reaches further than rows and columns do."""
@@ -29,7 +30,8 @@ KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
 
 
 def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
-    """A sample of ``kind`` with random tokens and pixels; about half of its text is learnt, of a question nothing."""
+    """A sample of ``kind`` with random tokens and pixels; about half of its text is learnt, of a question
+    nothing."""
     generator = torch.Generator().manual_seed(seed * 1000 + sorted(KINDS).index(kind))
     tokens: list[torch.Tensor] = []
     learnt: list[torch.Tensor] = []
@@ -55,16 +57,24 @@ def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Ten
     return torch.randint(0, limit, (length,), generator=generator)
 
 
-def _medium(spec: ModelSpec, kind: str, thw: tuple[int, int, int], generator: torch.Generator) -> tuple[torch.Tensor, MediaItem]:
+def _medium(
+    spec: ModelSpec, kind: str, thw: tuple[int, int, int], generator: torch.Generator
+) -> tuple[torch.Tensor, MediaItem]:
     v = spec.vision
     t, h, w = thw
     grid = Grid(t, h, w, kind=kind, second_per_grid=SECONDS)  # type: ignore[arg-type]
     frames = t * v.temporal_patch_size if kind == "video" else 1
-    planes = torch.randint(0, 256, (frames, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8)
+    planes = torch.randint(
+        0, 256, (frames, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8
+    )
     pad = spec.image_token_id if kind == "image" else spec.video_token_id
     ids = []
     for run in placeholder_runs([grid], spec):
         if run.kind == "video" and v.video_timestamps:
             ids += _text(spec, 4, generator).tolist()
-        ids += [spec.vision_start_token_id, *([pad] * run.tokens(v.spatial_merge_size)), spec.vision_end_token_id]
+        ids += [
+            spec.vision_start_token_id,
+            *([pad] * run.tokens(v.spatial_merge_size)),
+            spec.vision_end_token_id,
+        ]
     return torch.tensor(ids), MediaItem(grid=grid, planes=planes)

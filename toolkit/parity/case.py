@@ -1,5 +1,4 @@
-"""One layout to compare: what a case says, and the model that it builds.
-"""
+"""One layout to compare: what a case says, and the model that it builds."""
 
 from __future__ import annotations
 
@@ -9,7 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
@@ -61,15 +67,19 @@ class Case:
     dtype: str = "float32"
     """float32 or bfloat16."""
     aux_loss: float = 0.0
-    """Coefficient of the experts' load-balancing loss, which ``transformers`` leaves out unless asked for it."""
+    """Coefficient of the experts' load-balancing loss, which ``transformers`` leaves out unless asked for
+    it."""
     train: bool = False
-    """Take real optimizer steps and compare losses, weights and Adam's moments with a training of ``transformers``."""
+    """Take real optimizer steps and compare losses, weights and Adam's moments with a training of
+    ``transformers``."""
     samples: str = ""
     """File of :func:`toolkit.samples.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
     reference: str = ""
-    """Folder that :mod:`toolkit.parity.stored` wrote; empty: rank 0 computes the reference while the others wait."""
+    """Folder that :mod:`toolkit.parity.stored` wrote; empty: rank 0 computes the reference while the others
+    wait."""
     activations: bool = False
-    """Compare what layers give, and logits, too. Needs ``reference``; samples without videos, each step one forward pass."""
+    """Compare what layers give, and logits, too. Needs ``reference``; samples without videos, each step one
+    forward pass."""
     optimizer: bool = True
     """Off: no optimizer state is allocated, and what overlaps with an optimizer step is not tried."""
     attention: str = "auto"
@@ -125,7 +135,9 @@ class Live:
     def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
         """This rank's rows of one step."""
         rows = iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
-        return Feed(self.grid, platform, rows, len(samples) // self.grid.dp, balanced=self.config.data.balance).next_step()
+        return Feed(
+            self.grid, platform, rows, len(samples) // self.grid.dp, balanced=self.config.data.balance
+        ).next_step()
 
 
 def build(case: Case, platform: Platform) -> Live:
@@ -163,7 +175,9 @@ def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> 
 
 def local_rows(samples: list[list[Sample]], grid: Grid, spec: ModelSpec, seq_len: int) -> list[Any]:
     share = len(samples) // grid.dp
-    return [pack_row(row, spec, seq_len) for row in samples[grid.dp_rank * share : (grid.dp_rank + 1) * share]]
+    return [
+        pack_row(row, spec, seq_len) for row in samples[grid.dp_rank * share : (grid.dp_rank + 1) * share]
+    ]
 
 
 def write_cases(cases: list[Case], path: Path) -> None:

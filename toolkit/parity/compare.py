@@ -1,4 +1,5 @@
-"""``megatron-vl parity``: prepares pictures, weights and the reference, runs the layouts, tells what came of it."""
+"""``megatron-vl parity``: prepares pictures, weights and the reference, runs the layouts, tells what came of
+it."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
             _check_layout(spec, layout)
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
-        say(f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, {request.dtype}")
+        say(
+            f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, {request.dtype}"
+        )
         job = Job(
             hf=str(hf),
             samples=str(work / "samples.safetensors"),
@@ -97,9 +100,20 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
         if request.checkpoint:
             for result in results.values():
                 result["tensors"] = differing_tensors(request, hf, result, work)
-    ok = not inputs["tokens_differ"] and inputs["pixel_error"] <= 1e-5 and all(r["ok"] for r in results.values())
+    ok = (
+        not inputs["tokens_differ"]
+        and inputs["pixel_error"] <= 1e-5
+        and all(r["ok"] for r in results.values())
+    )
     shown = str(request.hf) if request.hf else request.family
-    return {"ok": ok, "hf": shown, "dtype": request.dtype, "tokens": facts["tokens"], "inputs": inputs, "layouts": results}
+    return {
+        "ok": ok,
+        "hf": shown,
+        "dtype": request.dtype,
+        "tokens": facts["tokens"],
+        "inputs": inputs,
+        "layouts": results,
+    }
 
 
 def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
@@ -129,8 +143,14 @@ def _weights(request: Request, hf: Path, spec: ModelSpec, work: Path, say: Calla
         convert(hf, work / "weights")
         return work / "weights"
     reader = WeightReader(request.checkpoint)
-    if (reader.spec.family, reader.spec.vision, reader.spec.language) != (spec.family, spec.vision, spec.language):
-        raise UserError(f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than --hf {hf}")
+    if (reader.spec.family, reader.spec.vision, reader.spec.language) != (
+        spec.family,
+        spec.vision,
+        spec.language,
+    ):
+        raise UserError(
+            f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than --hf {hf}"
+        )
     return request.checkpoint
 
 
@@ -141,7 +161,8 @@ def _count(layouts: list[LayoutSpec]) -> int:
 
 
 def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list[Sample]:
-    """At least as many samples as ``rows``, of the pictures or of the demo's photographs; also as the files of a :class:`Job`.
+    """At least as many samples as ``rows``, of the pictures or of the demo's photographs; also as the files
+    of a :class:`Job`.
 
     Raises:
         RecordError, FileNotFoundError: a picture cannot be used.
@@ -150,7 +171,12 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
         turns = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
         records = [{"image": str(path.resolve()), "conversations": turns} for path in images]
         records.append(
-            {"conversations": [{"from": "human", "value": "Which day is it?"}, {"from": "gpt", "value": "It is Friday."}]}
+            {
+                "conversations": [
+                    {"from": "human", "value": "Which day is it?"},
+                    {"from": "gpt", "value": "It is Friday."},
+                ]
+            }
         )
         root = Path("/")
     else:
@@ -160,7 +186,10 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
     for record in records:
         conversation = read_conversation(record)
         paths = [root / reference for _, reference in conversation.media]
-        media = [(kind, path.name, path.read_bytes()) for (kind, _), path in zip(conversation.media, paths, strict=True)]
+        media = [
+            (kind, path.name, path.read_bytes())
+            for (kind, _), path in zip(conversation.media, paths, strict=True)
+        ]
         samples.append(encoder.sample(conversation.messages, media))
         described.append({"messages": conversation.messages, "images": [str(path) for path in paths]})
     write_samples(samples, work / "samples.safetensors")
@@ -222,7 +251,8 @@ def spread(samples: int, rows: int) -> list[list[int]]:
 
 
 def first_departure(result: dict[str, Any]) -> str:
-    """The first place that departs: in forward order by what it gives; else, in backward order, by its gradients.
+    """The first place that departs: in forward order by what it gives; else, in backward order, by its
+    gradients.
 
     Empty when every place agrees.
     """
@@ -249,7 +279,8 @@ def by_component(places: dict[str, float]) -> dict[str, float]:
 
 
 def differing_tensors(request: Request, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
-    """Tensors of the first place that departs which are not what conversion makes of the Hugging Face folder."""
+    """Tensors of the first place that departs which are not what conversion makes of the Hugging Face
+    folder."""
     place = first_departure(result).removeprefix("gradient of ")
     if not place or request.checkpoint is None:
         return []
@@ -257,4 +288,8 @@ def differing_tensors(request: Request, hf: Path, result: dict[str, Any], work: 
     if not fresh.exists():
         convert(hf, fresh)
     ours, theirs = WeightReader(request.checkpoint), WeightReader(fresh)
-    return [n for n in tensor_table(ours.spec) if place_of(n) == place and not torch.equal(ours.get(n), theirs.get(n))]
+    return [
+        n
+        for n in tensor_table(ours.spec)
+        if place_of(n) == place and not torch.equal(ours.get(n), theirs.get(n))
+    ]

@@ -16,18 +16,21 @@ from torch import Tensor
 from megatron_vl.parallel.grid import Grid
 
 
-def gather_on_first(mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: Grid) -> dict[tuple[int, ...], StoredTensors]:
+def gather_on_first(
+    mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: Grid
+) -> dict[tuple[int, ...], StoredTensors]:
     """What each rank brings, by place, on rank 0; empty on the others. Collective.
 
-    It goes over files of this machine, each tensor read when it is looked at: all ranks' gradients of a released model
-    would not fit into one process.
+    It goes over files of this machine, each tensor read when it is looked at: all ranks' gradients of a
+    released model would not fit into one process.
     """
     folder: list[Any] = [tempfile.mkdtemp(prefix="parity-gathered-") if grid.rank == 0 else None]
     dist.broadcast_object_list(folder)
     try:
         for place, tensors in mine.items():
             save_file(
-                {n: t.contiguous() for n, t in tensors.items()}, Path(folder[0]) / f"{'_'.join(map(str, place))}.safetensors"
+                {n: t.contiguous() for n, t in tensors.items()},
+                Path(folder[0]) / f"{'_'.join(map(str, place))}.safetensors",
             )
         dist.barrier()
         if grid.rank:

@@ -1,4 +1,5 @@
-"""The places of a model in forward order, by names that people read, and the components that they belong to."""
+"""The places of a model in forward order, by names that people read, and the components that they belong
+to."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def component_of(place: str) -> str:
         return place
     if place in (NORM, LOGITS):
         return "head"
-    return {"vision layer": "vision layers", "decoder layer": "decoder layers"}.get(place.rpartition(" ")[0], "mergers")
+    return {"vision layer": "vision layers", "decoder layer": "decoder layers"}.get(
+        place.rpartition(" ")[0], "mergers"
+    )
 
 
 def forward_order(spec: ModelSpec) -> list[str]:
@@ -46,5 +49,11 @@ def forward_order(spec: ModelSpec) -> list[str]:
         places.append(f"vision layer {layer}")
         if layer in spec.vision.deepstack_layers:
             places.append(f"DeepStack merger {spec.vision.deepstack_layers.index(layer)}")
-    places += [MERGER, EMBEDDED, *(f"decoder layer {i}" for i in range(spec.language.num_layers)), NORM, LOGITS]
+    places += [
+        MERGER,
+        EMBEDDED,
+        *(f"decoder layer {i}" for i in range(spec.language.num_layers)),
+        NORM,
+        LOGITS,
+    ]
     return places

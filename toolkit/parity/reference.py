@@ -1,7 +1,8 @@
 """The reference: samples one by one through the Hugging Face model, gradients in canonical form.
 
-Gradients go through the converters' own rules (they are permutations and zero padding, so they apply to gradients as
-to weights); the padded rows and columns of the reference are zero, and so must the trained model's be.
+Gradients go through the converters' own rules (they are permutations and zero padding, so they apply to
+gradients as to weights); the padded rows and columns of the reference are zero, and so must the trained
+model's be.
 """
 
 from __future__ import annotations
@@ -41,8 +42,15 @@ def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "c
     """
     ids = sample.token_ids[None]
     types = (ids == spec.image_token_id).int() + 2 * (ids == spec.video_token_id).int()
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
-    for kind, pixels, grid in (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw")):
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": types,
+    }
+    for kind, pixels, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
         items = [item for item in sample.media if item.grid.kind == kind]
         if items:
             inputs[pixels] = torch.cat([hf_pixels(item, spec, norm) for item in items])
@@ -57,21 +65,28 @@ def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "c
 
 
 def hf_pixels(item: MediaItem, spec: ModelSpec, norm: PixelNorm) -> Tensor:
-    """``pixel_values`` [patches, channels * time * patch * patch] of one medium, as the HF processor gives them."""
+    """``pixel_values`` [patches, channels * time * patch * patch] of one medium, as the HF processor gives
+    them."""
     v = spec.vision
     frames = item.planes
     wanted = item.grid.t * v.temporal_patch_size
     if frames.shape[0] < wanted:
         frames = torch.cat([frames, frames[-1:].expand(wanted - frames.shape[0], -1, -1)])
-    pixels = norm.apply(frames).view(item.grid.t, v.temporal_patch_size, -1, v.in_channels, v.patch_size**2)  # [t, T, hw, C, pp]
+    pixels = norm.apply(frames).view(
+        item.grid.t, v.temporal_patch_size, -1, v.in_channels, v.patch_size**2
+    )  # [t, T, hw, C, pp]
     return pixels.permute(0, 2, 3, 1, 4).reshape(-1, v.patch_dim)
 
 
-def reference(hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
+def reference(
+    hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module
+) -> tuple[float, dict[str, Tensor]]:
     """(mean loss over all loss tokens, canonical gradients) of samples run one by one."""
     spec, norm = read_spec(hf_dir), read_pixel_norm(hf_dir)
     loss = backward(model, samples, spec, norm)
-    grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    grads = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()
+    }
     return loss, canonical(grads, hf_dir)
 
 
@@ -92,7 +107,11 @@ def backward(
     count = sum(int(s.loss_mask[1:].sum()) for s in samples)
     total = 0.0
     for number, sample in enumerate(samples):
-        given = {n: t.to(device) for n, t in inputs[number].items()} if inputs else hf_inputs(sample, spec, norm, device)
+        given = (
+            {n: t.to(device) for n, t in inputs[number].items()}
+            if inputs
+            else hf_inputs(sample, spec, norm, device)
+        )
         logits = model(**given, use_cache=False).logits[0, :-1].float()
         losses = F.cross_entropy(logits, sample.token_ids[1:].to(device), reduction="none")
         loss = (losses * sample.loss_mask[1:].to(device)).sum()
@@ -117,7 +136,8 @@ _known: dict[tuple[str, ...], Any] = {}
 
 
 def remembered(key: tuple[str, ...], compute: Callable[[], Any]) -> Any:
-    """What ``compute`` gave for this key, which many layouts of one model and batch share; the latest used ones are kept."""
+    """What ``compute`` gave for this key, which many layouts of one model and batch share; the latest used
+    ones are kept."""
     value = _known.pop(key) if key in _known else compute()
     _known[key] = value
     while len(_known) > KEPT:
@@ -126,7 +146,8 @@ def remembered(key: tuple[str, ...], compute: Callable[[], Any]) -> Any:
 
 
 def canonical(tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tensor]:
-    """One tensor for each parameter of the Hugging Face model (gradients, moments) under canonical names, fp32 on the host."""
+    """One tensor for each parameter of the Hugging Face model (gradients, moments) under canonical names,
+    fp32 on the host."""
     folder = Path(tempfile.mkdtemp(prefix="parity-gradients-"))
     try:
         hf = folder / "hf"

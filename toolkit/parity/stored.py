@@ -1,4 +1,5 @@
-"""The reference in a process of its own: computed once for all layouts, and its memory is free before theirs is needed.
+"""The reference in a process of its own: computed once for all layouts, and its memory is free before theirs
+is needed.
 
     python -m toolkit.parity.stored JOB.json
 
@@ -44,8 +45,8 @@ class Job:
     conversations: str
     """JSON: for each sample its HF messages and the files of its pictures."""
     out: str
-    """Folder to write ``reference.json``, ``gradients.safetensors`` and ``activations.safetensors`` into; for a training
-    ``training.safetensors`` instead."""
+    """Folder to write ``reference.json``, ``gradients.safetensors`` and ``activations.safetensors`` into; for
+    a training ``training.safetensors`` instead."""
     dtype: str = "float32"
     device: str = "cpu"
     steps: int = 0
@@ -63,13 +64,19 @@ def main(argv: list[str]) -> int:
 
 
 def one_pass(job: Job, samples: list[Sample]) -> dict[str, Any]:
-    """Loss, gradients and activations in fp32; for bf16 the loss in bf16, and how far bf16 alone takes the others."""
+    """Loss, gradients and activations in fp32; for bf16 the loss in bf16, and how far bf16 alone takes the
+    others."""
     spec, out = read_spec(job.hf), Path(job.out)
     given, inputs = processed(job, samples, spec)
     loss, gradients, activations = run(job, samples, given, spec, torch.float32)
     save_file(gradients, out / "gradients.safetensors")
     save_file(activations, out / "activations.safetensors")
-    facts: dict[str, Any] = {"loss": loss, "gradient_noise": {}, "activation_noise": {}, "order": forward_order(spec)}
+    facts: dict[str, Any] = {
+        "loss": loss,
+        "gradient_noise": {},
+        "activation_noise": {},
+        "order": forward_order(spec),
+    }
     facts |= {"inputs": inputs, "tokens": sum(len(s) for s in samples)}
     if job.dtype == "bfloat16":
         del gradients, activations
@@ -95,20 +102,26 @@ def run(
     watch = HfWatch(model, spec)
     loss = backward(model, samples, spec, read_pixel_norm(job.hf), inputs)
     watch.close()
-    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    gradients = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()
+    }
     return loss, canonical(gradients, job.hf), watch.tensors()
 
 
-def processed(job: Job, samples: list[Sample], spec: ModelSpec) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+def processed(
+    job: Job, samples: list[Sample], spec: ModelSpec
+) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
     """What the checkpoint's own processor makes of the conversations, and how ours differs from it.
 
     Returns:
-        (keyword arguments of the model for each sample, {"tokens_differ": samples whose tokens differ, "pixel_error": largest
-        difference of a normalised pixel}).
+        (keyword arguments of the model for each sample, {"tokens_differ": samples whose tokens differ,
+        "pixel_error": largest difference of a normalised pixel}).
     """
     processor, norm = load_processor(job.hf), read_pixel_norm(job.hf)
     given, differ, pixel_error = [], [], 0.0
-    for number, (sample, conversation) in enumerate(zip(samples, json.loads(Path(job.conversations).read_text()), strict=True)):
+    for number, (sample, conversation) in enumerate(
+        zip(samples, json.loads(Path(job.conversations).read_text()), strict=True)
+    ):
         text = processor.apply_chat_template(conversation["messages"], tokenize=False)
         images = [_opened(path) for path in conversation["images"]]
         theirs = dict(processor(text=[text], images=images or None, return_tensors="pt"))
@@ -117,22 +130,31 @@ def processed(job: Job, samples: list[Sample], spec: ModelSpec) -> tuple[list[di
             differ.append(number)
             theirs = ours  # their loss would be of other tokens; the difference is reported
         elif images:
-            pixel_error = max(pixel_error, float((theirs["pixel_values"].float() - ours["pixel_values"]).abs().max()))
+            pixel_error = max(
+                pixel_error, float((theirs["pixel_values"].float() - ours["pixel_values"]).abs().max())
+            )
         given.append({name: theirs[name] for name in ours})
     return given, {"tokens_differ": differ, "pixel_error": pixel_error}
 
 
 def _opened(path: str) -> Any:
-    """A picture as ``transformers.image_utils.load_image`` gives it, of the formats that this project opens."""
+    """A picture as ``transformers.image_utils.load_image`` gives it, of the formats that this project
+    opens."""
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(open_image(Path(path).read_bytes())).convert("RGB")
 
 
 def train(job: Job, samples: list[Sample]) -> dict[str, Any]:
-    """Losses and gradient norms of a training; weights and moments at its end into ``training.safetensors``."""
+    """Losses and gradient norms of a training; weights and moments at its end into
+    ``training.safetensors``."""
     losses, norms, state = reference_training(job.hf, [samples] * job.steps, job.device)
-    tensors = {f"{kind}/{name}": tensor for kind, part in state.items() if kind != "main" for name, tensor in part.items()}
+    tensors = {
+        f"{kind}/{name}": tensor
+        for kind, part in state.items()
+        if kind != "main"
+        for name, tensor in part.items()
+    }
     save_file(tensors, Path(job.out) / "training.safetensors")
     inputs = processed(job, samples, read_spec(job.hf))[1]
     return {"losses": losses, "norms": norms, "inputs": inputs, "tokens": sum(map(len, samples))}

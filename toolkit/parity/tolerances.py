@@ -9,7 +9,8 @@ ACTIVATION_TOLERANCE = 1e-5
 BF16_LOSS_TOLERANCE = 1e-2
 """Relative, against transformers in bf16 on the same samples."""
 BF16_GRADIENT_RATIO = 1.5
-"""Our bf16 gradient error against the fp32 reference, at most this many times that of transformers in bf16."""
+"""Our bf16 gradient error against the fp32 reference, at most this many times that of transformers in
+bf16."""
 BF16_ACTIVATION_RATIO = 1.5
 """The same of what each layer gives."""
 BF16_ROUNDING = 2.0**-8

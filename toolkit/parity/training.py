@@ -1,7 +1,8 @@
 """A short training, optimizer included, against ``transformers`` with torch's AdamW on the same samples.
 
-The moments are compared as a checkpoint holds them: saved by the trainer's own saver in the case's layout and read back
-as full tensors. That shows at once that the optimizer steps right and that nothing is lost or misplaced on disk.
+The moments are compared as a checkpoint holds them: saved by the trainer's own saver in the case's layout and
+read back as full tensors. That shows at once that the optimizer steps right and that nothing is lost or
+misplaced on disk.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ from .reference import backward, canonical, fingerprint, load_hf, remembered
 from .tolerances import LOSS_TOLERANCE
 
 STATE_TOLERANCE = 2.5e-4
-"""Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps of tiny weights.
-``transformers`` alone in fp32 ends up to 1.2e-4 from the same training in fp64 (small Qwen3-VL; 4e-5 for Qwen2.5-VL)."""
+"""Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps
+of tiny weights. ``transformers`` alone in fp32 ends up to 1.2e-4 from the same training in fp64 (small
+Qwen3-VL; 4e-5 for Qwen2.5-VL)."""
 WEIGHT_TOLERANCE = 2.5e-4
 """Relative L2 of a weight after some steps."""
 
 
 def run_training(case: Case, platform: Platform) -> dict[str, Any]:
-    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": errors by kind}."""
+    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": errors by
+    kind}."""
     live = build(case, platform)
     results: list[dict[str, Any]] = []
     batches = [draw(rows, live.spec, number, case.samples) for number, rows in enumerate(case.steps)]
@@ -74,7 +77,10 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, floa
     """The tensor that differs most and its relative L2 error; infinite where a tensor is missing."""
     if ours.keys() != theirs.keys():
         return sorted(ours.keys() ^ theirs.keys())[0], math.inf
-    errors = {name: ((ours[name] - want).norm() / want.norm().clamp(min=1e-30)).item() for name, want in theirs.items()}
+    errors = {
+        name: ((ours[name] - want).norm() / want.norm().clamp(min=1e-30)).item()
+        for name, want in theirs.items()
+    }
     name = max(errors, key=errors.__getitem__)
     return name, errors[name]
 
@@ -105,7 +111,10 @@ def saved_state(live: Live, step: int) -> dict[str, dict[str, Tensor]]:
     if live.grid.rank == 0:
         source = step_folder(folder, step)
         files = {name.removeprefix("optimizer/"): facts for name, facts in read_run(source)["files"].items()}
-        reader, weights = OptimizerReader(source / "optimizer", files, live.layout.cut), WeightReader(source / "weights")
+        reader, weights = (
+            OptimizerReader(source / "optimizer", files, live.layout.cut),
+            WeightReader(source / "weights"),
+        )
         table = tensor_table(live.spec)
         state["weights"] = {name: weights.get(name).float().clone() for name in table}
         for kind in ("main", "exp_avg", "exp_avg_sq"):
@@ -129,7 +138,10 @@ def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
 
 def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
     """What :mod:`toolkit.parity.stored` wrote of :func:`reference_training`."""
-    facts, tensors = json.loads((folder / "reference.json").read_text()), StoredTensors(folder / "training.safetensors")
+    facts, tensors = (
+        json.loads((folder / "reference.json").read_text()),
+        StoredTensors(folder / "training.safetensors"),
+    )
     state: dict[str, dict[str, Tensor]] = {}
     for name in tensors:
         kind, _, tensor = name.partition("/")
@@ -140,7 +152,8 @@ def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, d
 def reference_training(
     hf: str, batches: list[list[Sample]], device: str = "cpu"
 ) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
-    """(losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW and clipping."""
+    """(losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW and
+    clipping."""
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     model = load_hf(hf, device=device)
     named = dict(model.named_parameters())
@@ -154,7 +167,8 @@ def reference_training(
         losses.append(backward(model, samples, spec, norm))
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
-                # The tower in a step without pictures: torch leaves it out, Megatron-core's optimizer goes on by its moments.
+                # The tower in a step without pictures: torch leaves it out, Megatron-core's optimizer goes on
+                # by its moments.
                 parameter.grad = torch.zeros_like(parameter)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.clip_grad)))
         for group in adam.param_groups:

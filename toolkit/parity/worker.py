@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 -m toolkit.parity.worker CASES.json OUT.json [cpu|cuda]
 
 ``CASES.json`` is a list of :class:`Case` fields. Every case runs the trainer's own schedule, DDP and gradient
-finalisation; nothing of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run it alike; the
-reference is computed by rank 0, or (:mod:`toolkit.parity.stored`) was before the group started.
+finalisation; nothing of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run it
+alike; the reference is computed by rank 0, or (:mod:`toolkit.parity.stored`) was before the group started.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
     spec, grid, wrapped, optimizer = live.spec, live.grid, live.wrapped, live.optimizer
     if optimizer is not None:
         for group in optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0  # the weights stay, so every step can be compared with the reference
+            group["lr"] = group["weight_decay"] = (
+                0.0  # the weights stay, so every step can be compared with the reference
+            )
     models = make_reference(case, platform) if grid.rank == 0 else None
     results = []
     for number, rows in enumerate(case.steps):
@@ -72,7 +74,9 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
             optimizer.step_with_ready_grads()
         if grid.rank == 0:
             flat = [s for row in samples for s in row]
-            results.append(compare(case, spec, live.layout, loss_sum / tokens, gradients, flat, models) | departures)
+            results.append(
+                compare(case, spec, live.layout, loss_sum / tokens, gradients, flat, models) | departures
+            )
             results[-1]["ok"] &= not departures.get("departs")
     return {"ok": all(r["ok"] for r in results), "steps": results}
 
@@ -80,10 +84,11 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
 def collect_gradients(
     wrapped: list[Any], tensors: list[LiveTensor], grid: Grid, spec: ModelSpec
 ) -> dict[str, list[Mapping[int, Tensor]]]:
-    """Name -> for each copy (of a tied tensor: one on each of two stages) -> part (see :meth:`Cut.part`) -> gradient.
+    """Name -> for each copy (of a tied tensor: one on each of two stages) -> part (see :meth:`Cut.part`) ->
+    gradient.
 
-    Of ranks that hold the same part for different data, the first gives its own. With the distributed optimizer each rank
-    holds only its reduced slice of every bucket; the slices are joined first.
+    Of ranks that hold the same part for different data, the first gives its own. With the distributed
+    optimizer each rank holds only its reduced slice of every bucket; the slices are joined first.
     """
     for chunk in wrapped:
         if chunk.ddp_config.use_distributed_optimizer:
@@ -104,7 +109,10 @@ def collect_gradients(
             continue
         copy = copies[name] = copies.get(name, -1) + 1
         mine[f"{grid.pp_rank}/{copy}/{grid.part(table[name])}/{name}"] = _main_grad(parameter)
-    mine |= {f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack) for name, stack in stacks.items()}
+    mine |= {
+        f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack)
+        for name, stack in stacks.items()
+    }
     places: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
     for given in gather_on_first({(grid.rank,): mine} if mine else {}, grid).values():
         for key in given:
@@ -127,7 +135,8 @@ def compare(
     samples: list[Sample],
     models: Any,
 ) -> dict[str, Any]:
-    """Loss and every gradient against the reference; every copy of a replicated or tied tensor is compared."""
+    """Loss and every gradient against the reference; every copy of a replicated or tied tensor is
+    compared."""
     want_loss, want, noise = models(samples)
     errors: dict[str, float] = {}
     table = tensor_table(spec)
@@ -144,7 +153,11 @@ def compare(
     loss_error = abs(loss - want_loss) / abs(want_loss)
     gradient_error = max(errors.values())
     bf16 = case.dtype == "bfloat16"
-    near = gradient_error <= max(noise.values()) * BF16_GRADIENT_RATIO if bf16 else gradient_error <= GRADIENT_TOLERANCE
+    near = (
+        gradient_error <= max(noise.values()) * BF16_GRADIENT_RATIO
+        if bf16
+        else gradient_error <= GRADIENT_TOLERANCE
+    )
     return {
         "ok": not missing and loss_error <= (BF16_LOSS_TOLERANCE if bf16 else LOSS_TOLERANCE) and near,
         "loss": loss,
@@ -185,7 +198,8 @@ class StoredReference:
 
 
 class Reference:
-    """``transformers`` for one case: the loss in the case's type, gradients in fp32, and how far bf16 alone takes them."""
+    """``transformers`` for one case: the loss in the case's type, gradients in fp32, and how far bf16 alone
+    takes them."""
 
     def __init__(self, case: Case, platform: Platform) -> None:
         self.case, self.device = case, str(platform.device)
@@ -199,7 +213,8 @@ class Reference:
         return load_hf(self.case.hf, torch.bfloat16, self.device)
 
     def __call__(self, samples: list[Sample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-        """(loss, fp32 gradients, relative error of the bf16 gradients of transformers by tensor; empty in fp32)."""
+        """(loss, fp32 gradients, relative error of the bf16 gradients of transformers by tensor; empty in
+        fp32)."""
         key = (self.case.hf, self.case.dtype, self.device, fingerprint(samples))
         return remembered(key, lambda: self._compute(samples))
 
@@ -208,11 +223,16 @@ class Reference:
         if self.case.dtype != "bfloat16":
             return loss, want, {}
         loss, near = reference(self.case.hf, samples, self.half)
-        return loss, want, {n: ((near[n] - w).norm() / w.norm().clamp(min=1e-30)).item() for n, w in want.items()}
+        return (
+            loss,
+            want,
+            {n: ((near[n] - w).norm() / w.norm().clamp(min=1e-30)).item() for n, w in want.items()},
+        )
 
 
 def main(argv: list[str]) -> int:
-    """Runs all cases of a file; a case that raises is reported and the next one runs where that is possible."""
+    """Runs all cases of a file; a case that raises is reported and the next one runs where that is
+    possible."""
     platform = get_platform(argv[2] if len(argv) > 2 else "cpu")
     torch.set_num_threads(1)
     faulthandler.enable()
@@ -231,6 +251,7 @@ def main(argv: list[str]) -> int:
             print(case.name, "ok" if results[case.name]["ok"] else "FAILED", flush=True)
     end_distributed()
     return 0 if all(result["ok"] for result in results.values()) else 1
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -2,8 +2,8 @@
 
     python -m toolkit.plan.dry_build --world-size 32 --config RUN.yaml [--section.field value ...]
 
-Modules are made on torch's meta device and process groups are torch's fake ones, which every rank can be asked to be. What
-is built is otherwise what the trainer builds, with the modules of the CPU platform.
+Modules are made on torch's meta device and process groups are torch's fake ones, which every rank can be
+asked to be. What is built is otherwise what the trainer builds, with the modules of the CPU platform.
 """
 
 from __future__ import annotations
@@ -80,11 +80,15 @@ def without_cuda(config: TrainConfig) -> TrainConfig:
         fp8=Fp8Config(),
         parallel=replace(config.parallel, tp_comm_overlap=False),
         recompute=replace(recompute, language_modules=modules),
-        model=replace(config.model, window_attention="auto", vision_attention="auto", language_attention="auto"),
+        model=replace(
+            config.model, window_attention="auto", vision_attention="auto", language_attention="auto"
+        ),
     )
 
 
-def _build_rank(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, world_size: int) -> list[BuiltTensor]:
+def _build_rank(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, world_size: int
+) -> list[BuiltTensor]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     cpu = get_platform("cpu")
@@ -110,8 +114,11 @@ def _build_rank(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int
 
 
 def main(argv: list[str]) -> int:
-    """Prints the parameters of a rank of each stage as JSON; 1 and the reason on the last line when it cannot be built."""
-    parser = argparse.ArgumentParser(prog="python -m toolkit.plan.dry_build", description="Builds a run's model without memory.")
+    """Prints the parameters of a rank of each stage as JSON; 1 and the reason on the last line when it cannot
+    be built."""
+    parser = argparse.ArgumentParser(
+        prog="python -m toolkit.plan.dry_build", description="Builds a run's model without memory."
+    )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the whole run")
     args, options = parser.parse_known_args(argv)
     try:

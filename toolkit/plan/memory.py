@@ -1,21 +1,27 @@
 """GPU memory of each pipeline stage of a run, estimated before anything is allocated.
 
-Parameters are counted from the tensor table, so weights, gradients and optimizer state are exact. Activations are what the
-modules keep for their backward pass. Elements for each token (or patch) of a layer of width ``h`` and FFN width ``f``:
+Parameters are counted from the tensor table, so weights, gradients and optimizer state are exact. Activations
+are what the modules keep for their backward pass. Elements for each token (or patch) of a layer of width
+``h`` and FFN width ``f``:
 
-    ====================================  ==========  ==================================================================
-    input and output of both norms        4 h         shared over tensor-parallel ranks only under sequence parallelism,
+    ====================================  ==========
+    ================================================================== input and output of both norms        4
+    h         shared over tensor-parallel ranks only under sequence parallelism,
                                                       which the vision tower does not have
-    q and k after RoPE, v, attention      heads, kv   with Transformer Engine v is a copy; FlashAttention's v is a view that
-                                                      keeps the whole fused QKV output; window layers keep that and the output,
-                                                      our kernels for full attention a rotated copy of it and the output
-    MLP: linear and activation            3 f or 2 f  with and without a gate; for experts ``top_k`` times, and their inputs
-    ====================================  ==========  ==================================================================
+    q and k after RoPE, v, attention      heads, kv   with Transformer Engine v is a copy; FlashAttention's v
+    is a view that
+                                                      keeps the whole fused QKV output; window layers keep
+                                                      that and the output, our kernels for full attention a
+                                                      rotated copy of it and the output
+    MLP: linear and activation            3 f or 2 f  with and without a gate; for experts ``top_k`` times,
+    and their inputs ====================================  ==========
+    ==================================================================
 
-How many micro-batches are in flight comes from playing the schedule (1F1B or interleaved) through. The loss holds the logits
-twice, because Transformer Engine's cross entropy copies them, and of every token, as in a row that is all answers. Experts are
-taken to be evenly loaded; FP8 is not modelled. Not counted, hence :data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and
-what the allocator cannot use. ``docs/log.md`` has the measurements that the formula was compared with.
+How many micro-batches are in flight comes from playing the schedule (1F1B or interleaved) through. The loss
+holds the logits twice, because Transformer Engine's cross entropy copies them, and of every token, as in a
+row that is all answers. Experts are taken to be evenly loaded; FP8 is not modelled. Not counted, hence
+:data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. ``docs/log.md`` has
+the measurements that the formula was compared with.
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ GPU_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "
 RESERVE_GIB = 8.0
 """Memory of a GPU that an estimate must leave free."""
 WORKSPACE_GIB = 0.5
-"""cuBLAS's and Transformer Engine's workspaces and small tensors: what measurements on one GPU had above the formula."""
+"""cuBLAS's and Transformer Engine's workspaces and small tensors: what measurements on one GPU had above the
+formula."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +75,25 @@ class StageMemory:
     def as_json(self) -> dict[str, float | int]:
         """GiB by part."""
         parts = {part: round(getattr(self, part) / GIB, 2) for part in PARTS}
-        return {"stage": self.stage, "in_flight": self.in_flight, **parts, "total": round(self.total / GIB, 2)}
+        return {
+            "stage": self.stage,
+            "in_flight": self.in_flight,
+            **parts,
+            "total": round(self.total / GIB, 2),
+        }
 
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "vision", "logits", "rows", "workspace")
 
 
-def estimate(config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None) -> list[StageMemory]:
+def estimate(
+    config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
+) -> list[StageMemory]:
     """Peak memory of each pipeline stage, first stage first.
 
     Args:
-        patches: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or every token
-            a merged feature).
+        patches: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
+            every token a merged feature).
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.
@@ -100,7 +114,13 @@ def peak_gib(stages: list[StageMemory]) -> float:
 
 
 def _stage(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, micro_batches: int, patches: int
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    stage: int,
+    dp: int,
+    micro_batches: int,
+    patches: int,
 ) -> StageMemory:
     element = 2 if config.dtype == "bfloat16" else 4
     sizes = _Sizes(config, spec, layout, element, patches)
@@ -124,7 +144,8 @@ def _stage(
     )
 
 
-# --- Parameters -----------------------------------------------------------------------------------------------------
+# --- Parameters
+# -----------------------------------------------------------------------------------------------------
 
 
 def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:
@@ -136,7 +157,9 @@ def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInf
     return own
 
 
-def _parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, element: int) -> StageMemory:
+def _parameters(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, element: int
+) -> StageMemory:
     weights = gradients = optimizer = 0.0
     # float32 weights are their own master weights.
     state = 12 if element == 2 else 8
@@ -159,12 +182,14 @@ def _trained(config: TrainConfig, name: str) -> bool:
     return not frozen[part_of(name)]
 
 
-# --- Activations ----------------------------------------------------------------------------------------------------
+# --- Activations
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Bytes of one micro-batch: kept until its backward pass, and needed only while one layer is recomputed."""
+    """Bytes of one micro-batch: kept until its backward pass, and needed only while one layer is
+    recomputed."""
 
     kept: float = 0.0
     transient: float = 0.0
@@ -192,9 +217,12 @@ class _Sizes:
         token = self.element * self.config.data.seq_len
         hidden = token * m.hidden_size / self._shared
         layers = [token * self._decoder_layer(m, layer) for layer in layout.chunk_layers(stage, v)]
-        # What comes in: the stage's input with room for levels of DeepStack, or the embedding and its copy with features.
+        # What comes in: the stage's input with room for levels of DeepStack, or the embedding and its copy
+        # with features.
         levels = len(self.spec.vision.deepstack_layers)
-        ends = hidden * (1 + levels) + (hidden * self._shared if first else 0.0) + (2 * hidden if last else 0.0)
+        ends = (
+            hidden * (1 + levels) + (hidden * self._shared if first else 0.0) + (2 * hidden if last else 0.0)
+        )
         if recompute.language == "full":
             return _Held(len(layers) * hidden + ends, max(layers, default=0.0))
         return _Held(sum(layers) + ends)
@@ -209,17 +237,23 @@ class _Sizes:
         attention = heads + kv + v + heads + m.num_heads * 4 / self.element / tp
         norms = 4 * m.hidden_size / self._shared
         if m.moe is not None and m.has_experts(layer):
-            return norms + attention + ("mlp" not in modules) * self._experts(m.hidden_size, m.moe, "activation" in modules)
+            return (
+                norms
+                + attention
+                + ("mlp" not in modules) * self._experts(m.hidden_size, m.moe, "activation" in modules)
+            )
         mlp = (2 if "activation" in modules else 3) * m.ffn_hidden_size / tp
         if "mlp" in modules:
             mlp, norms = 0.0, norms - m.hidden_size / self._shared
         return norms + attention + mlp
 
     def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
-        """Elements of one token: router logits, probabilities and the map in float32; inputs of the experts, their linear and
-        activation. A token becomes ``top_k`` rows; evenly loaded, a rank's experts have as many rows as its own tokens become,
-        for each rank that it shares its experts' matrices with."""
-        inside = moe.top_k * (self.layout.etp * hidden_size + (2 if activation_again else 3) * moe.ffn_hidden_size)
+        """Elements of one token: router logits, probabilities and the map in float32; inputs of the experts,
+        their linear and activation. A token becomes ``top_k`` rows; evenly loaded, a rank's experts have as
+        many rows as its own tokens become, for each rank that it shares its experts' matrices with."""
+        inside = moe.top_k * (
+            self.layout.etp * hidden_size + (2 if activation_again else 3) * moe.ffn_hidden_size
+        )
         return (inside + 3 * moe.num_experts * 4 / self.element) / self._shared
 
     def vision(self) -> _Held:
@@ -227,9 +261,14 @@ class _Sizes:
         v, model, tp = self.spec.vision, self.config.model, self.layout.tp
         patch = self.element * self.patches
         layers = [patch * self._vision_layer(v, layer) for layer in range(v.num_layers)]
-        # Pixels as float32 and twice as patches; mergers keep their norm's output, the linear's and the activation's.
+        # Pixels as float32 and twice as patches; mergers keep their norm's output, the linear's and the
+        # activation's.
         pixels = self.patches * v.patch_dim * (2 + 2 * self.element)
-        mergers = (1 + len(v.deepstack_layers)) * patch * (v.hidden_size * (2 + 2 / tp) + v.out_hidden_size / v.merge_unit)
+        mergers = (
+            (1 + len(v.deepstack_layers))
+            * patch
+            * (v.hidden_size * (2 + 2 / tp) + v.out_hidden_size / v.merge_unit)
+        )
         if model.freeze_vision:
             return _Held(0.0 if model.freeze_merger else mergers, max(layers) + pixels)
         if self.config.recompute.vision == "full":
@@ -250,17 +289,21 @@ class _Sizes:
         return 4 * v.hidden_size + (attention + mlp * v.padded_ffn_hidden_size) / tp
 
     def _own_kernels(self, v: VisionSpec) -> bool:
-        """Whether ``auto`` is ``triton`` on GPUs, as :func:`megatron_vl.models.attention.choose_backend` has it, whose module
-        takes seconds to import."""
+        """Whether ``auto`` is ``triton`` on GPUs, as :func:`megatron_vl.models.attention.choose_backend` has
+        it, whose module takes seconds to import."""
         return self.element == 2 and kernels_are_fastest(v.head_dim)
 
     def row(self, pixels: bool) -> float:
-        """One row on the device: 68 bytes a token (int32 buffers and int64 copies), and uint8 planes of every patch."""
+        """One row on the device: 68 bytes a token (int32 buffers and int64 copies), and uint8 planes of every
+        patch."""
         v = self.spec.vision
-        return 68.0 * self.config.data.seq_len + (self.patches * (v.patch_dim / v.temporal_patch_size + 32) if pixels else 0.0)
+        return 68.0 * self.config.data.seq_len + (
+            self.patches * (v.patch_dim / v.temporal_patch_size + 32) if pixels else 0.0
+        )
 
 
-# --- Schedule -------------------------------------------------------------------------------------------------------
+# --- Schedule
+# -------------------------------------------------------------------------------------------------------
 
 
 def warm_up_passes(pp: int, vpp: int, stage: int, micro_batches: int) -> int:
@@ -272,9 +315,9 @@ def warm_up_passes(pp: int, vpp: int, stage: int, micro_batches: int) -> int:
 def play_schedule(pp: int, vpp: int, stage: int, micro_batches: int) -> list[tuple[int, ...]]:
     """Micro-batches whose activations each chunk of a stage holds, after every forward pass of a step.
 
-    The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up forwards, then one
-    forward and one backward by turns, then the backwards that are left. Interleaved, chunks take ``pp`` micro-batches each
-    by turns, in the backward passes from the last chunk to the first.
+    The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up
+    forwards, then one forward and one backward by turns, then the backwards that are left. Interleaved,
+    chunks take ``pp`` micro-batches each by turns, in the backward passes from the last chunk to the first.
     """
     total = micro_batches * vpp
     turns = [(i // pp) % vpp for i in range(total)] if vpp > 1 else [0] * total

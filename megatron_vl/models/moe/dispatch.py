@@ -1,14 +1,15 @@
 """Tokens to the ranks of their experts and back, each once to a rank.
 
-Megatron-core's ``alltoall`` sends a token once for each of its experts. Here a rank that has several of them gets it once,
-with its probabilities over all the rank's experts, copies it for each of them, and sends one sum of their outputs back: with
-uniform routing to 8 of 128 experts, 3.6 rows a token instead of 8 over 4 ranks, 5.3 over 8.
+Megatron-core's ``alltoall`` sends a token once for each of its experts. Here a rank that has several of them
+gets it once, with its probabilities over all the rank's experts, copies it for each of them, and sends one
+sum of their outputs back: with uniform routing to 8 of 128 experts, 3.6 rows a token instead of 8 over 4
+ranks, 5.3 over 8.
 
 A token may have no expert, as padding has none: it is sent nowhere, and what comes back for it is zero.
 
-What a rank needs to know before rows travel is one small exchange of counts and one copy to the host, for which it waits once,
-behind everything that can be launched without them. Rows travel while the received probabilities become places. Gradients go
-the same ways back, without waiting.
+What a rank needs to know before rows travel is one small exchange of counts and one copy to the host, for
+which it waits once, behind everything that can be launched without them. Rows travel while the received
+probabilities become places. Gradients go the same ways back, without waiting.
 """
 
 from __future__ import annotations
@@ -87,18 +88,23 @@ class Counts:
 class _Exchange(torch.autograd.Function):
     """Rows [sent, H] and probabilities [sent, local experts] to their ranks, and gradients back.
 
-    Both are one node, so that gradients travel in one order on all ranks. Buffers may be longer than what is sent. What forward
-    returns is there once the two of ``travels`` have been waited for: probabilities, then rows.
+    Both are one node, so that gradients travel in one order on all ranks. Buffers may be longer than what is
+    sent. What forward returns is there once the two of ``travels`` have been waited for: probabilities, then
+    rows.
     """
 
     @staticmethod
-    def forward(ctx, rows: Tensor, probs: Tensor, splits: Splits, group: dist.ProcessGroup, travels: list[dist.Work]):
+    def forward(
+        ctx, rows: Tensor, probs: Tensor, splits: Splits, group: dist.ProcessGroup, travels: list[dist.Work]
+    ):
         ctx.splits, ctx.group, ctx.lengths = splits, group, (rows.shape[0], probs.shape[0])
         total = sum(splits.received)
         received = [t.new_empty(total, t.shape[1]) for t in (rows, probs)]
         for out, sent in zip(reversed(received), (probs, rows), strict=True):
             part = sent[: sum(splits.sent)]
-            travels.append(dist.all_to_all_single(out, part, splits.received, splits.sent, group=group, async_op=True))
+            travels.append(
+                dist.all_to_all_single(out, part, splits.received, splits.sent, group=group, async_op=True)
+            )
         return tuple(received)
 
     @staticmethod
@@ -110,7 +116,11 @@ class _Exchange(torch.autograd.Function):
                 continue
             full = grad.new_empty(ctx.lengths[i], grad.shape[1])  # what is past the sent rows is never read
             part, grad = full[: sum(splits.sent)], grad.contiguous()
-            travels.append(dist.all_to_all_single(part, grad, splits.sent, splits.received, group=ctx.group, async_op=True))
+            travels.append(
+                dist.all_to_all_single(
+                    part, grad, splits.sent, splits.received, group=ctx.group, async_op=True
+                )
+            )
             grads[i] = full
         for travel in travels:
             travel.wait()
@@ -120,18 +130,25 @@ class _Exchange(torch.autograd.Function):
 class OncePerRankDispatcher(MoETokenDispatcher):
     """Megatron-core's interface of a dispatcher, for experts that are not cut themselves.
 
-    Buffers stay here between the steps, each until it has been read. What the layer is handed it would keep until its forward
-    pass ends, so :meth:`dispatch_preprocess` and :meth:`token_dispatch` hand it back what it has anyway.
+    Buffers stay here between the steps, each until it has been read. What the layer is handed it would keep
+    until its forward pass ends, so :meth:`dispatch_preprocess` and :meth:`token_dispatch` hand it back what
+    it has anyway.
 
     Args:
         exact_rows: experts take exactly as many rows as their counts say, so the host has to know how many
             that are. Off: they leave alone what lies after the last row, and nothing waits for a number.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any, *, exact_rows: bool = True) -> None:
+    def __init__(
+        self, num_local_experts: int, config: Any, pg_collection: Any, *, exact_rows: bool = True
+    ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         assert self.tp_size == 1, self.tp_size
-        self.num_local_experts, self.top_k, self.exact_rows = num_local_experts, config.moe_router_topk, exact_rows
+        self.num_local_experts, self.top_k, self.exact_rows = (
+            num_local_experts,
+            config.moe_router_topk,
+            exact_rows,
+        )
         self._shape: torch.Size
         self._counts: Counts
         self._splits: Splits
@@ -150,7 +167,9 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         del self._rows, self._probs
         return taken
 
-    def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch_preprocess(
+        self, hidden: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Starts the exchange of counts and fills what will be sent.
 
         Args:
@@ -178,7 +197,9 @@ class OncePerRankDispatcher(MoETokenDispatcher):
 
     def _for_experts(self, rows: Tensor, probs: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Rows [total, H] and their probabilities [total], sorted by expert."""
-        return scatter_rows(rows, self._to_experts, total), scatter_parts(probs, self._to_experts, total).flatten()
+        return scatter_rows(rows, self._to_experts, total), scatter_parts(
+            probs, self._to_experts, total
+        ).flatten()
 
     def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Waits for the counts and sends; returns what it gets."""
@@ -186,7 +207,9 @@ class OncePerRankDispatcher(MoETokenDispatcher):
             self._splits, self._travels = self._counts.splits(), []
             self._expert_counts = self._counts.of_experts()
             del self._counts
-            self._rows, self._probs = _Exchange.apply(*self._take(), self._splits, self.ep_group, self._travels)
+            self._rows, self._probs = _Exchange.apply(
+                *self._take(), self._splits, self.ep_group, self._travels
+            )
         return hidden, probs
 
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,7 +231,8 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         return rows, self._expert_counts, weights
 
     def combine_preprocess(self, hidden: Tensor) -> Tensor:
-        """Experts' outputs [rows, H], times their probabilities -> one sum for each row that came, [received rows, H]."""
+        """Experts' outputs [rows, H], times their probabilities -> one sum for each row that came, [received
+        rows, H]."""
         return sum_rows(hidden, self._to_experts)
 
     def token_combine(self, hidden: Tensor) -> Tensor:
@@ -234,9 +258,9 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
     def with_a_row(routing_map: Tensor) -> Tensor:
         """The same map [T, experts]; where no token has an expert, the first token goes to the first one.
 
-        Its probability is zero, so it adds nothing. Transformer Engine's fused permutation and its grouped linears
-        fail on empty tensors (Megatron-LM pull requests 3626 and 4851), and under sequence parallelism a rank may
-        hold padding alone.
+        Its probability is zero, so it adds nothing. Transformer Engine's fused permutation and its grouped
+        linears fail on empty tensors (Megatron-LM pull requests 3626 and 4851), and under sequence
+        parallelism a rank may hold padding alone.
         """
         routing_map = routing_map.clone()
         routing_map[0, 0] |= ~routing_map.any()
@@ -245,8 +269,8 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
     def preprocess(self, routing_map: Tensor) -> Tensor:
         counts = super().preprocess(routing_map)
         if self.padded:
-            # Core 0.19.2 takes it that every token has its experts. The host waits for the number as it does where
-            # core drops tokens; without padding it is known.
+            # Core 0.19.2 takes it that every token has its experts. The host waits for the number as it does
+            # where core drops tokens; without padding it is known.
             self.num_out_tokens = routing_map.sum()
             self._maybe_update_cuda_sync_point("before_permutation_1")
         return counts
@@ -255,7 +279,9 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
 class DeviceCountsDispatcher(PaddingDispatcher):
     """Core's dispatcher, which leaves the experts' token counts on the device."""
 
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
         super()._maybe_dtoh_and_synchronize(point)
         return tokens_per_expert
 
@@ -263,15 +289,17 @@ class DeviceCountsDispatcher(PaddingDispatcher):
 class ExpertsLayer(MoELayer):
     """Core's layer, with the dispatcher its experts can work with.
 
-    Each token goes once to a rank, unless experts are cut themselves (expert tensor parallelism) or Transformer Engine
-    computes them (FP8, float32), which takes core's. Padding goes nowhere.
+    Each token goes once to a rank, unless experts are cut themselves (expert tensor parallelism) or
+    Transformer Engine computes them (FP8, float32), which takes core's. Padding goes nowhere.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         planned = getattr(self.experts, "planned", False)
         if get_pg_size(pg_collection.expt_tp) == 1 and (planned or isinstance(self.experts, SequentialMLP)):
-            self.token_dispatcher = OncePerRankDispatcher(self.num_local_experts, config, pg_collection, exact_rows=not planned)
+            self.token_dispatcher = OncePerRankDispatcher(
+                self.num_local_experts, config, pg_collection, exact_rows=not planned
+            )
         elif isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
             dispatcher = DeviceCountsDispatcher if planned else PaddingDispatcher
             self.token_dispatcher = dispatcher(
@@ -279,7 +307,8 @@ class ExpertsLayer(MoELayer):
             )
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Core's routing; the dispatcher, which gets no mask, learns just before it works whether there is one."""
+        """Core's routing; the dispatcher, which gets no mask, learns just before it works whether there is
+        one."""
         self.token_dispatcher.padded = padding_mask is not None
         probs, routing_map = super().route(hidden_states, padding_mask)
         if padding_mask is not None and isinstance(self.token_dispatcher, PaddingDispatcher):

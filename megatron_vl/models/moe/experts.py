@@ -1,12 +1,13 @@
 """A rank's experts as one kernel launch a product, in place of Transformer Engine's one a product and expert.
 
-Parameters are those of Megatron-core's ``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so checkpoints, optimizer and
-FP8 know no difference; only the products are ours (:mod:`megatron_vl.kernels.grouped_gemm`). They take the tokens of each
-expert from the device, and so the host waits for no token counts unless ranks exchange tokens.
+Parameters are those of Megatron-core's ``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so checkpoints,
+optimizer and FP8 know no difference; only the products are ours (:mod:`megatron_vl.kernels.grouped_gemm`).
+They take the tokens of each expert from the device, and so the host waits for no token counts unless ranks
+exchange tokens.
 
-Experts outnumber everything else of a model, hence nothing is done for each of them on the host that can be done once:
-weight gradients are added to ``main_grad`` in the kernel, and Megatron-core's DDP is told that they are ready without one
-autograd node for each (:meth:`GroupedExperts.report_to`).
+Experts outnumber everything else of a model, hence nothing is done for each of them on the host that can be
+done once: weight gradients are added to ``main_grad`` in the kernel, and Megatron-core's DDP is told that
+they are ready without one autograd node for each (:meth:`GroupedExperts.report_to`).
 """
 
 from __future__ import annotations
@@ -83,12 +84,17 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, addresses, *where = ctx.saved_tensors
         dy, where = dy.contiguous(), Plan(*where)
-        dx = row_product(dy, addresses, where, x.shape[1], transposed=False) if ctx.needs_input_grad[0] else None
+        dx = (
+            row_product(dy, addresses, where, x.shape[1], transposed=False)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return dx, None, None, *ctx.weights.gradients(dy, x, where)
 
 
 class PlannedLinear:
-    """Mixed into Transformer Engine's grouped linears: takes a :class:`Plan` in place of the list of row counts."""
+    """Mixed into Transformer Engine's grouped linears: takes a :class:`Plan` in place of the list of row
+    counts."""
 
     def forward(self, x: Tensor, m_splits: Any) -> tuple[Tensor, None]:
         """x [rows, in], sorted by expert -> [rows, out], and no bias."""
@@ -131,7 +137,9 @@ class GroupedExperts(TEGroupedMLP):
         middle, _ = self.linear_fc1(hidden, where)
         if not self.activation_recompute:
             return self.linear_fc2(swiglu(middle, probs), where)
-        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)  # ask Transformer Engine for no state of FP8
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(
+            fp8=None
+        )  # ask Transformer Engine for no state of FP8
         out, _ = self.linear_fc2(checkpoint.checkpoint(swiglu, middle, probs), where)
         checkpoint.discard_output_and_register_recompute(out)
         return out, None
@@ -139,7 +147,8 @@ class GroupedExperts(TEGroupedMLP):
     def report_to(self, ddp: ReplicaDDP) -> None:
         """Lets weights tell ``ddp`` that their gradients are ready, in place of one hook each.
 
-        Weights that do not get their gradients in ``main_grad`` (``fuse_wgrad_accumulation``) keep their hooks.
+        Weights that do not get their gradients in ``main_grad`` (``fuse_wgrad_accumulation``) keep their
+        hooks.
         """
         for linear in (self.linear_fc1, self.linear_fc2):
             if self.planned and getattr(linear, "fuse_wgrad_accumulation", False):

@@ -1,21 +1,21 @@
 """Mixture of experts: what takes the place of a decoder layer's MLP, and what its routers count.
 
 A token goes to the ``top_k`` experts with the highest router probability, none is dropped. Experts are spread
-over expert-parallel ranks, which exchange tokens (:mod:`megatron_vl.models.moe.dispatch`); on CUDA a rank's run as one grouped
-GEMM. The router computes in float32.
+over expert-parallel ranks, which exchange tokens (:mod:`megatron_vl.models.moe.dispatch`); on CUDA a rank's
+run as one grouped GEMM. The router computes in float32.
 
 The load-balancing loss is ``transformers``' formula within each layer, averaged over the layers::
 
     L = coefficient / layers * sum over layers of  E * sum over experts i of f_i * P_i
 
-``f_i`` is the number of a row's real tokens that go to expert ``i``, ``P_i`` the mean probability of ``i`` over them, both
-divided by the tokens. ``transformers`` averages ``f`` and ``P`` over all layers before it multiplies them, which lets one
-layer's favourites make up for another's; for one layer both are equal. Rows count by their real tokens, so the loss does
-not depend on how rows are spread over ranks.
+``f_i`` is the number of a row's real tokens that go to expert ``i``, ``P_i`` the mean probability of ``i``
+over them, both divided by the tokens. ``transformers`` averages ``f`` and ``P`` over all layers before it
+multiplies them, which lets one layer's favourites make up for another's; for one layer both are equal. Rows
+count by their real tokens, so the loss does not depend on how rows are spread over ranks.
 
-A row's padded tail goes to no expert: its part of the layer's output is zero, and it counts neither in this loss
-nor in the experts' load. Which tokens are padding comes with each row (``padding_mask``); a row without any has no
-mask.
+A row's padded tail goes to no expert: its part of the layer's output is zero, and it counts neither in this
+loss nor in the experts' load. Which tokens are padding comes with each row (``padding_mask``); a row without
+any has no mask.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from megatron_vl.spec.families import LanguageSpec
 from megatron_vl.spec.layout import Layout
 
 
-def moe_settings(platform: Platform, language: LanguageSpec, layout: Layout, *, aux_loss: float) -> dict[str, Any]:
+def moe_settings(
+    platform: Platform, language: LanguageSpec, layout: Layout, *, aux_loss: float
+) -> dict[str, Any]:
     """Megatron-core's settings of the experts.
 
     Args:
@@ -66,7 +68,8 @@ def moe_settings(platform: Platform, language: LanguageSpec, layout: Layout, *, 
         "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
         # Core divides f by top_k, transformers does not.
         "moe_aux_loss_coeff": aux_loss * moe.top_k / layers,
-        # Gloo gathers no tensors of different lengths, which alltoall asks of the ranks that share an expert's matrices.
+        # Gloo gathers no tensors of different lengths, which alltoall asks of the ranks that share an
+        # expert's matrices.
         "moe_token_dispatcher_type": "alltoall" if cuda or layout.etp == 1 else "allgather",
         "moe_grouped_gemm": cuda,
         "moe_permute_fusion": cuda,
@@ -76,7 +79,8 @@ def moe_settings(platform: Platform, language: LanguageSpec, layout: Layout, *, 
 
 
 class CountingRouter(TopKRouter):
-    """Core's router, which also counts the tokens of each expert and scales its load-balancing loss for this trainer."""
+    """Core's router, which also counts the tokens of each expert and scales its load-balancing loss for this
+    trainer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,8 +109,9 @@ class CountingRouter(TopKRouter):
     ) -> Tensor:
         """Attaches this row's loss, times its real tokens, to ``probs``.
 
-        Core 0.19.2 takes it that gradients are divided by all tokens of the batch, and that the ranks of a row hold equally
-        many real ones. Here they are divided by the loss tokens, and the last rank holds the padded tail.
+        Core 0.19.2 takes it that gradients are divided by all tokens of the batch, and that the ranks of a
+        row hold equally many real ones. Here they are divided by the loss tokens, and the last rank holds the
+        padded tail.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
@@ -116,7 +121,13 @@ class CountingRouter(TopKRouter):
             routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
         loss = switch_load_balancing_loss_func(
-            scores_for_aux_loss, counts, tokens, self.topk, self.num_experts, coefficient, fused=self.config.moe_router_fusion
+            scores_for_aux_loss,
+            counts,
+            tokens,
+            self.topk,
+            self.num_experts,
+            coefficient,
+            fused=self.config.moe_router_fusion,
         )
         return MoEAuxLossAutoScaler.apply(probs, loss * tokens * self.loss_scale)
 
@@ -124,7 +135,10 @@ class CountingRouter(TopKRouter):
 def moe_layer(platform: Platform) -> Any:
     """What builds a decoder layer's mixture of experts, in place of its MLP."""
     if platform.transformer_engine:
-        from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelGroupedLinear,
+            TERowParallelGroupedLinear,
+        )
         from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 
         from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear
@@ -141,7 +155,9 @@ def moe_layer(platform: Platform) -> Any:
         return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    experts = partial(SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    experts = partial(
+        SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
     return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
 
 
@@ -154,14 +170,16 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
 
 
 def report_directly(ddp: ReplicaDDP) -> None:
-    """Spares the grouped experts of a wrapped chunk DDP's hook for each weight (:mod:`megatron_vl.models.moe.experts`)."""
+    """Spares the grouped experts of a wrapped chunk DDP's hook for each weight
+    (:mod:`megatron_vl.models.moe.experts`)."""
     for module in ddp.module.modules():
         if isinstance(module, MoELayer) and hasattr(module.experts, "report_to"):
             module.experts.report_to(ddp)
 
 
 def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
-    """Sets the counts to zero and tells the routers the scale of their loss; collective over data parallel, no host sync.
+    """Sets the counts to zero and tells the routers the scale of their loss; collective over data parallel,
+    no host sync.
 
     Args:
         rows: this replica's rows of the step.
@@ -178,10 +196,12 @@ def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
 
 
 def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int, device: torch.device) -> Tensor:
-    """Real tokens of the step by layer and expert, int64 [layers, experts] on ``device``; collective over all ranks.
+    """Real tokens of the step by layer and expert, int64 [layers, experts] on ``device``; collective over all
+    ranks.
 
-    Every rank routes tokens of its own (tensor-parallel ranks hold different parts of the sequence), so the sum
-    counts each once. Layers without experts are zero. A rank may have no layers, and chunks without parameters.
+    Every rank routes tokens of its own (tensor-parallel ranks hold different parts of the sequence), so the
+    sum counts each once. Layers without experts are zero. A rank may have no layers, and chunks without
+    parameters.
     """
     load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
     for router in routers(chunks):

@@ -40,7 +40,8 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
 
 
 def _check_counts(config: dict[str, Any]) -> None:
-    """Raises ConfigError where a config from anybody would make lists of layers or experts that fill the memory."""
+    """Raises ConfigError where a config from anybody would make lists of layers or experts that fill the
+    memory."""
     for part in (config, config.get("text_config"), config.get("vision_config")):
         for name, most in MOST.items():
             if isinstance(part, dict) and isinstance(part.get(name), (int, float)) and part[name] > most:

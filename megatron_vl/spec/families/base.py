@@ -1,7 +1,8 @@
 """What a model family tells the rest of the toolkit.
 
-A family reads a Hugging Face ``config.json`` and answers with a :class:`ModelSpec`: plain numbers and flags, no
-torch. Everything else (model building, the tensor table, conversion, FLOP counts) is derived from the spec.
+A family reads a Hugging Face ``config.json`` and answers with a :class:`ModelSpec`: plain numbers and flags,
+no torch. Everything else (model building, the tensor table, conversion, FLOP counts) is derived from the
+spec.
 
 A field that the file leaves out is refused by name where it is a size, and otherwise read as transformers'
 config classes of that family read it (5.17 to 5.23): the same folder must mean the same model to both.
@@ -45,17 +46,19 @@ class VisionSpec:
     window_size: int = 0
     """Side of an attention window in pixels; 0 means full attention in all layers."""
     full_attention_layers: tuple[int, ...] = ()
-    """Zero-based layers with full attention; the others attend within windows. Ignored when ``window_size`` is 0."""
+    """Zero-based layers with full attention; the others attend within windows. Ignored when ``window_size``
+    is 0."""
     tokens_per_second: float = 0.0
     """Temporal M-RoPE positions per second of video (Qwen2.5-VL); 0 means one position per frame group."""
     patch_bias: bool = False
     """Whether the patch embedding has a bias."""
     position_table_side: int = 0
-    """Rows (and columns) of the square table of learned position embeddings, which is interpolated to each grid of patches
-    and added to their embeddings; 0 means no table."""
+    """Rows (and columns) of the square table of learned position embeddings, which is interpolated to each
+    grid of patches and added to their embeddings; 0 means no table."""
     deepstack_layers: tuple[int, ...] = ()
-    """Zero-based layers whose output goes through a merger of its own and is added to the language model's hidden states at
-    the medium's tokens: the first of them after decoder layer 0, the second after layer 1, and so on (DeepStack)."""
+    """Zero-based layers whose output goes through a merger of its own and is added to the language model's
+    hidden states at the medium's tokens: the first of them after decoder layer 0, the second after layer 1,
+    and so on (DeepStack)."""
     video_timestamps: bool = False
     """Whether each frame group of a video is a run of placeholders of its own, behind its time as text."""
 
@@ -67,8 +70,8 @@ class VisionSpec:
     def padded_ffn_hidden_size(self) -> int:
         """FFN width in Megatron checkpoints and on the device: the next multiple of 128.
 
-        Zero rows and columns are exact and stay zero under training (their gradients are zero); an aligned width is
-        2.9x faster on H100/H200 (3420 -> 3456) and divides by every TP up to 8.
+        Zero rows and columns are exact and stay zero under training (their gradients are zero); an aligned
+        width is 2.9x faster on H100/H200 (3420 -> 3456) and divides by every TP up to 8.
         """
         return -(-self.ffn_hidden_size // 128) * 128
 
@@ -99,7 +102,8 @@ class MoeSpec:
     norm_topk_prob: bool
     """Whether the weights of a token's experts are divided by their sum."""
     aux_loss_coef: float = dataclasses.field(compare=False)
-    """Factor of the load-balancing loss, where it is added. It decides how a model is trained, not which model it is."""
+    """Factor of the load-balancing loss, where it is added. It decides how a model is trained, not which
+    model it is."""
     dense_layers: tuple[int, ...]
     """Zero-based decoder layers that keep a dense MLP."""
     output_router_logits: bool = dataclasses.field(default=False, compare=False)
@@ -126,7 +130,8 @@ class LanguageSpec:
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised per head."""
     mrope_interleaved: bool = False
-    """Whether time, height and width take turns along the frequencies instead of a contiguous section each."""
+    """Whether time, height and width take turns along the frequencies instead of a contiguous section
+    each."""
     moe: MoeSpec | None = None
     """The experts of the layers that have some; None for a dense model."""
 
@@ -150,16 +155,23 @@ class ModelSpec:
     hf_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def replace_layers(self, *, vision: int | None = None, language: int | None = None) -> ModelSpec:
-        """A copy with other layer counts, for benchmarks and tests. DeepStack keeps what has a layer on both sides."""
+        """A copy with other layer counts, for benchmarks and tests. DeepStack keeps what has a layer on both
+        sides."""
         spec = self
         if vision is not None:
             spec = dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, num_layers=vision))
         if language is not None:
             moe = spec.language.moe
             if moe:
-                moe = dataclasses.replace(moe, dense_layers=tuple(i for i in moe.dense_layers if i < language))
-            spec = dataclasses.replace(spec, language=dataclasses.replace(spec.language, num_layers=language, moe=moe))
-        kept = tuple(i for i in spec.vision.deepstack_layers if i < spec.vision.num_layers)[: spec.language.num_layers]
+                moe = dataclasses.replace(
+                    moe, dense_layers=tuple(i for i in moe.dense_layers if i < language)
+                )
+            spec = dataclasses.replace(
+                spec, language=dataclasses.replace(spec.language, num_layers=language, moe=moe)
+            )
+        kept = tuple(i for i in spec.vision.deepstack_layers if i < spec.vision.num_layers)[
+            : spec.language.num_layers
+        ]
         return dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, deepstack_layers=kept))
 
 
@@ -248,9 +260,13 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
             f"the language model wants {language.hidden_size}"
         )
     if vision.hidden_size % vision.num_heads:
-        raise ConfigError(f"config.json: vision width {vision.hidden_size} does not divide by {vision.num_heads} heads")
+        raise ConfigError(
+            f"config.json: vision width {vision.hidden_size} does not divide by {vision.num_heads} heads"
+        )
     if vision.head_dim % 4:
-        raise ConfigError(f"config.json: vision head dimension {vision.head_dim} must divide by 4 for 2D RoPE")
+        raise ConfigError(
+            f"config.json: vision head dimension {vision.head_dim} must divide by 4 for 2D RoPE"
+        )
     deep = vision.deepstack_layers
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
         raise ConfigError(

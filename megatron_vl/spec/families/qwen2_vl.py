@@ -11,7 +11,8 @@ from megatron_vl.spec.families.base import ModelSpec, VisionSpec, assemble, read
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a Qwen2-VL ``config.json``. Raises :class:`ConfigError` on a missing or impossible field."""
+    """The spec of a Qwen2-VL ``config.json``. Raises :class:`ConfigError` on a missing or impossible
+    field."""
     vision = require(config, "vision_config", "config.json")
     width = require(vision, "embed_dim", "vision_config")
     tower = VisionSpec(

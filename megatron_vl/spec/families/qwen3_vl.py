@@ -1,4 +1,5 @@
-"""Qwen3-VL (2B, 4B, 8B, 32B): LayerNorm tower with a learned position table and DeepStack, QK-norm and interleaved M-RoPE.
+"""Qwen3-VL (2B, 4B, 8B, 32B): LayerNorm tower with a learned position table and DeepStack, QK-norm and
+interleaved M-RoPE.
 
 Reference: ``transformers.models.qwen3_vl`` (arXiv 2511.21631).
 """
@@ -23,7 +24,8 @@ ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "quick_gelu": "
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a Qwen3-VL ``config.json``. Raises :class:`ConfigError` on a missing or impossible field."""
+    """The spec of a Qwen3-VL ``config.json``. Raises :class:`ConfigError` on a missing or impossible
+    field."""
     return assemble("qwen3_vl", config, read_vision(config), read_text(config))
 
 
@@ -33,9 +35,13 @@ def read_vision(config: dict[str, Any]) -> VisionSpec:
     positions = require(vision, "num_position_embeddings", "vision_config")
     activation = vision.get("hidden_act", "gelu_pytorch_tanh")
     if isqrt(positions) ** 2 != positions:
-        raise ConfigError(f"config.json: num_position_embeddings {positions} is not the square of a whole number")
+        raise ConfigError(
+            f"config.json: num_position_embeddings {positions} is not the square of a whole number"
+        )
     if activation not in ACTIVATIONS:
-        raise ConfigError(f"config.json: vision hidden_act {activation!r} is not supported; valid: {', '.join(ACTIVATIONS)}")
+        raise ConfigError(
+            f"config.json: vision hidden_act {activation!r} is not supported; valid: {', '.join(ACTIVATIONS)}"
+        )
     return VisionSpec(
         hidden_size=require(vision, "hidden_size", "vision_config"),
         num_layers=vision.get("depth", 27),

@@ -2,15 +2,16 @@
 
 Reference: ``transformers.models.qwen3_vl_moe`` (arXiv 2511.21631), as of 5.17:
 
-* The router is a linear layer without bias, computed in the hidden states' type (bfloat16 in a bfloat16 model). Its logits go
-  through a softmax over *all* experts in float32, then the top k are taken and divided by their sum, then cast back to the
-  logits' type. (A softmax over the top k logits alone is the same number up to rounding.)
-* ``norm_topk_prob`` is read by nothing there: the weights are divided by their sum whatever the config says. Released
-  configs say true; one that says false is refused here, as there is no reference for it.
-* The load-balancing loss is added only where ``output_router_logits`` asks for it, and the released configs do not.
-  ``router_aux_loss_coef`` is missing in them, too; its default is 0.001.
-* There are no shared experts. A layer is dense where ``mlp_only_layers`` names it or ``decoder_sparse_step`` does not divide its
-  number counted from 1; the released models have none.
+* The router is a linear layer without bias, computed in the hidden states' type (bfloat16 in a bfloat16
+  model). Its logits go through a softmax over *all* experts in float32, then the top k are taken and divided
+  by their sum, then cast back to the logits' type. (A softmax over the top k logits alone is the same number
+  up to rounding.)
+* ``norm_topk_prob`` is read by nothing there: the weights are divided by their sum whatever the config says.
+  Released configs say true; one that says false is refused here, as there is no reference for it.
+* The load-balancing loss is added only where ``output_router_logits`` asks for it, and the released configs
+  do not. ``router_aux_loss_coef`` is missing in them, too; its default is 0.001.
+* There are no shared experts. A layer is dense where ``mlp_only_layers`` names it or ``decoder_sparse_step``
+  does not divide its number counted from 1; the released models have none.
 * ``save_pretrained`` writes ``num_experts`` as ``num_local_experts``; both are read.
 """
 
@@ -32,7 +33,8 @@ from megatron_vl.spec.families.qwen3_vl import read_text, read_vision
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a Qwen3-VL-MoE ``config.json``. Raises :class:`ConfigError` on a missing or impossible field."""
+    """The spec of a Qwen3-VL-MoE ``config.json``. Raises :class:`ConfigError` on a missing or impossible
+    field."""
     language = dataclasses.replace(read_text(config, head_dim=None), moe=read_moe(config))
     return assemble("qwen3_vl_moe", config, read_vision(config), language)
 
@@ -43,7 +45,9 @@ def read_moe(config: dict[str, Any]) -> MoeSpec:
     experts = text.get("num_local_experts") or require(text, "num_experts", where)
     top_k = require(text, "num_experts_per_tok", where)
     if not 1 <= top_k <= experts:
-        raise ConfigError(f"config.json: num_experts_per_tok {top_k} must be between 1 and num_experts {experts}")
+        raise ConfigError(
+            f"config.json: num_experts_per_tok {top_k} must be between 1 and num_experts {experts}"
+        )
     if not text.get("norm_topk_prob", True):
         raise ConfigError("config.json: norm_topk_prob=false is not supported; set it to true")
     layers, step = range(require(text, "num_hidden_layers", where)), text.get("decoder_sparse_step", 1)
@@ -57,5 +61,7 @@ def read_moe(config: dict[str, Any]) -> MoeSpec:
         norm_topk_prob=True,
         aux_loss_coef=float(text.get("router_aux_loss_coef", 0.001)),
         dense_layers=tuple(i for i in layers if i in named or (i + 1) % step),
-        output_router_logits=bool(text.get("output_router_logits", config.get("output_router_logits", False))),
+        output_router_logits=bool(
+            text.get("output_router_logits", config.get("output_router_logits", False))
+        ),
     )

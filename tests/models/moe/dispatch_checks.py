@@ -1,8 +1,9 @@
-"""Dispatch to experts and back against every token's experts computed where the token is; prints the largest errors as JSON.
+"""Dispatch to experts and back against every token's experts computed where the token is; prints the largest
+errors as JSON.
 
-Four ranks on CPU with TRITON_INTERPRET=1, with our kernels and with torch; with --gpu as many as there are GPUs, in bf16
-(``torchrun --standalone --nproc-per-node N -m tests.models.moe.dispatch_checks --gpu``). An expert here is tanh of its own
-scale times the row, so that the exchange is all there is to it.
+Four ranks on CPU with TRITON_INTERPRET=1, with our kernels and with torch; with --gpu as many as there are
+GPUs, in bf16 (``torchrun --standalone --nproc-per-node N -m tests.models.moe.dispatch_checks --gpu``). An
+expert here is tanh of its own scale times the row, so that the exchange is all there is to it.
 """
 
 from __future__ import annotations
@@ -37,11 +38,19 @@ TOKENS = {"uneven": [9, 7, 12, 1], "a rank without tokens": [6, 0, 5, 4]}
 """Of each rank."""
 if GPU:
     TOKENS = {name: [20 * tokens for tokens in each] * 2 for name, each in TOKENS.items()}
-ROUTINGS = ("random", "one rank's experts", "few experts", "probabilities of zero", "padding", "padding alone")
+ROUTINGS = (
+    "random",
+    "one rank's experts",
+    "few experts",
+    "probabilities of zero",
+    "padding",
+    "padding alone",
+)
 
 
 def tokens_of(rank: int, tokens: int, routing: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x [T, H], probs [T, E], map [T, E], gradient of the output [T, H]), the same on every rank that asks."""
+    """(x [T, H], probs [T, E], map [T, E], gradient of the output [T, H]), the same on every rank that
+    asks."""
     draw = torch.Generator().manual_seed(rank * 100 + tokens)
     x, dy = (torch.randn(tokens, HIDDEN, generator=draw) for _ in range(2))
     logits = torch.randn(tokens, EXPERTS, generator=draw)
@@ -69,7 +78,8 @@ def scales() -> Tensor:
 
 
 def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
-    """Output and gradients of tokens and probabilities of one rank, and its part of the gradient of all experts' scales."""
+    """Output and gradients of tokens and probabilities of one rank, and its part of the gradient of all
+    experts' scales."""
     x, probs, chosen, dy = tokens_of(rank, tokens, routing)
     x, probs, scale = x.float().requires_grad_(), probs.requires_grad_(), scales().requires_grad_()
     weights = torch.where(chosen, probs, 0)
@@ -95,7 +105,9 @@ def exchanged_rows() -> Iterator[list[int]]:
         dist.all_to_all_single = exchange
 
 
-def through(dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
+def through(
+    dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Tensor, scale: Tensor
+) -> Tensor:
     """The way that core's layer goes. What lies after the experts' rows may hold anything."""
     dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
     if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
@@ -112,7 +124,8 @@ def through(dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Te
 
 
 def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
-    """Of the output and of all gradients, relative to each one's largest value; we exchange as few rows as can be."""
+    """Of the output and of all gradients, relative to each one's largest value; we exchange as few rows as
+    can be."""
     group, rank, device = dispatcher.ep_group, dist.get_rank(), PLATFORM.device
     members, local = dist.get_process_group_ranks(group), dispatcher.num_local_experts
     x, probs, chosen, dy = (t.to(device) for t in tokens_of(rank, tokens[rank], routing))
@@ -132,13 +145,16 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
     dscale = sum((dense(r, tokens[r], routing)[1] for r in members if r != rank), dscale)
     wanted.append(dscale[first : first + local])
     each = [
-        (a.float().cpu() - b).abs().max() / b.abs().max().clamp(min=1e-3) for a, b in zip(ours, wanted, strict=True) if b.numel()
+        (a.float().cpu() - b).abs().max() / b.abs().max().clamp(min=1e-3)
+        for a, b in zip(ours, wanted, strict=True)
+        if b.numel()
     ]
     return float(torch.stack(each).max())
 
 
 def without_harm(dispatcher: OncePerRankDispatcher) -> float:
-    """NaN in one rank's tokens and probabilities: no rank hangs, and all others compute what they would have."""
+    """NaN in one rank's tokens and probabilities: no rank hangs, and all others compute what they would
+    have."""
     rank, device = dist.get_rank(), PLATFORM.device
     members, local = dist.get_process_group_ranks(dispatcher.ep_group), dispatcher.num_local_experts
     x, probs, chosen, _ = (t.to(device) for t in tokens_of(rank, TOKENS["uneven"][rank], "random"))
@@ -153,15 +169,22 @@ def without_harm(dispatcher: OncePerRankDispatcher) -> float:
 
 
 def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
-    """Of core's dispatcher, as it serves experts that Transformer Engine computes or that are cut themselves."""
+    """Of core's dispatcher, as it serves experts that Transformer Engine computes or that are cut
+    themselves."""
     config = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, num_moe_experts=EXPERTS, moe_router_topk=TOP_K
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
     )
     local = EXPERTS // ranks
     numbers = [groups.ep.rank() * local + i for i in range(local)]
     dispatcher = PaddingDispatcher(local, numbers, config=config, pg_collection=groups)
     tokens = TOKENS["uneven"]
-    return {f"core's, EP{ranks}, {routing}": on_all(error(dispatcher, tokens, routing)) for routing in ROUTINGS}
+    return {
+        f"core's, EP{ranks}, {routing}": on_all(error(dispatcher, tokens, routing)) for routing in ROUTINGS
+    }
 
 
 def on_all(value: float) -> float:

@@ -1,6 +1,7 @@
 """Grouped experts against per-expert torch, alone and in core's DDP; prints the largest errors as JSON.
 
-Two ranks, with TRITON_INTERPRET=1. Transformer Engine's linears need a GPU; theirs are the weights here, and no more.
+Two ranks, with TRITON_INTERPRET=1. Transformer Engine's linears need a GPU; theirs are the weights here, and
+no more.
 """
 
 from __future__ import annotations
@@ -75,31 +76,46 @@ class Layer(nn.Module):
         groups = SimpleNamespace(ep=None, expt_tp=None)
         self.dense = nn.Linear(HIDDEN, HIDDEN, bias=False)
         self.experts = GroupedExperts(
-            EXPERTS, CONFIG, submodules=GroupedMLPSubmodules(linear_fc1=Linear, linear_fc2=Linear), pg_collection=groups
+            EXPERTS,
+            CONFIG,
+            submodules=GroupedMLPSubmodules(linear_fc1=Linear, linear_fc2=Linear),
+            pg_collection=groups,
         )
         self.experts.planned = True  # float32, which the interpreter computes
 
     def forward(self, x: Tensor, counts: list[int], probs: Tensor, behind: int = 0) -> Tensor:
         """``behind``: rows of NaN after those of the experts."""
         hidden = torch.cat((self.dense(x), torch.full((behind, HIDDEN), torch.nan)))
-        return self.experts(hidden, torch.tensor(counts), torch.cat((probs, torch.full((behind,), torch.nan))))[0]
+        return self.experts(
+            hidden, torch.tensor(counts), torch.cat((probs, torch.full((behind,), torch.nan)))
+        )[0]
 
     def reference(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
         """The same, expert by expert."""
         parts, outs = zip(self.dense(x).split(counts), probs.split(counts), strict=True), []
         for expert, (rows, weight) in enumerate(parts):
             gate, up = F.linear(rows, getattr(self.experts.linear_fc1, f"weight{expert}")).chunk(2, -1)
-            outs.append(F.linear(F.silu(gate) * up * weight[:, None], getattr(self.experts.linear_fc2, f"weight{expert}")))
+            outs.append(
+                F.linear(
+                    F.silu(gate) * up * weight[:, None], getattr(self.experts.linear_fc2, f"weight{expert}")
+                )
+            )
         return torch.cat(outs)
 
     def fuse(self) -> None:
         """Weight gradients go to ``main_grad``."""
-        self.experts.linear_fc1.fuse_wgrad_accumulation = self.experts.linear_fc2.fuse_wgrad_accumulation = True
+        self.experts.linear_fc1.fuse_wgrad_accumulation = self.experts.linear_fc2.fuse_wgrad_accumulation = (
+            True
+        )
 
 
 def difference(ours: list[Tensor], reference: list[Tensor]) -> float:
     """The largest, relative to each reference's largest value."""
-    each = [(a - b).abs().max() / b.abs().max().clamp(min=1e-6) for a, b in zip(ours, reference, strict=True) if b.numel()]
+    each = [
+        (a - b).abs().max() / b.abs().max().clamp(min=1e-6)
+        for a, b in zip(ours, reference, strict=True)
+        if b.numel()
+    ]
     return float(torch.stack(each).max())  # not Python's max, which passes over NaN
 
 
@@ -114,8 +130,15 @@ def layer_error(*, main_grad: bool, recompute: bool, behind: int = 0) -> float:
     """
     layer, counts = Layer(), [3, 0, 130, 7]
     layer.experts.activation_recompute = recompute
-    x, probs = torch.randn(sum(counts), HIDDEN, requires_grad=True), torch.rand(sum(counts), requires_grad=True)
-    dy, weights, inputs = torch.randn(sum(counts), HIDDEN), list(layer.experts.parameters()), [x, probs, layer.dense.weight]
+    x, probs = (
+        torch.randn(sum(counts), HIDDEN, requires_grad=True),
+        torch.rand(sum(counts), requires_grad=True),
+    )
+    dy, weights, inputs = (
+        torch.randn(sum(counts), HIDDEN),
+        list(layer.experts.parameters()),
+        [x, probs, layer.dense.weight],
+    )
     reference = layer.reference(x, counts, probs)
     want = [reference, *torch.autograd.grad(reference, [*inputs, *weights], dy)]
     if main_grad:
@@ -162,7 +185,9 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
     if frozen:
         chunks[1].experts.requires_grad_(False)
         references[1].experts.requires_grad_(False)
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=4 * HIDDEN * FFN)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=4 * HIDDEN * FFN
+    )
     wrapped = [ReplicaDDP(CONFIG, settings, chunk) for chunk in chunks]
     groups = [group for ddp in wrapped for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups]
     for ddp in wrapped:
@@ -185,7 +210,8 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
 
 
 def run_step(wrapped: list[ReplicaDDP], groups: list, step: int) -> Counter:
-    """Forward and backward of all microbatches. Returns how often each group of buckets started a reduction, which goes on."""
+    """Forward and backward of all microbatches. Returns how often each group of buckets started a reduction,
+    which goes on."""
     started: Counter = Counter()
     for group in groups:
         start = type(group).start_grad_sync

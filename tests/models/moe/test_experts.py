@@ -1,6 +1,8 @@
-"""Grouped experts and their weights in DDP (tests/models/moe/expert_checks.py), tokens on their way to them (dispatch_checks.py).
+"""Grouped experts and their weights in DDP (tests/models/moe/expert_checks.py), tokens on their way to them
+(dispatch_checks.py).
 
-Values, gradients, one reduction of each weight's gradient, and no more rows exchanged than there are tokens for each rank.
+Values, gradients, one reduction of each weight's gradient, and no more rows exchanged than there are tokens
+for each rank.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def test_grouped_experts_equal_one_expert_after_another() -> None:
 
 
 def test_dispatched_tokens_come_back_as_if_they_had_stayed() -> None:
-    """Over 1, 2 and 4 ranks, uneven ones and one without tokens among them; each token once to a rank, and once back.
+    """Over 1, 2 and 4 ranks, uneven ones and one without tokens among them; each token once to a rank, and
+    once back.
 
     Padding goes nowhere, in core's dispatcher neither.
     """

@@ -1,4 +1,5 @@
-"""Experts: what the parity table leaves out. The load-balancing loss, the counts of the routers, and names."""
+"""Experts: what the parity table leaves out. The load-balancing loss, the counts of the routers, and
+names."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict
 
 
 def reference(hf: str) -> dict[str, torch.Tensor]:
-    """``transformers``: mean loss over all loss tokens, and each sample's load-balancing loss by its share of the tokens.
+    """``transformers``: mean loss over all loss tokens, and each sample's load-balancing loss by its share of
+    the tokens.
 
     The latter of a row that is padded as ours, with the attention mask that leaves its tail out.
     """
@@ -61,13 +63,17 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
         tail = SEQ_LEN - len(sample)
         mask = torch.tensor([[1] * len(sample) + [0] * tail])
         logits = tuple(F.pad(layer, (0, 0, 0, tail), value=3.0) for layer in out.router_logits)
-        balance = load_balancing_loss_func(logits, spec.language.moe.num_experts, spec.language.moe.top_k, mask)
+        balance = load_balancing_loss_func(
+            logits, spec.language.moe.num_experts, spec.language.moe.top_k, mask
+        )
         (loss + COEFFICIENT * balance * len(sample) / tokens).backward()
     return canonical({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, hf)
 
 
 @pytest.fixture(scope="module")
-def measured(one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+def measured(
+    one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, torch.Tensor]]:
     common = {**one_layer, "steps": [[[kind] for kind in KINDS]], "seq_len": SEQ_LEN, "aux_loss": COEFFICIENT}
     cases = {
         "TP2 + SP": common | {"tp": 2, "sequence_parallel": True},
@@ -83,7 +89,8 @@ def measured(one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 + SP", "TP2 + SP, ETP2", "DP2", "EP2", "full recompute"])
 def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured, layout: str) -> None:
-    """Four rows with tails, of which two ranks have two each, or each half of all: the scale depends on neither."""
+    """Four rows with tails, of which two ranks have two each, or each half of all: the scale depends on
+    neither."""
     want, ours = reference(one_layer["hf"]), measured[layout]
     without = measured["off"]
     router = "language_model.decoder.layers.0.mlp.router.weight"
@@ -95,7 +102,8 @@ def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 + SP", "TP2 + SP, ETP2", "EP2", "full recompute"])
 def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> None:
-    """Padding is not, wherever it lies: of the shortest rows a rank's whole half under sequence parallelism."""
+    """Padding is not, wherever it lies: of the shortest rows a rank's whole half under sequence
+    parallelism."""
     from toolkit.parity.batches import make_sample
 
     spec = read_spec(one_layer["hf"])
@@ -110,7 +118,12 @@ def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> N
 @pytest.mark.parametrize(
     ("asked", "fields", "coefficient", "told"),
     [
-        ({}, {}, 0.0, "none (output_router_logits is not true in model.hf's config.json; --model.moe_aux_loss 0.02 adds it)"),
+        (
+            {},
+            {},
+            0.0,
+            "none (output_router_logits is not true in model.hf's config.json; --model.moe_aux_loss 0.02 adds it)",
+        ),
         ({"output_router_logits": False}, {}, 0.0, "none (output_router_logits"),
         ({"output_router_logits": True}, {}, 0.02, "coefficient 0.02 (router_aux_loss_coef"),
         ({"output_router_logits": True}, {"moe_aux_loss": 0.0}, 0.0, "none (model.moe_aux_loss)"),
@@ -120,7 +133,13 @@ def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> N
 )
 @pytest.mark.parametrize("section", ["text_config", None])
 def test_the_balancing_loss_follows_the_config(
-    tiny_checkpoint, tmp_path: Path, asked: dict, fields: dict, coefficient: float, told: str, section: str | None
+    tiny_checkpoint,
+    tmp_path: Path,
+    asked: dict,
+    fields: dict,
+    coefficient: float,
+    told: str,
+    section: str | None,
 ) -> None:
     from megatron_vl.config import ModelConfig
     from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
@@ -154,5 +173,11 @@ def test_names_of_both_kinds_of_experts() -> None:
     grouped = canonical_name(layer + "mlp.experts.linear_fc1.weight3", 4, False, router=True)
     assert listed == grouped == ("language_model.decoder.layers.5.mlp.experts.linear_fc1.weight", 3)
     name = "language_model.decoder.layers.5."
-    assert canonical_name(layer + "pre_mlp_layernorm.weight", 4, False, router=True) == (name + "pre_mlp_layernorm.weight", None)
-    assert canonical_name(layer + "pre_mlp_layernorm.weight", 4, False)[0] == name + "mlp.linear_fc1.layer_norm_weight"
+    assert canonical_name(layer + "pre_mlp_layernorm.weight", 4, False, router=True) == (
+        name + "pre_mlp_layernorm.weight",
+        None,
+    )
+    assert (
+        canonical_name(layer + "pre_mlp_layernorm.weight", 4, False)[0]
+        == name + "mlp.linear_fc1.layer_norm_weight"
+    )
