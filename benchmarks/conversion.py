@@ -239,8 +239,10 @@ def same_files(a: Path, b: Path) -> None:
 def table(report: dict[str, Any]) -> str:
     size = report["bytes"]
     lines = [
-        f"{size / 1e9:.2f} GB bf16, {report['layers']} decoder layers, {report['workers']} workers on {report['cores']} cores, "
-        f"Python {report['python']}, torch {report['torch']}",
+        (
+            f"{size / 1e9:.2f} GB bf16, {report['layers']} decoder layers, {report['workers']} workers on"
+            f" {report['cores']} cores, Python {report['python']}, torch {report['torch']}"
+        ),
         f"{'':<48}{'s':>8}{'MB/s':>8}{'cp s':>8}{'x cp':>7}{'RssAnon MiB':>13}",
     ]
     for name, result in report["results"].items():

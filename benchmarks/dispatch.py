@@ -171,7 +171,8 @@ def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
     inputs, both = draw(platform, tokens, options), dispatchers(platform, options)
     results = {name: values(dispatcher, inputs) for name, dispatcher in both.items()}
     say(
-        f"{tokens} tokens a rank; ours differs from core's by {difference(results['ours'], results['core']):.1e}"
+        f"{tokens} tokens a rank; ours differs from core's by"
+        f" {difference(results['ours'], results['core']):.1e}"
     )
     del results
     for name, dispatcher in both.items():
@@ -181,7 +182,10 @@ def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
         if dist.get_world_size() > 1:
             sent = copies(name, inputs[2])
             alone, size = exchange(platform, inputs, sent)
-            line += f", {sum(sent) / tokens:.2f} rows a token, exchange {alone:.3f} ms ({size / alone * 1000:.0f} GB/s)"
+            line += (
+                f", {sum(sent) / tokens:.2f} rows a token, exchange {alone:.3f} ms ({size / alone * 1000:.0f}"
+                " GB/s)"
+            )
         say(line)
 
 
@@ -195,7 +199,8 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
     plain = x.new_empty(2, 4 * tokens, options.hidden)
     moved = plain.numel() * x.element_size()
     say(
-        f"{tokens} tokens, plain copy: {moved / milliseconds(platform, lambda: plain[0].copy_(plain[1])) / 1e6:.0f} GB/s"
+        f"{tokens} tokens, plain copy:"
+        f" {moved / milliseconds(platform, lambda: plain[0].copy_(plain[1])) / 1e6:.0f} GB/s"
     )
     maps = {f"to {ranks} ranks": chosen.view(tokens, ranks, -1).any(-1) for ranks in (2, 4, 8)}
     for ranks in (2, 4, 8):
@@ -215,8 +220,8 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
             )
         ]
         say(
-            f"  {name} ({table.shape[0]} -> {total}): scatter {times[0]:.3f} ms ({moved / times[0] / 1e6:.0f} GB/s), "
-            f"sum {times[1]:.3f} ms ({moved / times[1] / 1e6:.0f} GB/s), positions {times[2]:.3f} ms"
+            f"  {name} ({table.shape[0]} -> {total}): scatter {times[0]:.3f} ms ({moved / times[0] / 1e6:.0f}"
+            f" GB/s), sum {times[1]:.3f} ms ({moved / times[1] / 1e6:.0f} GB/s), positions {times[2]:.3f} ms"
         )
 
 

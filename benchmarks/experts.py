@@ -233,7 +233,8 @@ def main() -> None:
         counts = uneven(experts)
         cases = [make_case(counts, hidden, 2 * ffn), make_case(counts, ffn, hidden)]
         print(
-            f"{shape}: {ROWS} rows, {int(counts.min())} to {int(counts.max())} an expert; {time.monotonic() - begin:.0f} s"
+            f"{shape}: {ROWS} rows, {int(counts.min())} to {int(counts.max())} an expert;"
+            f" {time.monotonic() - begin:.0f} s"
         )
         gpu, host = timed(lambda c=counts: plan(c, ROWS))
         print(f"  plan {gpu:.4f} ms, host {host:.4f}")

@@ -96,7 +96,8 @@ def show(count: int, results: dict[str, dict[str, Any]]) -> str:
         f"{'':<12}{'s':>8}{'CPU s':>8}{'us an id':>10}{'RssAnon MiB':>13}{'file MiB':>10}{'duplicates':>12}",
     ]
     for name, result in results.items():
-        line = f"{name:<12}{result['seconds']:8.1f}{result['cpu_seconds']:8.1f}{result['cpu_seconds'] / count * 1e6:10.2f}"
+        line = f"{name:<12}{result['seconds']:8.1f}{result['cpu_seconds']:8.1f}"
+        line += f"{result['cpu_seconds'] / count * 1e6:10.2f}"
         line += f"{result['rss_anon'] / 2**20:13.1f}{result['file'] / 2**20:10.1f}{result['duplicates']:12d}"
         lines.append(line)
     return "\n".join(lines)

@@ -86,8 +86,8 @@ def main() -> None:
             f"{world}: {round(files[-1] + slope * (world - worlds[-1]))}" for world in further
         )
         print(
-            f"{name}: owners {worlds}: files {list(files)}, threads {list(threads)} | {slope:.2f} files an owner | "
-            f"on a straight line, files at {guessed}"
+            f"{name}: owners {worlds}: files {list(files)}, threads {list(threads)} | {slope:.2f} files an"
+            f" owner | on a straight line, files at {guessed}"
         )
 
 

@@ -49,7 +49,10 @@ def sample(number: int) -> dict[str, str]:
         "shard": f"train-{number // 1000:06d}.tar",
         "source": f"conversations_{number % 7}.jsonl record {number}",
         "reason": "image does not decode",
-        "detail": f"image {number:09d}.0.jpg: not a readable image (OSError: image file is truncated (23 bytes not processed))",
+        "detail": (
+            f"image {number:09d}.0.jpg: not a readable image (OSError: image file is truncated (23 bytes not"
+            " processed))"
+        ),
     }
 
 
@@ -113,9 +116,9 @@ def main() -> None:
             padded = len(pickle.dumps(entry(listed))) * arguments.ranks
             host = len(json.dumps(listed)) if listed else 0
             print(
-                f"{count:5} samples listed by one replica | gathered {before:7.2f} ms, {padded:,} bytes on every device | "
-                f"reduced {after:6.2f} ms, {8 * len(fields(Tally))} bytes on every device, {host:,} of at most "
-                f"{LISTED_BYTES:,} bytes to rank 0's host"
+                f"{count:5} samples listed by one replica | gathered {before:7.2f} ms, {padded:,} bytes on"
+                f" every device | reduced {after:6.2f} ms, {8 * len(fields(Tally))} bytes on every device,"
+                f" {host:,} of at most {LISTED_BYTES:,} bytes to rank 0's host"
             )
     end_distributed()
 

@@ -47,7 +47,8 @@ def report(
     forward = milliseconds(lambda: function(x))
     backward = milliseconds(lambda: torch.autograd.grad(out, x, grad, retain_graph=True))
     print(
-        f"{name:42s} forward {forward:6.3f} ms  backward {backward:6.3f} ms  error {errors[0]:.1e} / {errors[1]:.1e}"
+        f"{name:42s} forward {forward:6.3f} ms  backward {backward:6.3f} ms  error {errors[0]:.1e} /"
+        f" {errors[1]:.1e}"
     )
 
 

@@ -339,7 +339,8 @@ def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
         for name, value in ours.items():
             if value != theirs[name]:
                 raise WeightsError(
-                    f"{half} {name} is {value} in {source.path} and {theirs[name]} in {origin.path}: not the same model"
+                    f"{half} {name} is {value} in {source.path} and {theirs[name]} in {origin.path}: not the"
+                    " same model"
                 )
 
 
@@ -351,7 +352,8 @@ def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> 
         for window in rule.padding:
             if source.window(rule.name, window).count_nonzero():
                 raise WeightsError(
-                    f"{source.path}: the padding of tensor {rule.name!r} holds values other than zero; they cannot be exported"
+                    f"{source.path}: the padding of tensor {rule.name!r} holds values other than zero; they"
+                    " cannot be exported"
                 )
 
     with ThreadPoolExecutor(workers) as pool:

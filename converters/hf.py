@@ -83,7 +83,8 @@ class TensorFolder:
             # An index may come from anybody: its names stay inside its folder.
             if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
                 raise WeightsError(
-                    f"{path}: tensor {tensor!r} is said to be in {file!r}, which is not a file name of weights"
+                    f"{path}: tensor {tensor!r} is said to be in {file!r}, which is not a file name of"
+                    " weights"
                 )
         return index
 
@@ -171,8 +172,9 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
     for name, (rows, cols) in stacks.items():
         if rows == cols:
             raise WeightsError(
-                f"{folder.path}: tensor {name!r} holds square matrices, {rows} by {cols}: whether their inputs or their outputs "
-                "come first cannot be told. Store each expert's gate_proj, up_proj and down_proj as tensors of their own"
+                f"{folder.path}: tensor {name!r} holds square matrices, {rows} by {cols}: whether their"
+                " inputs or their outputs come first cannot be told. Store each expert's gate_proj, up_proj"
+                " and down_proj as tensors of their own"
             )
     output_first = any(folder.shape(name)[1:] == matrix for name, matrix in stacks.items())
     return "output_first" if output_first else RELEASED
@@ -210,7 +212,8 @@ class HfCheckpoint:
             released = rules.get(short_name(name), short_name(name))
             if released in stored:
                 raise WeightsError(
-                    f"{self.path}: tensors {stored[released]!r} and {name!r} are the same tensor under two names"
+                    f"{self.path}: tensors {stored[released]!r} and {name!r} are the same tensor under two"
+                    " names"
                 )
             stored[released] = name
         return stored
@@ -246,7 +249,8 @@ class HfCheckpoint:
         for name, stored in self.stored.items():
             if name not in expected:
                 raise WeightsError(
-                    f"{self.path}: tensor {stored!r} is unknown in a {self.spec.family} model of this config.json"
+                    f"{self.path}: tensor {stored!r} is unknown in a {self.spec.family} model of this"
+                    " config.json"
                 )
             if self.folder.shape(stored) != expected[name]:
                 shapes = f"{list(self.folder.shape(stored))}; config.json says {list(expected[name])}"
@@ -295,7 +299,8 @@ class HfCheckpoint:
         for name in self.folder.files:
             stat = (self.path / name).stat()
             facts[name] = (
-                f"{stat.st_size} bytes of {stat.st_mtime_ns}, header {_sha256(read_header(self.path / name))[:16]}"
+                f"{stat.st_size} bytes of {stat.st_mtime_ns}, header"
+                f" {_sha256(read_header(self.path / name))[:16]}"
             )
         return facts
 

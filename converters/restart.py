@@ -185,7 +185,8 @@ def writing(
         if journal.done:
             total = sum(len(writer.names()) for writer in writers.values())
             say(
-                f"going on: {output.kept_files()} of {len(writers)} files kept, {len(output.kept)} of {total} tensors"
+                f"going on: {output.kept_files()} of {len(writers)} files kept, {len(output.kept)} of {total}"
+                " tensors"
             )
         yield output
     except BaseException as error:
@@ -217,10 +218,13 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
             _check_replaceable(out, force, hf)
         elif not force or journal.work.get("kind") != work["kind"]:
             raise FileExistsError(
-                f"--out {out} holds an unfinished conversion, and {_difference(journal.work, work)}; start that one again as it "
-                "was to let it go on, give --force to start anew, or another --out"
+                f"--out {out} holds an unfinished conversion, and {_difference(journal.work, work)}; start"
+                " that one again as it was to let it go on, give --force to start anew, or another --out"
                 if journal.work.get("kind") == work["kind"]
-                else f"--out {out} holds an unfinished conversion to {journal.work.get('kind')} weights; give another --out"
+                else (
+                    f"--out {out} holds an unfinished conversion to {journal.work.get('kind')} weights; give"
+                    " another --out"
+                )
             )
         journal.begin(work)  # before anything is removed: from here on the folder counts as unfinished
         _remove_weights(out, hf)
@@ -240,7 +244,8 @@ def _check_replaceable(out: Path, force: bool, hf: bool) -> None:
     only_weights = len(_weights_in(out, hf)) == len(present)
     if not (only_weights or mark in present and (hf or _is_manifest(mark))):
         raise FileExistsError(
-            f"--out {out} is not empty and holds no checkpoint of this kind: nothing there is touched; give another folder"
+            f"--out {out} is not empty and holds no checkpoint of this kind: nothing there is touched; give"
+            " another folder"
         )
     if not force:
         raise FileExistsError(

@@ -122,8 +122,9 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
     if left.is_hf != right.is_hf:
         kinds = ("Megatron weights", "a Hugging Face folder")
         raise WeightsError(
-            f"{a} holds {kinds[left.is_hf]}, {b} {kinds[right.is_hf]}: their names and shapes are not the same. Compare two of "
-            "one kind; `megatron-vl export` makes a Hugging Face folder of Megatron weights"
+            f"{a} holds {kinds[left.is_hf]}, {b} {kinds[right.is_hf]}: their names and shapes are not the"
+            " same. Compare two of one kind; `megatron-vl export` makes a Hugging Face folder of Megatron"
+            " weights"
         )
     other_names = _same_under_other_names(left, right)
     right = right.renamed(other_names)
@@ -175,7 +176,8 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
         return None
     return Difference(
         name,
-        f"{count} of {_elements(a.shapes[name])} elements differ, the first at {first}, at most by {largest:.3g}",
+        f"{count} of {_elements(a.shapes[name])} elements differ, the first at {first}, at most by"
+        f" {largest:.3g}",
     )
 
 

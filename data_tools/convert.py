@@ -521,7 +521,10 @@ class _Meter:
         if self.write is None:
             return
         self.shown, self.silent = now, False
-        text = f"{min(self.done / max(self.total, 1), 1.0):4.0%}  {report.records} records, {report.quarantined} quarantined"
+        text = (
+            f"{min(self.done / max(self.total, 1), 1.0):4.0%}  {report.records} records, {report.quarantined}"
+            " quarantined"
+        )
         if going_on:
             self.write(f"{text}; finding what an earlier run did")
             return

@@ -293,7 +293,10 @@ class _Reader:
     def finish(self) -> None:
         for kind in KINDS:
             if self.asked[kind] != self.listed[kind]:
-                detail = f"{self.asked[kind]} <{kind}> in the text, but {self.listed[kind]} listed under '{kind}' / '{kind}s'"
+                detail = (
+                    f"{self.asked[kind]} <{kind}> in the text, but {self.listed[kind]} listed under '{kind}'"
+                    f" / '{kind}s'"
+                )
                 raise RecordError("markers and media differ", detail, self.name)
 
 

@@ -155,7 +155,8 @@ class _Buffer:
             self.at = len(self.text)
             self.grow(CHUNK)
         raise ReadError(
-            f"{self.path}: something follows the end of the array, after record {self.number}; is it two files in one?"
+            f"{self.path}: something follows the end of the array, after record {self.number}; is it two"
+            " files in one?"
         )
 
     def record(self, number: int) -> Any:
@@ -184,7 +185,8 @@ class _Buffer:
                 raise ReadError(f"{self.path}: record {number} is no valid JSON: {error}") from error
             if len(self.text) - self.at > LARGEST_RECORD:
                 raise ReadError(
-                    f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; is a quote missing?"
+                    f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; is a quote"
+                    " missing?"
                 )
             size *= 2
             self.grow(size)

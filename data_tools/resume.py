@@ -146,8 +146,8 @@ class Workspace:
             if differ:
                 state = "a complete data set made" if record else "a conversion that was begun"
                 raise ResumeError(
-                    f"--out {self.out} holds {state} with other arguments or input: {differ}. Give the same again, another "
-                    f"--out, or start anew there with --force"
+                    f"--out {self.out} holds {state} with other arguments or input: {differ}. Give the same"
+                    " again, another --out, or start anew there with --force"
                 )
         self.complete = record is not None
         if not self.complete:

@@ -163,9 +163,11 @@ def _sample_json(entry: Entry, keys: list[str]) -> bytes:
         return p if p["type"] == "text" else {"type": p["type"], p["type"]: next(names)}
 
     messages = [
-        m
-        if isinstance(m["content"], str)
-        else {"role": m["role"], "content": [part(p) for p in m["content"]]}
+        (
+            m
+            if isinstance(m["content"], str)
+            else {"role": m["role"], "content": [part(p) for p in m["content"]]}
+        )
         for m in entry.messages
     ]
     media = [info.record(key) for key, info in zip(keys, entry.infos, strict=True)]
@@ -237,9 +239,9 @@ class IndexWriter:
         """Raises :class:`ShardError` at a shard that no loader would read."""
         if len(self.shards) == MOST_SHARDS:
             raise ShardError(
-                f"{shard.name} is one more than the {MOST_SHARDS} shards that the loader reads of a data set; start "
-                "again with --force and larger shards (--samples-per-shard, --shard-mb), or convert the input as "
-                "several data sets"
+                f"{shard.name} is one more than the {MOST_SHARDS} shards that the loader reads of a data set;"
+                " start again with --force and larger shards (--samples-per-shard, --shard-mb), or convert"
+                " the input as several data sets"
             )
         from megatron.energon.flavors.webdataset.prepare import (
             IndexMediaMetadata,

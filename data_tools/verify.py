@@ -44,7 +44,8 @@ def verify(path: Path, progress: Callable[[str], None] | None = None) -> tuple[i
         rate = done / max(time.monotonic() - start, 1e-9)
         if progress:
             progress(
-                f"{done / max(total, 1):4.0%}  {rate / 1e6:.0f} MB/s, {(total - done) / max(rate, 1):.0f} s left"
+                f"{done / max(total, 1):4.0%}  {rate / 1e6:.0f} MB/s, {(total - done) / max(rate, 1):.0f} s"
+                " left"
             )
     return len(shards), problems
 

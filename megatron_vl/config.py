@@ -450,9 +450,10 @@ def _explain(message: str) -> tuple[str, str]:
             leaf_name
         ]
         value = re.search(r".*(?:Got|Given) value: (.*)", rest)
-        return f"field {name!r}: expected {_in_words(hint)}" + (
-            f", got {value[1]}" if value else f"; {rest}"
-        ), name
+        return (
+            f"field {name!r}: expected {_in_words(hint)}" + (f", got {value[1]}" if value else f"; {rest}"),
+            name,
+        )
     if name in sections():
         return f"field {name!r} is a section; give its fields, as in --{name}.FIELD value", name
     rest = re.sub(r"typing\.Literal\[(.*?)\]\.", r"one of \1.", rest).replace("<class 'int'>", "whole number")
@@ -497,8 +498,9 @@ def validate(config: TrainConfig, world_size: int) -> int:
     if p.tp * dp % (p.ep * p.etp):
         fitting = p.pp * math.lcm(p.tp, p.ep * p.etp)
         raise RunConfigError(
-            f"parallel: ep {p.ep} x etp {p.etp} = {p.ep * p.etp} ranks do not divide the {p.tp * dp} ranks of a pipeline stage "
-            f"(tp {p.tp} x dp {dp}); lower parallel.ep or etp, or start a multiple of {fitting} processes"
+            f"parallel: ep {p.ep} x etp {p.etp} = {p.ep * p.etp} ranks do not divide the {p.tp * dp} ranks of"
+            f" a pipeline stage (tp {p.tp} x dp {dp}); lower parallel.ep or etp, or start a multiple of"
+            f" {fitting} processes"
         )
     if config.global_batch_size < 1 or config.global_batch_size % dp:
         raise RunConfigError(
@@ -507,8 +509,8 @@ def validate(config: TrainConfig, world_size: int) -> int:
     micro_batches = config.global_batch_size // dp
     if p.vpp > 1 and (p.pp < 2 or micro_batches % p.pp):
         raise RunConfigError(
-            f"parallel.vpp {p.vpp} needs pp of at least 2 and a multiple of pp ({p.pp}) rows on each data-parallel rank, "
-            f"not {micro_batches}"
+            f"parallel.vpp {p.vpp} needs pp of at least 2 and a multiple of pp ({p.pp}) rows on each"
+            f" data-parallel rank, not {micro_batches}"
         )
     if p.sequence_parallel and p.tp == 1:
         raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
@@ -516,13 +518,15 @@ def validate(config: TrainConfig, world_size: int) -> int:
         raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
     if p.sequence_parallel and config.data.seq_len % p.tp:
         raise RunConfigError(
-            f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with sequence_parallel"
+            f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with"
+            " sequence_parallel"
         )
     if p.overlap_param_gather and not p.distributed_optimizer:
         raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
     if p.layers is not None and len(p.layers) != p.pp * p.vpp:
         raise RunConfigError(
-            f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs {p.pp * p.vpp}"
+            f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs"
+            f" {p.pp * p.vpp}"
         )
     if config.optimizer.warmup_steps >= config.steps and config.optimizer.warmup_steps:
         raise RunConfigError(
@@ -556,7 +560,10 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     (
         1,
         math.inf,
-        "parallel.tp parallel.pp parallel.vpp parallel.bucket_size data.seq_len data.packing_buffer data.video_max_frames",
+        (
+            "parallel.tp parallel.pp parallel.vpp parallel.bucket_size data.seq_len data.packing_buffer"
+            " data.video_max_frames"
+        ),
     ),
     (1, math.inf, "parallel.ep parallel.etp eval.rows eval.max_new_tokens"),
     (0, math.inf, "eval.interval eval.samples"),
@@ -564,7 +571,10 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     (
         0,
         math.inf,
-        "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.shuffle_buffer",
+        (
+            "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers"
+            " data.shuffle_buffer"
+        ),
     ),
     (0, math.inf, "data.shuffle_buffer_gib"),
     (

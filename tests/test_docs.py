@@ -71,7 +71,8 @@ def test_commands_are_valid(document, line):
             assert not word.startswith(("tests/", "constraints")) or (ROOT / word).exists()
     else:
         pytest.fail(
-            f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to validate it"
+            f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to"
+            " validate it"
         )
 
 

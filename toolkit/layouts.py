@@ -15,8 +15,9 @@ class LayoutTextError(UserError, ValueError):
 
 
 GRAMMAR = (
-    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 one after another in any order, or 1 for a single rank; "
-    "`:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. Examples: 1, tp2sp, pp2:layers=1-3, tp2pp2vpp2, dp2"
+    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 one after another in any order, or 1 for a single"
+    " rank; `:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. Examples: 1, tp2sp,"
+    " pp2:layers=1-3, tp2pp2vpp2, dp2"
 )
 SIZES = ("vpp", "etp", "tp", "pp", "dp", "ep")
 """Keys with a number. The longer ones first: a pattern takes the first that fits."""

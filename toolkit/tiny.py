@@ -35,7 +35,10 @@ SPECIAL_TOKENS = (
 """Added tokens of Qwen2-VL, in the order of their ids (151643 and on in the released vocabulary)."""
 
 # Qwen2's pre-tokenizer, as in transformers' Qwen2Tokenizer: single digits, words with their leading space.
-SPLIT_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 DEFAULT_TEXTS = (
     "A cat sits on a table next to a cup of coffee and looks at the camera.",
@@ -179,9 +182,11 @@ def tiny_config(
         }
     return {
         "architectures": [
-            "Qwen2VLForConditionalGeneration"
-            if family == "qwen2_vl"
-            else "Qwen2_5_VLForConditionalGeneration"
+            (
+                "Qwen2VLForConditionalGeneration"
+                if family == "qwen2_vl"
+                else "Qwen2_5_VLForConditionalGeneration"
+            )
         ],
         "attention_dropout": 0.0,
         "bos_token_id": ids["<|endoftext|>"],
@@ -273,9 +278,11 @@ def _nested_config(
     }
     return {
         "architectures": [
-            "Qwen3VLMoeForConditionalGeneration"
-            if family == "qwen3_vl_moe"
-            else "Qwen3VLForConditionalGeneration"
+            (
+                "Qwen3VLMoeForConditionalGeneration"
+                if family == "qwen3_vl_moe"
+                else "Qwen3VLForConditionalGeneration"
+            )
         ],
         "image_token_id": ids["<|image_pad|>"],
         "model_type": family,

@@ -72,7 +72,10 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.core_fixes.compile_on_cpu:install",
         touches=("torch.compile",),
-        why="Core wraps some forty small functions in torch.compile while it is imported: two seconds of every start on CPU.",
+        why=(
+            "Core wraps some forty small functions in torch.compile while it is imported: two seconds of"
+            " every start on CPU."
+        ),
         written_for=_CORE,
         goes_when="core compiles when a function is first called",
         test="tests/test_start.py::test_core_is_imported_without_inductor",
@@ -80,7 +83,9 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.core_fixes.expert_swiglu:use_fused_swiglu",
         touches=("megatron.core.transformer.moe.experts.weighted_bias_swiglu_impl",),
-        why="The backward pass of core's jitted SwiGLU of experts is several times slower than memory allows.",
+        why=(
+            "The backward pass of core's jitted SwiGLU of experts is several times slower than memory allows."
+        ),
         written_for=_CORE,
         goes_when="core has a kernel of its own on this path",
         test="tests/core_fixes/test_register.py::test_experts_take_our_swiglu",
@@ -88,7 +93,10 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.core_fixes.gloo_threads:use_one_worker",
         touches=("torch.distributed.distributed_c10d.ProcessGroupGloo.__init__",),
-        why="Two worker threads of a gloo group write one string without a lock, and the rank dies of a damaged heap.",
+        why=(
+            "Two worker threads of a gloo group write one string without a lock, and the rank dies of a"
+            " damaged heap."
+        ),
         written_for="torch 2.11.0",
         goes_when="torch assigns the name under a lock, or no longer keeps it",
         test="tests/parallel/test_groups.py::test_gloo_groups_have_one_worker",
@@ -98,7 +106,10 @@ FIXES: tuple[Fix, ...] = (
         touches=(
             "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",
         ),
-        why="Core's switch is for all linears at once, and its own output layer then wants a CUDA extension of APEX.",
+        why=(
+            "Core's switch is for all linears at once, and its own output layer then wants a CUDA extension"
+            " of APEX."
+        ),
         written_for=_CORE,
         goes_when="GPTModel takes a Transformer Engine output layer",
         test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
@@ -110,7 +121,10 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.tensor_parallel.random._get_cuda_rng_state",
             "megatron.core.tensor_parallel.random._set_cuda_rng_state",
         ),
-        why="Core asks torch.cuda for devices, streams and generators, and makes tensors on device 'cuda', also on CPU.",
+        why=(
+            "Core asks torch.cuda for devices, streams and generators, and makes tensors on device 'cuda',"
+            " also on CPU."
+        ),
         written_for=_CORE,
         goes_when="core runs without a GPU",
         test=_PARITY,
@@ -118,7 +132,10 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.parallel.groups:kept_group",
         touches=("torch.distributed.new_group",),
-        why="Layouts that follow each other in one process share their groups; core makes some thirty for each and keeps them.",
+        why=(
+            "Layouts that follow each other in one process share their groups; core makes some thirty for"
+            " each and keeps them."
+        ),
         written_for=_CORE,
         goes_when="core ends the groups of a layout with it",
         test="tests/parallel/test_groups.py::test_layouts_share_groups",
@@ -126,8 +143,11 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.parallel.ddp:ReplicaDDP",
         touches=("megatron.core.distributed.DistributedDataParallel",),
-        why="Gradients are scaled in the rank's own slice alone; reductions start in one order on all ranks, so that a row "
-        "without pictures may skip the tower; gathers are found by bucket and not by parameter.",
+        why=(
+            "Gradients are scaled in the rank's own slice alone; reductions start in one order on all ranks,"
+            " so that a row without pictures may skip the tower; gathers are found by bucket and not by"
+            " parameter."
+        ),
         written_for=_CORE,
         goes_when="core reduces in a fixed order and scales its slice",
         test="tests/parallel/test_ddp.py::test_modules_wait_for_their_parameters_as_in_core",
@@ -145,8 +165,10 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.training.optimizer_state:optimizer_slices",
         touches=("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",),
-        why="Core writes optimizer state with bucket padding left out and slices it with padding, so moments land at wrong "
-        "offsets without a message; its files are pickled.",
+        why=(
+            "Core writes optimizer state with bucket padding left out and slices it with padding, so moments"
+            " land at wrong offsets without a message; its files are pickled."
+        ),
         written_for=_CORE,
         goes_when="core's checkpoints hold every moment and need no pickle",
         test="tests/training/test_run.py::test_moments_in_the_checkpoint_are_of_every_trained_parameter",

@@ -73,9 +73,9 @@ class BadSampleMeter:
         if not self.bad or self.share <= self.max_share:
             return ""
         return (
-            f"{self.bad} of {self.used + self.bad} samples could not be used, more than data.max_bad_share {self.max_share:g} "
-            f"(of {max(self.used + self.bad, self.minimum)}): {self.by_reason()}. Mend or convert the data again, or raise "
-            f"data.max_bad_share"
+            f"{self.bad} of {self.used + self.bad} samples could not be used, more than data.max_bad_share"
+            f" {self.max_share:g} (of {max(self.used + self.bad, self.minimum)}): {self.by_reason()}. Mend or"
+            " convert the data again, or raise data.max_bad_share"
         )
 
     def by_reason(self) -> str:

@@ -60,7 +60,8 @@ class ChatEncoder:
         ids = (spec.image_token_id, spec.video_token_id)
         if max(ids) >= len(self.tokenizer):
             raise ChatError(
-                f"{hf_dir}: the tokenizer has {len(self.tokenizer)} tokens; the config's placeholders are {ids}"
+                f"{hf_dir}: the tokenizer has {len(self.tokenizer)} tokens; the config's placeholders are"
+                f" {ids}"
             )
         self.image_token, self.video_token = self.tokenizer.convert_ids_to_tokens(list(ids))
         self._placeholder = re.compile("|".join(map(re.escape, (self.image_token, self.video_token))))

@@ -140,8 +140,8 @@ class DataSet:
         if not names:
             filled = ", ".join(sorted(name for name, held in self.splits.items() if held)) or "none"
             raise LoaderError(
-                f"{self.path}: the split {split!r} is empty; splits with samples: {filled}. Give another one, or convert with "
-                "--val-fraction (makes val), or with more samples"
+                f"{self.path}: the split {split!r} is empty; splits with samples: {filled}. Give another one,"
+                " or convert with --val-fraction (makes val), or with more samples"
             )
         return names
 
@@ -189,7 +189,8 @@ class Metadataset:
         if split not in self.splits:
             there = ", ".join(sorted(map(str, self.splits))) or "none"
             raise LoaderError(
-                f"{self.path} has no split {split!r}; splits that are there: {there}. Give another one, or add it"
+                f"{self.path} has no split {split!r}; splits that are there: {there}. Give another one, or"
+                " add it"
             )
         return self.splits[split]
 
@@ -257,8 +258,9 @@ def _data_set(path: Path) -> DataSet:
         or _names_code(described.get("subflavors"))
     ):
         raise DescriptionError(
-            f"{meta / 'dataset.yaml'} is not the description of a plain CrudeWebdataset (__module__ megatron.energon, __class__ "
-            f"CrudeWebdataset, at most subflavors): it could run code. Convert the data with `megatron-vl data convert`"
+            f"{meta / 'dataset.yaml'} is not the description of a plain CrudeWebdataset (__module__"
+            " megatron.energon, __class__ CrudeWebdataset, at most subflavors): it could run code. Convert"
+            " the data with `megatron-vl data convert`"
         )
 
     split_file, split = meta / "split.yaml", _read(meta / "split.yaml")
@@ -330,8 +332,8 @@ def _check_yaml(path: Path, text: str) -> None:
         documents += isinstance(event, yaml.DocumentStartEvent)
         if depth > DEEPEST_YAML or documents > 1 or number > 2 * MOST_SHARDS + 1000:
             raise DescriptionError(
-                f"{path} cannot be read: it is nested deeper than {DEEPEST_YAML}, holds more than one document, or "
-                f"more than {MOST_SHARDS} shards"
+                f"{path} cannot be read: it is nested deeper than {DEEPEST_YAML}, holds more than one"
+                f" document, or more than {MOST_SHARDS} shards"
             )
 
 
@@ -478,7 +480,10 @@ def _fields_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> str
 def _data_sets_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> str:
     if saved.get("split") != now["split"]:
         return f"the split of {name} was {saved.get('split')!r}, is {now['split']!r}"
-    amounts = f"{saved.get('samples')} samples in {saved.get('shards')} shards, is {now['samples']} in {now['shards']}"
+    amounts = (
+        f"{saved.get('samples')} samples in {saved.get('shards')} shards, is {now['samples']} in"
+        f" {now['shards']}"
+    )
     if saved["content"] != now["content"]:
         return f"{name} was converted or prepared again (its {now['split']} was {amounts})"
     return (

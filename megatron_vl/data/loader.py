@@ -217,8 +217,8 @@ class RowEncoder(DefaultTaskEncoder):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.logged.most_common())
             detail = " ".join(refused[1].split())  # of one line, as the reader of this message expects
             raise FatalSampleError(
-                f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last: {sample.__key__}: {detail}"
-                f"{self._advice()}"
+                f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last:"
+                f" {sample.__key__}: {detail}{self._advice()}"
             )
         self._log(sample, *refused)
         return EncodedSample.derive_from(
@@ -387,17 +387,25 @@ def planes_of(item: dict[str, Any], data: bytes, grid: Grid, settings: PixelSett
 
 
 WAYS_OUT = {
-    "dataset": "give the data set that the run began with, or keep weights and optimizer and read the data from its "
-    "start with --checkpoint.restart_data true",
+    "dataset": (
+        "give the data set that the run began with, or keep weights and optimizer and read the data from its "
+        "start with --checkpoint.restart_data true"
+    ),
     "split": "load the state of this split",
     "dp_rank": "give each rank its own state",
-    "dp_size": "start with as many data-parallel ranks as before (processes / (tp x pp)), or a new run from the weights",
+    "dp_size": (
+        "start with as many data-parallel ranks as before (processes / (tp x pp)), or a new run from the"
+        " weights"
+    ),
     "num_workers": "set data.num_workers back, or start a new run from the checkpoint's weights",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
     "video_positions": "go on with the rule that the run began with: set data.video_positions to that",
     "video_prompt": "go on with the rule that the run began with: set data.video_prompt to that",
-    "version": "go on with the version of this program that saved it, or start a new run from the checkpoint's weights",
+    "version": (
+        "go on with the version of this program that saved it, or start a new run from the checkpoint's"
+        " weights"
+    ),
 }
 
 
@@ -480,9 +488,9 @@ class RowLoader:
             saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
             if now["shuffle_buffer_gib"]:
                 self.notes.append(
-                    "the loader state is from before the shuffle buffer had a bound in bytes: the order of samples stays "
-                    f"what it was where the buffer never holds {now['shuffle_buffer_gib']:g} GiB "
-                    "(data.shuffle_buffer_gib; 0 keeps it)"
+                    "the loader state is from before the shuffle buffer had a bound in bytes: the order of"
+                    f" samples stays what it was where the buffer never holds {now['shuffle_buffer_gib']:g}"
+                    " GiB (data.shuffle_buffer_gib; 0 keeps it)"
                 )
 
         if isinstance(saved.get("dataset"), str):
@@ -494,9 +502,9 @@ class RowLoader:
             saved["dataset"] = now["dataset"]
             if not now["dataset"].get("content"):
                 self.notes.append(
-                    "the loader state is from before mixtures were known by their content: it says "
-                    f"{self._former} and no more. If weights or parts have changed since it was saved, stop here and "
-                    "start with --checkpoint.restart_data true"
+                    "the loader state is from before mixtures were known by their content: it says"
+                    f" {self._former} and no more. If weights or parts have changed since it was saved, stop"
+                    " here and start with --checkpoint.restart_data true"
                 )
         return saved
 
@@ -535,8 +543,9 @@ def build_loader(
     samples, workers = facts.samples, max(data.num_workers, 1)
     if samples is not None and samples < dp_size * workers:
         raise LoaderError(
-            f"{data.path}: {samples} samples in {split}, but {dp_size} data-parallel ranks x {workers} workers need at least "
-            f"{dp_size * workers}; lower data.num_workers or the number of ranks, or add samples"
+            f"{data.path}: {samples} samples in {split}, but {dp_size} data-parallel ranks x {workers}"
+            f" workers need at least {dp_size * workers}; lower data.num_workers or the number of ranks, or"
+            " add samples"
         )
     # Workers fork; the tokenizer's own threads would not survive it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -632,5 +641,6 @@ def _check_patches(settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path)
     model = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
     if ours != model:
         raise LoaderError(
-            f"{hf_dir}: patch, merge and temporal patch size are {ours} in the image processor, {model} in config.json"
+            f"{hf_dir}: patch, merge and temporal patch size are {ours} in the image processor, {model} in"
+            " config.json"
         )

@@ -212,7 +212,8 @@ def _norm(config: dict[str, Any], where: str | Path) -> PixelNorm:
     factor = config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 1.0
     if len(mean) != 3 or len(std) != 3 or not all(std) or not factor:
         raise PixelError(
-            f"{where}: image_mean {mean}, image_std {std} and rescale_factor {factor} must be 3, 3 and 1 non-zero numbers"
+            f"{where}: image_mean {mean}, image_std {std} and rescale_factor {factor} must be 3, 3 and 1"
+            " non-zero numbers"
         )
     scale = 1.0 if factor == 1 / 255 else 1.0 / factor / 255.0
     return PixelNorm(tuple(float(m) * scale for m in mean), tuple(float(s) * scale for s in std))
@@ -223,7 +224,8 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
         raise PixelError(f"{where}: an image processor with do_resize or do_convert_rgb off is not supported")
     if settings.resample not in (0, 2, 3):
         raise PixelError(
-            f"{where}: resample {settings.resample} is not supported; valid: 0 (nearest), 2 (bilinear), 3 (bicubic)"
+            f"{where}: resample {settings.resample} is not supported; valid: 0 (nearest), 2 (bilinear), 3"
+            " (bicubic)"
         )
     if video is not image and _norm(video, where) != settings.norm:
         raise PixelError(f"{where}: image and video processor normalise differently")
@@ -237,11 +239,13 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
     ):
         if low > high:
             raise PixelError(
-                f"data: the smallest {kind} area {low} is above the largest {high}; set min_pixels and max_pixels to fit"
+                f"data: the smallest {kind} area {low} is above the largest {high}; set min_pixels and"
+                " max_pixels to fit"
             )
     if settings.video_fps <= 0 or settings.video_max_frames < 1:
         raise PixelError(
-            f"data: video_fps {settings.video_fps} and video_max_frames {settings.video_max_frames} must be positive"
+            f"data: video_fps {settings.video_fps} and video_max_frames {settings.video_max_frames} must be"
+            " positive"
         )
 
 
@@ -542,7 +546,8 @@ def _open_video(data: bytes, max_pixels: int) -> Any:
         if codec.width * codec.height > max_pixels:
             container.close()
             raise TooLargeError(
-                f"frames of {codec.height} x {codec.width} pixels, more than the {max_pixels} that are allowed"
+                f"frames of {codec.height} x {codec.width} pixels, more than the {max_pixels} that are"
+                " allowed"
             )
         codec.options = {"max_pixels": str(max_pixels)}  # a later frame may say that it is larger
     return container

@@ -147,8 +147,20 @@ def _store_back(x, stride, cos, sin, first, end, value, LOW: tl.constexpr, D: tl
 
 
 @triton.jit
-def _store_gradient(dqkv, which: tl.constexpr, cos, sin, start, first, end, value, ROTATED: tl.constexpr,
-                    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):  # fmt: skip
+def _store_gradient(
+    dqkv,
+    which: tl.constexpr,
+    cos,
+    sin,
+    start,
+    first,
+    end,
+    value,
+    ROTATED: tl.constexpr,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+):
     """Into [P, heads, 3, d]; ``first`` and ``end`` count from ``start``."""
     head, stride = tl.program_id(1), tl.num_programs(1) * 3 * D
     x = dqkv + start.to(tl.int64) * stride + head * 3 * D + which * D
@@ -197,7 +209,6 @@ def _forward(
     segments,
     scale,
     width,
-    # fmt: skip
     OWN: tl.constexpr,
     STEP: tl.constexpr,
     D: tl.constexpr,
@@ -246,9 +257,30 @@ def _product_sum(
 
 
 @triton.jit(do_not_specialize=["segments", "width"])
-def _backward_query(own1, own2, walked1, walked2, out, dout, lse, delta, dqkv, cos, sin, cu, segments,
-                    scale, width, factor, ROTATED: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-                    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):  # fmt: skip
+def _backward_query(
+    own1,
+    own2,
+    walked1,
+    walked2,
+    out,
+    dout,
+    lse,
+    delta,
+    dqkv,
+    cos,
+    sin,
+    cu,
+    segments,
+    scale,
+    width,
+    factor,
+    ROTATED: tl.constexpr,
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+):
     """dQ of OWN queries of one head; on the way, delta = sum(out * dout) for the other kernel."""
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
@@ -280,9 +312,29 @@ def _backward_query(own1, own2, walked1, walked2, out, dout, lse, delta, dqkv, c
 
 
 @triton.jit(do_not_specialize=["segments"])
-def _backward_key(own1, own2, walked1, walked2, dout1, dout2, lse, delta, dqkv, cos, sin, cu, segments, scale, factor,
-                  ROTATED: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
-                  D1: tl.constexpr, D2: tl.constexpr):  # fmt: skip
+def _backward_key(
+    own1,
+    own2,
+    walked1,
+    walked2,
+    dout1,
+    dout2,
+    lse,
+    delta,
+    dqkv,
+    cos,
+    sin,
+    cu,
+    segments,
+    scale,
+    factor,
+    ROTATED: tl.constexpr,
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+):
     """dK and dV of OWN keys of one head over all queries of their segment; scores lie on their side, [OWN,
     STEP].
 
@@ -343,17 +395,35 @@ def _make_context_current(device: torch.device) -> None:
         _THREAD.current = True
 
 
-def _launch(kernel: Any, tile: Tile, packed: Tensor, described: tuple[TensorDescriptor, ...], tensors: tuple[Tensor, ...],
-            *numbers: float, **more: Any) -> None:  # fmt: skip
+def _launch(
+    kernel: Any,
+    tile: Tile,
+    packed: Tensor,
+    described: tuple[TensorDescriptor, ...],
+    tensors: tuple[Tensor, ...],
+    *numbers: float,
+    **more: Any,
+) -> None:
     """``tensors`` end with cu_seqlens."""
     _, heads, patches, d = packed.shape
     _make_context_current(packed.device)
     segments, (first, second) = tensors[-1].numel() - 1, _parts(d)
     kernel[(patches // tile.own + segments, heads)](
-        *described, *tensors, segments, d**-0.5 * math.log2(math.e), *numbers,
-        OWN=tile.own, STEP=tile.step, D=d, D1=first, D2=second,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **more,
-    )  # fmt: skip
+        *described,
+        *tensors,
+        segments,
+        d**-0.5 * math.log2(math.e),
+        *numbers,
+        OWN=tile.own,
+        STEP=tile.step,
+        D=d,
+        D1=first,
+        D2=second,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=tile.registers,
+        **more,
+    )
 
 
 def _attend(packed: Tensor, cu: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -372,8 +442,17 @@ Angles = tuple[Tensor, Tensor] | None
 """cos and sin of the rotation that gradients are turned back from."""
 
 
-def _gradient_of_query(packed: Tensor, out: Tensor, dout: Tensor, lse: Tensor, cu: Tensor, angles: Angles, tile: Tile,
-                       delta: Tensor, dqkv: Tensor) -> None:  # fmt: skip
+def _gradient_of_query(
+    packed: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    cu: Tensor,
+    angles: Angles,
+    tile: Tile,
+    delta: Tensor,
+    dqkv: Tensor,
+) -> None:
     """Fills delta, like lse, and its third of dqkv [P, h, 3, d]."""
     planes = packed.flatten(0, 1)
     described = *_described(planes, tile.own), *_described(planes, tile.step)
@@ -382,8 +461,16 @@ def _gradient_of_query(packed: Tensor, out: Tensor, dout: Tensor, lse: Tensor, c
     _launch(_backward_query, tile, packed, described, tensors, *numbers, ROTATED=angles is not None)
 
 
-def _gradient_of_key(packed: Tensor, dout: Tensor, lse: Tensor, cu: Tensor, angles: Angles, tile: Tile, delta: Tensor,
-                     dqkv: Tensor) -> None:  # fmt: skip
+def _gradient_of_key(
+    packed: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    cu: Tensor,
+    angles: Angles,
+    tile: Tile,
+    delta: Tensor,
+    dqkv: Tensor,
+) -> None:
     """Fills the thirds of key and value of dqkv [P, h, 3, d]."""
     planes = packed.flatten(0, 1)
     described = (

@@ -138,7 +138,8 @@ def choose_backend(
         raise RunConfigError(f"attention backend {name!r} has no CPU kernel; use sdpa or auto")
     if name == "triton" and not (towers and has_kernels(head_dim)):
         raise RunConfigError(
-            "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto"
+            "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use"
+            " auto"
         )
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise RunConfigError(

@@ -261,7 +261,8 @@ def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[LiveTensor]) ->
     for name, parameter, expert in tensors:
         if name not in table:
             raise RuntimeError(
-                f"parameter {name} has no entry in the tensor table (tied: {OUTPUT} is stored as the embedding)"
+                f"parameter {name} has no entry in the tensor table (tied: {OUTPUT} is stored as the"
+                " embedding)"
             )
         want = table[name].shard_shape(layout.cut)[0 if expert is None else 1 :]
         if tuple(parameter.shape) != want:

@@ -113,7 +113,8 @@ def make_layout(
     if layers is None:
         if total < entries:
             raise LayoutError(
-                f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; write layers by hand to leave some empty"
+                f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; write layers by hand"
+                " to leave some empty"
             )
         layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
     if len(layers) != entries:
@@ -136,7 +137,8 @@ def run_layout(spec: ModelSpec, parallel: ParallelConfig) -> Layout:
     p = parallel
     if spec.language.moe and p.tp > 1 and not p.sequence_parallel:
         raise LayoutError(
-            f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank routes tokens of its own"
+            f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank routes tokens of"
+            " its own"
         )
     return make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
 

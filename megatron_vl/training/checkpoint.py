@@ -514,9 +514,9 @@ def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> di
     for name, value in () if restart_data else now.items():
         if saved.get(name) != value:
             raise CheckpointError(
-                f"{source} was saved with {name} {saved.get(name)}, this run has {value}: the order of samples would change. "
-                f"Resume with the same {name}, or give --checkpoint.restart_data true to keep weights and optimizer and read "
-                "the data set from its start"
+                f"{source} was saved with {name} {saved.get(name)}, this run has {value}: the order of"
+                f" samples would change. Resume with the same {name}, or give --checkpoint.restart_data true"
+                " to keep weights and optimizer and read the data set from its start"
             )
     return saved
 

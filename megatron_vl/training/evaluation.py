@@ -115,8 +115,9 @@ class Evaluator:
         grid, data = self.grid, self.config.data
         if not rows:
             raise RunConfigError(
-                f"{data.path}: no sample of the split {self.config.eval.split!r} can be used, for the reasons above; correct the "
-                f"data set, raise data.seq_len (now {data.seq_len}), or set eval.interval to 0"
+                f"{data.path}: no sample of the split {self.config.eval.split!r} can be used, for the reasons"
+                f" above; correct the data set, raise data.seq_len (now {data.seq_len}), or set eval.interval"
+                " to 0"
             )
         count = -(-len(rows) // grid.dp)
         if grid.vpp > 1:  # the interleaved schedule takes multiples of the stages

@@ -236,9 +236,9 @@ def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
     if model.moe_aux_loss is not None or now == moe.aux_loss_coef:
         return ""
     return (
-        "the checkpoint does not say which load-balancing loss its run had. Earlier versions added it with router_aux_loss_coef "
-        f"({moe.aux_loss_coef}) unless model.moe_aux_loss was set, and now it is {now}. "
-        f"Give --model.moe_aux_loss {moe.aux_loss_coef} to go on as before"
+        "the checkpoint does not say which load-balancing loss its run had. Earlier versions added it with"
+        f" router_aux_loss_coef ({moe.aux_loss_coef}) unless model.moe_aux_loss was set, and now it is {now}."
+        f" Give --model.moe_aux_loss {moe.aux_loss_coef} to go on as before"
     )
 
 
@@ -308,7 +308,8 @@ def train(config: TrainConfig) -> None:
     if run.step >= _last_step(config):
         say(
             run.grid,
-            f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to go on",
+            f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to"
+            " go on",
         )
     try:
         signalled = _steps(run, log)
@@ -416,7 +417,7 @@ def _banner(run: Run) -> str:
     g, p = run.grid, run.layout
     experts = f" x ep {p.ep} (etp {p.etp})" if run.spec.language.moe else ""
     return (
-        f"{run.spec.family} on {run.platform.name}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {g.dp}{experts}, "
-        f"layers {list(p.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens, "
-        f"{run.config.global_batch_size} rows a step"
+        f"{run.spec.family} on {run.platform.name}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {g.dp}{experts},"
+        f" layers {list(p.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens,"
+        f" {run.config.global_batch_size} rows a step"
     )

@@ -181,8 +181,8 @@ class MetricsLog:
         if self.grid.rank != 0:
             return
         print(
-            f"step {step:>6}/{self.config.steps} | validation loss {result.loss:.6f} | {result.loss_tokens} tokens | "
-            f"{result.seconds:.1f} s",
+            f"step {step:>6}/{self.config.steps} | validation loss {result.loss:.6f} | {result.loss_tokens}"
+            f" tokens | {result.seconds:.1f} s",
             flush=True,
         )
         numbers = {
@@ -244,9 +244,9 @@ class MetricsLog:
             else f"{n['tflops_per_rank']:.3f} TFLOP/s"
         )
         line = (
-            f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f} | {_rates(n)} "
-            f"| {n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU | {speed} | {n['memory_gib']:.1f} GiB | "
-            f"data wait {n['data_wait_s'] * 1e3:.0f} ms"
+            f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f}"
+            f" | {_rates(n)} | {n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU |"
+            f" {speed} | {n['memory_gib']:.1f} GiB | data wait {n['data_wait_s'] * 1e3:.0f} ms"
         )
         line += f" | busiest expert {n['expert_load']:.2f}x" if "expert_load" in n else ""
         line += f" | dropped {dropped}" if dropped else ""

@@ -364,8 +364,9 @@ class OptimizerReader:
             ) in self.files.items():  # a damaged header hides what its file holds: name that file
                 check_hash(self.folder / file, facts)
         raise CheckpointError(
-            f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank}; were other "
-            "parts frozen when it was saved? Start a new run from its weights instead (model.checkpoint)"
+            f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank};"
+            " were other parts frozen when it was saved? Start a new run from its weights instead"
+            " (model.checkpoint)"
         )
 
     def get(

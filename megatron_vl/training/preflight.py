@@ -52,8 +52,8 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         )
     if config.optimizer.cpu_offload and config.checkpoint.dir:
         raise RunConfigError(
-            "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a checkpoint reads. "
-            "Leave checkpoint.dir empty, or cpu_offload off"
+            "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a"
+            " checkpoint reads. Leave checkpoint.dir empty, or cpu_offload off"
         )
     if config.data.balance:
         check_open_files(dp)
@@ -80,8 +80,9 @@ def check_open_files(dp: int) -> None:
     needed, allowed = dp + OWN_FILES, raise_open_files()
     if needed > allowed:
         raise RunConfigError(
-            f"data.balance connects each of {dp} data-parallel ranks to all others. That takes {needed} open files a "
-            f"process, and {allowed} are allowed: raise the limit (ulimit -Hn {needed}), or set data.balance to false"
+            f"data.balance connects each of {dp} data-parallel ranks to all others. That takes {needed} open"
+            f" files a process, and {allowed} are allowed: raise the limit (ulimit -Hn {needed}), or set"
+            " data.balance to false"
         )
 
 
@@ -188,13 +189,14 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
     done = source.lineage.data_restart
     if done is not None and done.attempt >= c.attempt and _reads_the_same(source, run_facts(config, dp)):
         told = (
-            f"checkpoint.restart_data: the data set was read from its start at step {done.step}, as this checkpoint "
-            f"records; going on in it. To read it from its start once more, give --checkpoint.attempt {done.attempt + 1}"
+            f"checkpoint.restart_data: the data set was read from its start at step {done.step}, as this"
+            " checkpoint records; going on in it. To read it from its start once more, give"
+            f" --checkpoint.attempt {done.attempt + 1}"
         )
         return Start(source, lineage, False, (*choice.said, told))
     told = (
-        f"checkpoint.restart_data: the data set is read from its start at step {source.step}; once this run has saved, a "
-        "start with the same option goes on in it"
+        f"checkpoint.restart_data: the data set is read from its start at step {source.step}; once this run"
+        " has saved, a start with the same option goes on in it"
     )
     lineage = dataclasses.replace(lineage, data_restart=DataRestart(source.step, c.attempt))
     return Start(source, lineage, True, (*choice.said, told))
@@ -255,8 +257,9 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None
         before = identity.get(name, RULES_BEFORE[name])
         if before != now:
             raise RunConfigError(
-                f"data.{name} is {now!r}, but {source} was trained under {before!r}: set data.{name} to {before!r} "
-                f"to go on with this run, or start a new one from its weights (model.checkpoint) under {now!r}"
+                f"data.{name} is {now!r}, but {source} was trained under {before!r}: set data.{name} to"
+                f" {before!r} to go on with this run, or start a new one from its weights (model.checkpoint)"
+                f" under {now!r}"
             )
 
 
@@ -294,8 +297,8 @@ def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[s
         found.append("checkpoint.dir is empty: nothing of this run is saved")
     elif not c.interval:
         found.append(
-            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}); a run that dies before "
-            "loses everything. Set an interval, for instance --checkpoint.interval 500"
+            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}); a run"
+            " that dies before loses everything. Set an interval, for instance --checkpoint.interval 500"
         )
     if not config.model.checkpoint and not resumes:
         found.append("model.checkpoint is empty: weights are random")
@@ -303,12 +306,13 @@ def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[s
     for part, rate in (("vision", config.optimizer.vision_lr), ("merger", config.optimizer.merger_lr)):
         if frozen[part] and rate is not None:
             found.append(
-                f"optimizer.{part}_lr {rate:g} has no effect: model.freeze_{part} keeps those weights as they are"
+                f"optimizer.{part}_lr {rate:g} has no effect: model.freeze_{part} keeps those weights as"
+                " they are"
             )
         elif rate == 0:
             found.append(
-                f"optimizer.{part}_lr 0 keeps those weights as they are, but computes their gradients and keeps their moments; "
-                f"--model.freeze_{part} true spares both"
+                f"optimizer.{part}_lr 0 keeps those weights as they are, but computes their gradients and"
+                f" keeps their moments; --model.freeze_{part} true spares both"
             )
     if platform == "cpu" and config.dtype == "bfloat16":
         found.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")

@@ -248,7 +248,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path} is not a manifest of {FORMAT!r}")
     if manifest.get("version") != VERSION:
         raise WeightsError(
-            f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}: convert again"
+            f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}: convert"
+            " again"
         )
     for field in ("kind", "family", "layout", "hf_config", "tensors", "files", "digest"):
         if field not in manifest:

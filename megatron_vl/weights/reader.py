@@ -57,7 +57,10 @@ def find_weights(path: str | Path) -> Path:
     if saved is None:
         looks = f"holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {run_folder.LATEST}"
         if (path / "config.json").is_file():
-            looks = f"is a Hugging Face folder, not Megatron weights; `megatron-vl convert --hf {path} --out DIR` writes those"
+            looks = (
+                f"is a Hugging Face folder, not Megatron weights; `megatron-vl convert --hf {path} --out DIR`"
+                " writes those"
+            )
         raise FileNotFoundError(f"{path} {looks}")
     weights = saved.path / "weights"
     if not (weights / MANIFEST).is_file():
@@ -139,13 +142,15 @@ class WeightReader:
                     raise WeightsError(f"{path}: tensor {name!r} does not belong in {file}")
                 if where.setdefault((part, name), file) != file:
                     raise WeightsError(
-                        f"{path}: tensor {name!r} of {_rank(self.table[name], part, self.cut)} is in two files"
+                        f"{path}: tensor {name!r} of {_rank(self.table[name], part, self.cut)} is in two"
+                        " files"
                     )
         for name, info in self.table.items():
             for part in range(self.cut.parts(info)):
                 if (part, name) not in where:
                     raise WeightsError(
-                        f"{path}: no file holds tensor {name!r} ({info.split}) of {_rank(info, part, self.cut)}"
+                        f"{path}: no file holds tensor {name!r} ({info.split}) of"
+                        f" {_rank(info, part, self.cut)}"
                     )
         if len(where) != sum(self.cut.parts(info) for info in self.table.values()):
             raise WeightsError(f"{path}: files of more ranks than its layout's {self.cut}")
@@ -185,8 +190,8 @@ class WeightReader:
                     "tensors"
                 ][name]:
                     raise WeightsError(
-                        f"{reader.path} is damaged: tensor {name!r} is not what was written (SHA-256 differs from {MANIFEST}); "
-                        "fetch or write the weights again"
+                        f"{reader.path} is damaged: tensor {name!r} is not what was written (SHA-256 differs"
+                        f" from {MANIFEST}); fetch or write the weights again"
                     )
                 self._checked.add((file, name))
         return reader

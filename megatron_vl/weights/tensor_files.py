@@ -144,7 +144,8 @@ class TensorReader:
         if self.code(name) not in DTYPES:
             valid = ", ".join(DTYPES)
             raise WeightsError(
-                f"{self.path}: tensor {name!r} has type {self.code(name)}; weights may be {valid}, not quantised"
+                f"{self.path}: tensor {name!r} has type {self.code(name)}; weights may be {valid}, not"
+                " quantised"
             )
         return DTYPES[self.code(name)]
 

@@ -350,7 +350,8 @@ def test_energon_finds_all_of_it(tmp_path):
     assert sum(counts[name] for name in splits["val"]) == report.val == 3
     with sqlite3.connect(out / ".nv-meta/index.sqlite") as db:
         parts = db.execute(
-            "select tar_file_id, content_byte_offset, content_byte_size, part_name, sample_index from sample_parts"
+            "select tar_file_id, content_byte_offset, content_byte_size, part_name, sample_index from"
+            " sample_parts"
         ).fetchall()
         names = list(counts)
         by_name = shards(out)
@@ -469,7 +470,10 @@ def test_the_limit_of_pixels_can_be_set(tmp_path):
     write(tmp_path / "media/a.png", encoded(100, 100))
     write(tmp_path / "media/b.png", bomb(10_000, 20_000))
     write(tmp_path / "media/c.mp4", video(3, 128, 128))
-    ask = lambda kind, ref: {kind: ref, "conversations": [{"from": "human", "value": f"<{kind}>"}, GPT]}  # noqa: E731
+
+    def ask(kind: str, ref: str) -> dict[str, object]:
+        return {kind: ref, "conversations": [{"from": "human", "value": f"<{kind}>"}, GPT]}
+
     records = [ask("image", "a.png"), ask("image", "b.png"), ask("video", "c.mp4")]
     out, _ = converted(tmp_path, records, max_pixels=9_999)
     assert refused(out) == {1: "image too large", 2: "image too large", 3: "video too large"}
@@ -579,8 +583,8 @@ def test_command_lists_what_was_quarantined(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"1 of 4 records written to {tmp_path / 'out'} in " in out
     assert (
-        f", 3 quarantined (medium missing: 2, no conversation: 1), listed in {tmp_path / 'out/quarantine.jsonl'}\n"
-        in out
+        ", 3 quarantined (medium missing: 2, no conversation: 1), listed in"
+        f" {tmp_path / 'out/quarantine.jsonl'}\n" in out
     )
 
 

@@ -92,7 +92,10 @@ class Outcome:
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.reasons.most_common())
-        return f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used; {reasons}"
+        return (
+            f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used;"
+            f" {reasons}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -336,7 +339,7 @@ def _one_pass(
     return len(used - dropped.keys()), Counter(dropped.values()), missing
 
 
-# ------------------------------------------------------------------------------------------------------------- guard
+# ----------------------------------------------------------------------------------------------- guard
 
 
 def _guarded(work: Callable[[], Any], seconds: float) -> Any:

@@ -88,7 +88,8 @@ def run_kills(
         killed += 1
         during_save += "saving" in where
         print(
-            f"kill {killed}/{kills} at {where}, last checkpoint {[p.name for p in sorted(run.glob('step_*'))][-1:]}",
+            f"kill {killed}/{kills} at {where}, last checkpoint"
+            f" {[p.name for p in sorted(run.glob('step_*'))][-1:]}",
             flush=True,
         )
     done = train(prepared, run, *options, ranks=ranks, steps=steps)

@@ -104,9 +104,13 @@ def test_a_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
         "list.m3u8": playlist,
         "list.mp4": playlist,
         "concat.mp4": f"ffconcat version 1.0\nfile {clip}\n",
-        "session.mp4": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 9 RTP/AVP 96\n",
-        "manifest.mp4": f'<?xml version="1.0"?><MPD><Period><AdaptationSet><Representation><BaseURL>{clip}</BaseURL>'
-        "</Representation></AdaptationSet></Period></MPD>",
+        "session.mp4": (
+            "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 9 RTP/AVP 96\n"
+        ),
+        "manifest.mp4": (
+            f'<?xml version="1.0"?><MPD><Period><AdaptationSet><Representation><BaseURL>{clip}</BaseURL>'
+            "</Representation></AdaptationSet></Period></MPD>"
+        ),
         "subtitle.mkv": f"subfile,,start,0,end,0,,:{clip}",
     }[name]
     write(tmp_path / "media" / name, text.encode())
@@ -120,7 +124,9 @@ def test_a_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
 def test_formats_that_start_other_programs_are_not_opened(tmp_path, secret, name):
     """Pillow would hand EPS to Ghostscript; ImageMagick's scripts name files."""
     text = {
-        "program.eps": "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 30 30\n%%EndComments\n(x) run\nshowpage\n",
+        "program.eps": (
+            "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 30 30\n%%EndComments\n(x) run\nshowpage\n"
+        ),
         "program.ps": "%!PS-Adobe-3.0\n%%BoundingBox: 0 0 30 30\n(/etc/passwd) (r) file\n",
         "vector.svg": '<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
         "script.mvg": "push graphic-context\nimage over 0,0 0,0 '/etc/passwd'\npop graphic-context\n",

@@ -38,12 +38,14 @@ from toolkit.cli import main
 for words in sys.argv[1:]:
     assert main(words.split()) == 1, words
 assert "torch" not in sys.modules
+folders = ["--original", ".", "--converted", ".", "--out", "out"]
 for words in ("x --lmu-data nowhere", "x.tsv --lmu-data docs", "docs/x --lmu-data docs"):
-    assert main(["evaluate", "--original", ".", "--converted", ".", "--out", "out", "--data", *words.split()]) == 2, words
+    assert main(["evaluate", *folders, "--data", *words.split()]) == 2, words
 assert "torch" not in sys.modules
 hf = "tests/hf_configs/Qwen2-VL-2B-Instruct.json"
 for data in ("docs", "pyproject.toml"):
-    assert main(["bench", "--hf", hf, "--processes", "1", "--data", data, "--global_batch_size", "1"]) == 1, data
+    options = ["--hf", hf, "--processes", "1", "--data", data, "--global_batch_size", "1"]
+    assert main(["bench", *options]) == 1, data
 assert "torch" not in sys.modules
 from megatron_vl.train import main as train
 for words in ("--parallel.tp 3", "--model.hf nowhere", "--data.path nowhere --model.hf " + "tests"):
@@ -52,7 +54,8 @@ assert "torch" not in sys.modules
 assert main(["train", "--parallel.tp", "3", "--nproc-per-node", "4"]) == 1
 assert "torch" not in sys.modules
 assert main(["data", "verify", "pyproject.toml"]) == 1  # a file where a folder belongs
-for words in ("doctor --data.seq_len 64", "verify a b --forse", "train", "train --config pyproject.toml", "convrt"):
+wrong = ("doctor --data.seq_len 64", "verify a b --forse", "train", "train --config pyproject.toml", "convrt")
+for words in wrong:
     assert main(words.split()) == 2, words
 """
 

@@ -160,7 +160,10 @@ def test_disk_that_is_too_small_or_not_there(tmp_path):
 
 def test_gpus_as_nvidia_smi_lists_them():
     """Its own CSV, with a GPU that has fallen off the bus."""
-    text = "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error], [N/A], [N/A], 1\n"
+    text = (
+        "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error],"
+        " [N/A], [N/A], 1\n"
+    )
     assert parse_gpus(text) == [
         Gpu(0, "NVIDIA H200", 143771, 4, "580.95.05"),
         Gpu(1, "NVIDIA H200", 143771, 70012, "580.95.05"),

@@ -34,7 +34,10 @@ def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
 # docs/log.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels; patches
 # of the fullest row.
 BEFORE = "--model.window_attention backend --model.vision_attention torch_varlen".split()
-PIPELINE = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true --global_batch_size 8"
+PIPELINE = (
+    "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true"
+    " --global_batch_size 8"
+)
 MEASURED = [
     ("4 layers, text", 55.6, 1, "--global_batch_size 2", 4, 0),
     (

@@ -242,8 +242,8 @@ def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
             lines.append("    share of the peak while it runs: " + ", ".join(halves))
         s = w["straggling"]
         lines.append(
-            f"    compute of the slowest data-parallel rank {s['max_over_mean']:.3f} of the mean; idle pipeline stages "
-            f"{w['pipeline_idle_share']:.1%} of the step"
+            f"    compute of the slowest data-parallel rank {s['max_over_mean']:.3f} of the mean; idle"
+            f" pipeline stages {w['pipeline_idle_share']:.1%} of the step"
         )
     return lines
 

@@ -25,7 +25,8 @@ def show(options: ShowOptions) -> int:
     if facts["lineage"] and facts["lineage"]["parent"]:
         parent = facts["lineage"]["parent"]
         print(
-            f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch {parent['branch']}"
+            f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch"
+            f" {parent['branch']}"
         )
     print(f"  layout   {shape}, layers {layout['layers']}")
     print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")

@@ -217,7 +217,8 @@ def prepare(demo: Demo) -> None:
     demo.run_yaml.write_text(yaml.safe_dump(settings, sort_keys=False))
     parameters = sum(torch.Size(shape).numel() for shape in _shapes(demo.hf))
     demo.console.print(
-        f"{demo.hf}: {parameters / 1e6:.2f} M parameters, random; {conversations}: {len(_samples(demo))} conversations"
+        f"{demo.hf}: {parameters / 1e6:.2f} M parameters, random; {conversations}: {len(_samples(demo))}"
+        " conversations"
     )
     demo.console.print(f"{demo.run_yaml}: what the training below does")
 
@@ -367,7 +368,8 @@ def compare_losses(
     error = abs(loss - evaluated["loss"]) / loss
     demo.check(
         f"Loss {when}: transformers' equals the trainer's",
-        f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']} tokens",
+        f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']}"
+        " tokens",
         error < tolerance and tokens == evaluated["loss_tokens"] and evaluated["samples"] == len(samples),
     )
 

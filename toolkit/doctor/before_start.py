@@ -141,7 +141,10 @@ def _spec_alone(config: TrainConfig) -> tuple[ModelSpec, Layout] | None:
 def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> list[Finding]:
     peak = peak_gib(stages)
     found = f"{peak:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} more should stay free"
-    advice = "more tp, pp or GPUs; recompute.vision or recompute.language; a smaller data.seq_len or data.max_patches"
+    advice = (
+        "more tp, pp or GPUs; recompute.vision or recompute.language; a smaller data.seq_len or"
+        " data.max_patches"
+    )
     findings = []
     if gpus:
         have = min(gpu.memory for gpu in gpus) / 1024
@@ -176,7 +179,8 @@ def _positions(config: TrainConfig, spec: ModelSpec) -> Finding:
         )
     return ok(
         "positions",
-        f"rows of {config.data.seq_len} tokens, the model was made for {longest or 'any number of'} positions",
+        f"rows of {config.data.seq_len} tokens, the model was made for {longest or 'any number of'}"
+        " positions",
     )
 
 
@@ -211,13 +215,22 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
         row = next(loader)
         seconds = time.perf_counter() - start
     except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
-        advice = "model.hf must hold config.json, tokenizer, chat template and preprocessor; `megatron-vl data verify` checks the data"
+        advice = (
+            "model.hf must hold config.json, tokenizer, chat template and preprocessor; `megatron-vl data"
+            " verify` checks the data"
+        )
         return broken("rows", f"{type(error).__name__}: {error}", advice)
     finally:
         if loader is not None:
             loader.close()
-    found = f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): {row.num_samples} samples, "
-    found += f"{row.num_images} pictures, {row.num_patches} patches, {int(row.loss_mask.sum())} loss tokens of {row.seq_len}"
+    found = (
+        f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s):"
+        f" {row.num_samples} samples, "
+    )
+    found += (
+        f"{row.num_images} pictures, {row.num_patches} patches, {int(row.loss_mask.sum())} loss tokens of"
+        f" {row.seq_len}"
+    )
     if row.dropped:
         return note(
             "rows",

@@ -104,10 +104,12 @@ def installed(name: str) -> str | None:
 
 
 _PROBES = {
-    "torch": """import json, torch
+    "torch": (
+        """import json, torch
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else ""
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus, "nccl": nccl}))""",
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus, "nccl": nccl}))"""
+    ),
     "megatron.core": "import megatron.core; print('{}')",
     "transformer_engine": "import transformer_engine.pytorch; print('{}')",
     "flash_attn": "import flash_attn; print('{}')",
@@ -142,9 +144,10 @@ def _torch(facts: dict | None, error: str, has_gpu: bool) -> Finding:
     found = f"{facts['version']}, built for CUDA {facts['cuda'] or 'no'}"
     if has_gpu and not facts["gpus"]:
         return broken(
-            "torch", f"{found}, sees no GPU though nvidia-smi does",
+            "torch",
+            f"{found}, sees no GPU though nvidia-smi does",
             "the driver is older than this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs: update the driver, or unset it",
-        )  # fmt: skip
+        )
     return ok(
         "torch", found + (f", {facts['gpus']} GPUs, NCCL {facts['nccl']}" if facts["gpus"] else ", no GPU")
     )
@@ -280,9 +283,10 @@ def _environment(has_gpu: bool) -> Iterator[Finding]:
     alloc = found.get("PYTORCH_ALLOC_CONF", found.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     if has_gpu and "expandable_segments:True" not in alloc:
         yield note(
-            "allocator", "expandable_segments is off; pictures of changing sizes fragment the memory",
+            "allocator",
+            "expandable_segments is off; pictures of changing sizes fragment the memory",
             "start with megatron-vl train, or export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        )  # fmt: skip
+        )
 
 
 def all_reduce(gpus: int) -> Finding:
@@ -292,10 +296,16 @@ def all_reduce(gpus: int) -> Finding:
     ranks = gpus or 2
     done = run_group("toolkit.doctor.all_reduce", ["nccl" if gpus else "gloo"], ranks)
     if done.returncode:
-        advice = "run again with NCCL_DEBUG=INFO; check the network interface (NCCL_SOCKET_IFNAME), /dev/shm and the driver"
+        advice = (
+            "run again with NCCL_DEBUG=INFO; check the network interface (NCCL_SOCKET_IFNAME), /dev/shm and"
+            " the driver"
+        )
         return broken("all-reduce", f"over {ranks} ranks failed: {end_of(done, 3)}", advice)
     facts = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
-    speed = f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2f} ms, {facts['bus_gb_s']:.1f} GB/s on the bus"
+    speed = (
+        f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2f} ms, {facts['bus_gb_s']:.1f} GB/s"
+        " on the bus"
+    )
     return ok("all-reduce", f"{facts['backend']} over {ranks} ranks: right, {speed}")
 
 

@@ -29,10 +29,10 @@ from toolkit.layouts import LayoutSpec
 from toolkit.samples import SampleEncoder, write_samples
 from toolkit.tiny import FAMILIES, write_tiny_checkpoint
 
+from .case import Case, write_cases
 from .places import component_of, place_of
 from .stored import Job, write_job
 from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
-from .case import Case, write_cases
 
 PHOTOGRAPHS = ("astronaut", "two_images", "image_between_texts", "text_only")
 """Of the demo's conversations, those that are compared when no pictures are given."""
@@ -79,7 +79,8 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
         say(
-            f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, {request.dtype}"
+            f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens,"
+            f" {request.dtype}"
         )
         job = Job(
             hf=str(hf),
@@ -121,8 +122,8 @@ def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
     if spec.language.moe and layout.tp > 1 and not layout.sequence_parallel:
         sizes, colon, layers = layout.text.partition(":")
         raise UserError(
-            f"--layouts {layout.text}: with experts, tensor parallelism needs sequence parallelism (each rank routes tokens of "
-            f"its own); write {sizes}sp{colon}{layers}"
+            f"--layouts {layout.text}: with experts, tensor parallelism needs sequence parallelism (each rank"
+            f" routes tokens of its own); write {sizes}sp{colon}{layers}"
         )
     try:
         run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
@@ -149,7 +150,8 @@ def _weights(request: Request, hf: Path, spec: ModelSpec, work: Path, say: Calla
         spec.language,
     ):
         raise UserError(
-            f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than --hf {hf}"
+            f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than --hf"
+            f" {hf}"
         )
     return request.checkpoint
 

@@ -231,7 +231,8 @@ def read_language(
     section = tuple(int(n) for n in rope["mrope_section"])
     if len(section) != 3 or sum(section) != head_dim // 2:
         raise ConfigError(
-            f"config.json: mrope_section {section} must be three numbers that add up to head_dim/2 = {head_dim // 2}"
+            f"config.json: mrope_section {section} must be three numbers that add up to head_dim/2 ="
+            f" {head_dim // 2}"
         )
     if tied is None:
         tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
@@ -275,7 +276,8 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
         )
     if len(deep) > language.num_layers:
         raise ConfigError(
-            f"config.json: {len(deep)} DeepStack layers need as many decoder layers; there are {language.num_layers}"
+            f"config.json: {len(deep)} DeepStack layers need as many decoder layers; there are"
+            f" {language.num_layers}"
         )
     return ModelSpec(
         family=family,
