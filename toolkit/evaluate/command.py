@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -13,6 +14,8 @@ from .options import EvaluateOptions
 if TYPE_CHECKING:
     from toolkit.evaluate.run import Result
 
+MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-vl[eval]' (in a checkout: make eval)"
+
 
 def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report."""
@@ -21,6 +24,8 @@ def evaluate(options: EvaluateOptions) -> int:
     lmu_data = options.lmu_data or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     try:
         check_data(options.data, lmu_data, not options.no_scores)
+        if importlib.util.find_spec("vlmeval") is None:
+            raise UsageError(MISSING)
         result = _evaluate(options, lmu_data)
     except (
         UsageError,
