@@ -14,7 +14,7 @@ from .options import EvaluateOptions
 if TYPE_CHECKING:
     from toolkit.evaluate.run import Result
 
-MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-vl[eval]' (in a checkout: make eval)"
+MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-vl[eval]'"
 
 
 def evaluate(options: EvaluateOptions) -> int:
