@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.cli import main
 from toolkit.demo import steps
-from toolkit.demo.data import PICTURES, write_raw_data
+from toolkit.demo.data import PICTURES, load_pictures, write_raw_data
 from toolkit.demo.reference import PLACEHOLDER, read_sample
 
 
@@ -82,6 +82,15 @@ def test_conversations_and_media_fit(tmp_path):
         assert written == len(images) + len(videos)
         counts.append((len(images), len(videos)))
     assert {(0, 0), (1, 0), (2, 0), (0, 1)} == set(counts)
+
+
+def test_without_scikit_image_pictures_are_drawn_in_the_photographs_sizes(monkeypatch, tmp_path):
+    photographs = {name: load().shape for name, load in load_pictures().items()}
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    drawn = {name: load() for name, load in load_pictures().items()}
+    assert {name: picture.shape for name, picture in drawn.items()} == photographs
+    assert len({picture.tobytes() for picture in drawn.values()}) == len(photographs)
+    assert len(json.loads(write_raw_data(tmp_path).read_text())) == 11
 
 
 def test_steps_must_be_enough(capsys):

@@ -146,7 +146,8 @@ def _torch(facts: dict | None, error: str, has_gpu: bool) -> Finding:
         return broken(
             "torch",
             f"{found}, sees no GPU though nvidia-smi does",
-            "the driver is older than this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs: update the driver, or unset it",
+            "the driver is older than this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs: "
+            "update the driver, or unset it",
         )
     return ok(
         "torch", found + (f", {facts['gpus']} GPUs, NCCL {facts['nccl']}" if facts["gpus"] else ", no GPU")

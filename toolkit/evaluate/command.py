@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -13,6 +14,8 @@ from .options import EvaluateOptions
 if TYPE_CHECKING:
     from toolkit.evaluate.run import Result
 
+MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-vl[eval]'"
+
 
 def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report."""
@@ -22,6 +25,8 @@ def evaluate(options: EvaluateOptions) -> int:
     try:
         options.data, lmu_data = find_data(options.data, options.lmu_data, usual)
         check_data(options.data, lmu_data, not options.no_scores)
+        if importlib.util.find_spec("vlmeval") is None:
+            raise UsageError(MISSING)
         result = _evaluate(options, lmu_data)
     except (
         UsageError,
