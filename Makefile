@@ -13,7 +13,7 @@ SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 # The newest transformers that pyproject.toml allows; constraints.txt has the oldest. Tests of what follows
 # its rules (positions, prompts, processors, configs) run with both.
 NEWEST := $(VENV)/transformers-5.23.0
-RULES  := $(addprefix tests/, models/test_video_positions.py models/test_absent_fields.py \
+RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fields.py \
           data/test_assemble.py data/test_chat.py data/test_pixels.py data/test_loader.py toolkit/test_hf_videos.py)
 
 .PHONY: help demo quick test test-full test-next test-transformers check lint types docs setup eval lock clean

@@ -231,7 +231,7 @@ def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
     metrics.LISTED_BYTES = limit
     log = metrics.MetricsLog(config, spec, grid, platform)
 
-    result = StepResult(loss=1.5, loss_tokens=20, grad_norm=0.5, updated=True)
+    result = StepResult(loss=1.5, loss_tokens=20, grad_norm=0.5, skipped="")
     rates: Any = {"language": 0.1, "vision": 0.1, "merger": 0.1}
     lines = []
     for steps in ((1,), (2,), (3, 4), (5,)):
