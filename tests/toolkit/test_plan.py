@@ -197,8 +197,8 @@ def test_example_states_what_is_estimated_today(path):
 
 
 def test_estimated_speed_is_the_measured_one():
-    """Tokens a second and GPU on image rows, docs/log/2026-11.md 2026-11-21: the 7B on four H200, the 3B on one,
-    TP2 on two."""
+    """Tokens a second and GPU on image rows, docs/log/2026-11.md 2026-11-21: the 7B on four H200, the 3B
+    on one, TP2 on two."""
     lean = ["--data.seq_len", "8192", *LEAN.split(), "--global_batch_size", "16"]
     for measured, size, world, layers, more in (
         (9670, "Qwen2.5-VL-7B", 4, {}, []),
