@@ -7,6 +7,7 @@ mkdocs calls :func:`on_files` and :func:`on_page_markdown`. Nothing here imports
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -206,18 +207,33 @@ PAGES: dict[str, Callable[[], str]] = {
 """Address below docs/ -> what writes the page."""
 
 
+ITEM = re.compile(r"([-*]|\d+\.) ")
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """mkdocs' hook: what belongs to an item of a list is indented by two spaces in our files, and by four for
-    Python-Markdown."""
+    """mkdocs' hook: lists as Python-Markdown wants them.
+
+    Our files are written for any reader of Markdown. Python-Markdown wants what belongs to an item indented
+    by four spaces, and a blank line before a list that follows a paragraph.
+    """
     lines: list[str] = []
     fence, wider = "", 0
+    within_paragraph = False
     for line in markdown.splitlines():
         text = line.lstrip(" ")
         indent = len(line) - len(text)
         if not fence:
             wider = 4 - indent if indent in (2, 3) else 0
+            if not text:
+                within_paragraph = False
+            elif ITEM.match(text):
+                lines += [""] if within_paragraph else []
+                within_paragraph = False
+            elif not lines or not lines[-1]:
+                within_paragraph = text[0] not in "|#"
         if text.startswith("```"):
             fence = "" if fence else text
+            within_paragraph = False
         lines.append(" " * wider + line if text else line)
     return "\n".join(lines)
 

@@ -167,8 +167,13 @@ def test_lists_are_indented_as_python_markdown_wants_it() -> None:
   make
     deeper
   ```
+
+A paragraph:
 1. one
    two
+
+   more of one
+2. two
 
     code
 """
@@ -183,8 +188,15 @@ def test_lists_are_indented_as_python_markdown_wants_it() -> None:
         "    make",
         "      deeper",
         "    ```",
+        "",
+        "A paragraph:",
+        "",
         "1. one",
         "    two",
+        "",
+        "    more of one",
+        "",
+        "2. two",
         "",
         "    code",
     ]
