@@ -43,17 +43,19 @@ name: `--data.seq_len 8192`. A field that is left out has its default.
 
 def run_reference() -> str:
     """The page ``reference/run.md``."""
-    sections = [field for field in dataclasses.fields(TrainConfig) if section_of(field)]
-    whole = [field for field in dataclasses.fields(TrainConfig) if not section_of(field)]
+    return "\n".join([RUN_INTRODUCTION, "## The run as a whole\n", *_config_parts(TrainConfig, prefix="")])
 
-    parts = [RUN_INTRODUCTION, "## The run as a whole\n"]
-    parts += _fields(TrainConfig, whole, prefix="")
-    for field in sections:
-        config = section_of(field)
-        assert config is not None
-        parts += [f"## {field.name}\n", f"{as_markdown(_docstring(config))}\n"]
-        parts += _fields(config, list(dataclasses.fields(config)), prefix=f"{field.name}.")
-    return "\n".join(parts)
+
+def _config_parts(config: type, prefix: str) -> list[str]:
+    """The plain fields of a dataclass, then its sections."""
+    sections = {field.name: section_of(field) for field in dataclasses.fields(config)}
+    plain = [field for field in dataclasses.fields(config) if sections[field.name] is None]
+    parts = _fields(config, plain, prefix)
+    for name, section in sections.items():
+        if section is not None:
+            parts += [f"## {prefix}{name}\n", f"{as_markdown(_docstring(section))}\n"]
+            parts += _config_parts(section, prefix=f"{prefix}{name}.")
+    return parts
 
 
 def section_of(field: dataclasses.Field) -> type | None:
