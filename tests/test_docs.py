@@ -135,3 +135,23 @@ def test_every_page_is_in_the_navigation():
     named = {ROOT / "docs" / page for page in re.findall(r": ([\w./-]+\.md)$", text, re.MULTILINE)}
     pages = set((ROOT / "docs").rglob("*.md")) | GENERATED
     assert named == pages
+
+
+@pytest.mark.parametrize(("link", "built"), [("#a-page", True), ("nowhere.md", False), ("#nowhere", False)])
+def test_the_site_is_not_built_with_a_broken_link(tmp_path, link, built):
+    """With the options of `make docs`: mkdocs forgets --strict where --quiet is given too."""
+    recipe = re.search(r"\$\(BIN\)/mkdocs (build.*)", (ROOT / "Makefile").read_text())
+    assert recipe is not None
+    options = recipe[1].split()
+    options[options.index("--site-dir") + 1] = str(tmp_path / "site")
+
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text(f"# A page\n\n[A link]({link})\n")
+    config = f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: pages\nhooks: []\nplugins: []\nnav: [index.md]\n"
+    (tmp_path / "mkdocs.yml").write_text(config)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", *options, "--config-file", tmp_path / "mkdocs.yml"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode == 0) == built, done.stderr[-2000:]
