@@ -89,8 +89,9 @@ COMMANDS_INTRODUCTION = """\
 # Commands
 
 Every command with its options. This page is generated from the options' dataclasses
-(`toolkit/*/options.py`); `megatron-vl COMMAND --help` says the same. The exit code is 0 when all went well, 2
-when the command line cannot be used, and another one where the command says so.
+(`toolkit/*/options.py`); `megatron-vl COMMAND --help` says the same. The exit code is 0 when all went well, 1
+when the command stopped with a message, 2 when its command line cannot be used, and another one where the
+command says so.
 """
 
 
