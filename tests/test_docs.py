@@ -7,32 +7,39 @@ conversations with their media.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from megatron_vl.config import parse_config, validate
 from tests.commands import logical_lines, megatron_vl_command, trainer_config
+from tests.docs_site import docs_hooks
 from toolkit.demo.data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+GENERATED = {ROOT / "docs" / page for page in docs_hooks().PAGES}
+"""Pages that exist in the built site only."""
 LINK = re.compile(r"\]\((?!\w+:)([^)#]+)")
 
 
 def blocks(document: Path) -> list[str]:
-    return BLOCK.findall(document.read_text())
+    """The commands of each block; those within lists lose their indentation."""
+    return [textwrap.dedent(text) for _, text in BLOCK.findall(document.read_text())]
 
 
 COMMANDS = [
-    (document.name, line)
-    for document in DOCUMENTS
+    (name, line)
+    for name, document in zip(NAMES, DOCUMENTS, strict=True)
     for block in blocks(document)
     for line in logical_lines(block)
 ]
@@ -55,8 +62,8 @@ def test_commands_are_valid(document, line):
     elif program == "megatron-vl":
         megatron_vl_command(line)
     elif program == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(words[1:]) <= set(targets)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in words[1:] if "=" not in word} <= set(targets)
     elif "/slurm.sh" in line:
         assert (ROOT / "examples" / f"{words[-1]}.yaml").is_file() and (ROOT / words[-2]).is_file()
     elif program.startswith("examples/"):
@@ -69,6 +76,9 @@ def test_commands_are_valid(document, line):
     elif program in ("pip", "pre-commit", "source", "python") or words[1:3] == ["-m", "pytest"]:
         for word in words[1:]:
             assert not word.startswith(("tests/", "constraints")) or (ROOT / word).exists()
+        if program == "python" and "-m" in words:
+            module = words[words.index("-m") + 1]
+            assert importlib.util.find_spec(module), f"{document}: there is no module {module}"
     else:
         pytest.fail(
             f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to"
@@ -76,7 +86,7 @@ def test_commands_are_valid(document, line):
         )
 
 
-@pytest.mark.parametrize("document", CHECKED, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", CHECKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "checkpoints").mkdir()
@@ -95,10 +105,53 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
-    assert "identical" in done.stdout
+    if "megatron-vl verify" in script:
+        assert "identical" in done.stdout
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_links_lead_somewhere(document):
     for target in LINK.findall(document.read_text()):
-        assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
+        path = (document.parent / target).resolve()
+        assert path.exists() or path in GENERATED, f"{document} links to {target}, which does not exist"
+
+
+OURS = "benchmarks|converters|data_tools|docs|examples|megatron_vl|tests|toolkit"
+FILE = re.compile(rf"`((?:{OURS})/[a-z0-9_./]+\.(?:py|sh|yaml|md))(?:::(\w+))?`")
+PRESENT = [document for document in DOCUMENTS if not re.fullmatch(r"\d{4}-\d\d", document.stem)]
+"""The log of a month speaks of files as they were."""
+
+
+@pytest.mark.parametrize("document", PRESENT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_tests_that_are_named_exist(document):
+    for file, test in FILE.findall(document.read_text()):
+        assert (ROOT / file).is_file(), f"{document} names {file}, which does not exist"
+        if test:
+            assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{document}: {file} has no {test}"
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = {ROOT / "docs" / page for page in re.findall(r": ([\w./-]+\.md)$", text, re.MULTILINE)}
+    pages = set((ROOT / "docs").rglob("*.md")) | GENERATED
+    assert named == pages
+
+
+@pytest.mark.parametrize(("link", "built"), [("#a-page", True), ("nowhere.md", False), ("#nowhere", False)])
+def test_the_site_is_not_built_with_a_broken_link(tmp_path, link, built):
+    """With the options of `make docs`: mkdocs forgets --strict where --quiet is given too."""
+    recipe = re.search(r"\$\(BIN\)/mkdocs (build.*)", (ROOT / "Makefile").read_text())
+    assert recipe is not None
+    options = recipe[1].split()
+    options[options.index("--site-dir") + 1] = str(tmp_path / "site")
+
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text(f"# A page\n\n[A link]({link})\n")
+    config = f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: pages\nhooks: []\nplugins: []\nnav: [index.md]\n"
+    (tmp_path / "mkdocs.yml").write_text(config)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", *options, "--config-file", tmp_path / "mkdocs.yml"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode == 0) == built, done.stderr[-2000:]
