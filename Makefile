@@ -62,7 +62,7 @@ types: $(READY)  ## mypy
 	$(BIN)/mypy
 
 docs: $(READY)   ## the documentation site, built strictly (.site/); its commands are checked by the tests
-	$(BIN)/mkdocs build --strict --quiet --site-dir .site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir .site
 
 setup: $(READY)  ## the virtual environment, pinned by constraints.txt
 

@@ -7,38 +7,60 @@ conversations with their media.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_vl.config import parse_config, validate
 from tests.commands import logical_lines, megatron_vl_command, trainer_config
+from tests.docs_site import docs_hooks
 from toolkit.demo.data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+GENERATED = {ROOT / "docs" / page for page in docs_hooks().PAGES}
+"""Pages that exist in the built site only."""
 LINK = re.compile(r"\]\((?!\w+:)([^)#]+)")
 
 
 def blocks(document: Path) -> list[str]:
-    return BLOCK.findall(document.read_text())
+    """The commands of each block; those within lists lose their indentation."""
+    return [textwrap.dedent(text) for _, text in BLOCK.findall(document.read_text())]
 
 
 COMMANDS = [
-    (document.name, line)
-    for document in DOCUMENTS
+    (name, line)
+    for name, document in zip(NAMES, DOCUMENTS, strict=True)
     for block in blocks(document)
     for line in logical_lines(block)
 ]
-CHECKED = [
-    document for document in DOCUMENTS if any(block.startswith("# checked\n") for block in blocks(document))
-]
+STARTS_RANKS = re.compile(r"^megatron-vl train (?!.*--help)", re.MULTILINE)
+
+
+def checked_script(document: Path) -> str:
+    """The checked blocks of a document, one after the other; empty where it has none."""
+    return "\n".join(block for block in blocks(document) if block.startswith("# checked\n"))
+
+
+def checked_documents() -> list[Any]:
+    """Documents with checked blocks; those whose blocks train carry the mark of tests that start ranks."""
+    found = []
+    for name, document in zip(NAMES, DOCUMENTS, strict=True):
+        script = checked_script(document)
+        marks = [pytest.mark.ranks] if STARTS_RANKS.search(script) else []
+        if script:
+            found.append(pytest.param(document, id=name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize(("document", "line"), COMMANDS, ids=[line[:70] for _, line in COMMANDS])
@@ -55,8 +77,8 @@ def test_commands_are_valid(document, line):
     elif program == "megatron-vl":
         megatron_vl_command(line)
     elif program == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(words[1:]) <= set(targets)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in words[1:] if "=" not in word} <= set(targets)
     elif "/slurm.sh" in line:
         assert (ROOT / "examples" / f"{words[-1]}.yaml").is_file() and (ROOT / words[-2]).is_file()
     elif program.startswith("examples/"):
@@ -69,6 +91,9 @@ def test_commands_are_valid(document, line):
     elif program in ("pip", "pre-commit", "source", "python") or words[1:3] == ["-m", "pytest"]:
         for word in words[1:]:
             assert not word.startswith(("tests/", "constraints")) or (ROOT / word).exists()
+        if program == "python" and "-m" in words:
+            module = words[words.index("-m") + 1]
+            assert importlib.util.find_spec(module), f"{document}: there is no module {module}"
     else:
         pytest.fail(
             f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to"
@@ -76,7 +101,7 @@ def test_commands_are_valid(document, line):
         )
 
 
-@pytest.mark.parametrize("document", CHECKED, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", checked_documents())
 def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "checkpoints").mkdir()
@@ -86,7 +111,7 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    script = "\n".join(block for block in blocks(document) if block.startswith("# checked\n"))
+    script = checked_script(document)
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script],
         cwd=tmp_path,
@@ -95,10 +120,19 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
-    assert "identical" in done.stdout
+    if "megatron-vl verify" in script:
+        assert "identical" in done.stdout
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_links_lead_somewhere(document):
     for target in LINK.findall(document.read_text()):
-        assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
+        path = (document.parent / target).resolve()
+        assert path.exists() or path in GENERATED, f"{document} links to {target}, which does not exist"
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = {ROOT / "docs" / page for page in re.findall(r": ([\w./-]+\.md)$", text, re.MULTILINE)}
+    pages = set((ROOT / "docs").rglob("*.md")) | GENERATED
+    assert named == pages

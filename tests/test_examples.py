@@ -131,8 +131,8 @@ def flops_per_token(example: Example) -> float:
 
 
 def base_mfu(example: Example) -> float:
-    """Measured, docs/log.md 2026-11-21: 7B and 3B under data parallelism, 7B under TP2, 30B-A3B in short and
-    long rows."""
+    """Measured, docs/log/2026-11.md 2026-11-21: 7B and 3B under data parallelism, 7B under TP2, 30B-A3B in
+    short and long rows."""
     tensor = 39.0 / 50.1 if example.config.parallel.tp > 1 else 1.0
     if example.spec.language.moe:
         return tensor * (0.342 if example.config.data.seq_len >= 32768 else 0.188)

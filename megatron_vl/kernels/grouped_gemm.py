@@ -4,7 +4,7 @@ Rows are sorted by expert and how many each expert has is known on the device al
 it. Weights stay separate tensors: kernels read their addresses from an int64 table (:class:`Addresses`).
 Products are bf16 in, fp32 accumulated; a weight gradient is added to the expert's ``main_grad`` where it is
 computed. A library that launches one product after another spends more time launching than computing where a
-GPU holds many experts (figures: docs/log.md).
+GPU holds many experts (figures: docs/log/2026-11.md).
 
 :class:`Plan` cuts the rows into tiles of which each belongs to one expert. At most ``rows / tile + experts``
 exist; that bound is the grid, and programs without a tile leave at once.

@@ -1,8 +1,8 @@
 """SwiGLU as one Triton kernel each way, optionally weighted per row (mixture of experts).
 
 Megatron-core leaves it to torch.compile, whose backward writes the two halves through a masked concatenation:
-five times slower than the memory allows on an H200, 9 % of a training step of Qwen2.5-VL-7B (docs/log.md).
-Arithmetic is fp32, rounded once.
+five times slower than the memory allows on an H200, 9 % of a training step of Qwen2.5-VL-7B
+(docs/log/2026-11.md). Arithmetic is fp32, rounded once.
 """
 
 from __future__ import annotations

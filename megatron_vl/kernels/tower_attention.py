@@ -54,7 +54,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of the three kernels; the fastest measured on H200 for heads of 72 (docs/log.md)."""
+    """Of the three kernels; the fastest measured on H200 for heads of 72 (docs/log/2026-11.md)."""
 
     forward: Tile = Tile(128, 64, 8, 3)
     query: Tile = Tile(64, 32, 4, 3)

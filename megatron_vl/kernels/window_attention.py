@@ -3,7 +3,7 @@
 Qwen2.5-VL's tower attends within windows of at most 8 x 8 patches in 28 of its 32 layers. A window of one
 head fits into one thread block, so forward and backward each read ``qkv`` once and write once: no rotated
 copies of query and key, no log-sum-exp, no separate pass for ``delta``. Kernels written for long sequences
-spend most of their time on blocks that are mostly empty here (figures: docs/log.md).
+spend most of their time on blocks that are mostly empty here (figures: docs/log/2026-11.md).
 
 The layout is that of Megatron-core's ``linear_qkv`` output: ``[P, heads * 3 * d]``, per head query, key,
 value. Rotation is computed in fp32 and rounded once, as ``apply_rotary_pos_emb_vision`` of transformers does.

@@ -116,9 +116,9 @@ def choose_backend(
 ) -> str:
     """The backend for ``auto``: the fastest measured on the platform; otherwise ``name``, checked.
 
-    Measured on H200 (docs/log.md): the vision tower's heads of 72 and 80 are fastest with our kernels, its
-    short segments of other heads with FlashAttention-2, the language model's long causal segments with cuDNN
-    through Transformer Engine.
+    Measured on H200 (docs/log/2026-11.md): the vision tower's heads of 72 and 80 are fastest with our
+    kernels, its short segments of other heads with FlashAttention-2, the language model's long causal
+    segments with cuDNN through Transformer Engine.
 
     Raises:
         ValueError: the name is unknown or cannot run on this platform, or not for this attention.

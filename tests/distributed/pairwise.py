@@ -33,30 +33,30 @@ def pairwise(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
     """Every two settings of a case."""
-    yield from combinations(sorted(_settings(case)), 2)
+    yield from combinations(sorted(settings(case)), 2)
 
 
-def _settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
+def settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
     """The settings of a case. Rows are told apart by the kinds of samples in them, splits of layers by what
     is odd in them."""
-    settings = {
+    found = {
         (field, repr(value)) for field, value in case.items() if field not in ("name", "steps", "layers")
     }
     kinds = {kind for step in case["steps"] for row in step for kind in row}
-    settings |= {("sample", kind) for kind in kinds}
+    found |= {("sample", kind) for kind in kinds}
 
     text_only = {"text", "short_text", "without_loss"}
     rows = [row for step in case["steps"] for row in step]
     if kinds - text_only and any(set(row) <= text_only for row in rows):
-        settings.add(("rows", "with and without pictures"))
+        found.add(("rows", "with and without pictures"))
     if any(len(row) > 1 for row in rows):
-        settings.add(("rows", "packed"))
+        found.add(("rows", "packed"))
     if len(case["steps"]) > 1:
-        settings.add(("steps", "several"))
+        found.add(("steps", "several"))
 
     layers = case.get("layers") or []
     if len(set(layers)) > 1:
-        settings.add(("layers", "uneven"))
+        found.add(("layers", "uneven"))
     if 0 in layers:
-        settings.add(("layers", "an empty stage or chunk"))
-    return settings
+        found.add(("layers", "an empty stage or chunk"))
+    return found

@@ -31,8 +31,8 @@ def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
     return given.config, given.spec, given.world
 
 
-# docs/log.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels; patches
-# of the fullest row.
+# docs/log/2026-11.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels;
+# patches of the fullest row.
 BEFORE = "--model.window_attention backend --model.vision_attention torch_varlen".split()
 PIPELINE = (
     "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true"
@@ -98,8 +98,8 @@ FUSED = [
         20000,
     ),
 ]
-"""With the window kernel and our SwiGLU, full attention by FlashAttention-2; docs/log.md, speed of packed
-image rows on H200."""
+"""With the window kernel and our SwiGLU, full attention by FlashAttention-2; docs/log/2026-11.md, speed of
+packed image rows on H200."""
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_example_states_what_is_estimated_today(path):
 
 
 def test_estimated_speed_is_the_measured_one():
-    """Tokens a second and GPU on image rows, docs/log.md 2026-11-21: the 7B on four H200, the 3B on one, TP2
-    on two."""
+    """Tokens a second and GPU on image rows, docs/log/2026-11.md 2026-11-21: the 7B on four H200, the 3B
+    on one, TP2 on two."""
     lean = ["--data.seq_len", "8192", *LEAN.split(), "--global_batch_size", "16"]
     for measured, size, world, layers, more in (
         (9670, "Qwen2.5-VL-7B", 4, {}, []),

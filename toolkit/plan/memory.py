@@ -20,8 +20,8 @@ are what the modules keep for their backward pass. Elements for each token (or p
 How many micro-batches are in flight comes from playing the schedule (1F1B or interleaved) through. The loss
 holds the logits twice, because Transformer Engine's cross entropy copies them, and of every token, as in a
 row that is all answers. Experts are taken to be evenly loaded; FP8 is not modelled. Not counted, hence
-:data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. ``docs/log.md`` has
-the measurements that the formula was compared with.
+:data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. The measurements
+that the formula was compared with are in ``docs/log/2026-11.md``.
 """
 
 from __future__ import annotations

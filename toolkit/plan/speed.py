@@ -1,5 +1,5 @@
 """Tokens per second of a run, estimated from FLOPs of its model and from what was measured on H200
-(``docs/log.md``, 2026-11-21).
+(``docs/log/2026-11.md``, 2026-11-21).
 
 The rows are those of ``megatron-vl bench``: pictures of 640 x 480 pixels, each with 150 tokens of text, as
 many as a row holds. The share of the peak (MFU) that the model's FLOPs reach is the measured one of the

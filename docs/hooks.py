@@ -1,0 +1,231 @@
+"""Pages that mkdocs makes of the code when it builds the site: the fields of a run, the options of every
+command, and the support matrix.
+
+mkdocs calls :func:`on_files` and :func:`on_page_markdown`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from docstring_parser import parse_from_object
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron_vl.config import TrainConfig  # noqa: E402
+from tests.distributed import matrix  # noqa: E402
+from toolkit.commands import COMMANDS  # noqa: E402
+from toolkit.options import CommandOptions, kebab  # noqa: E402
+
+Texts = dict[str, str]
+"""Field -> its docstring."""
+
+
+# --- The fields of a run ------------------------------------------------------------------------------------
+
+RUN_INTRODUCTION = """\
+# Fields of a run
+
+Every field of a run's YAML, with its type, its default and its meaning. This page is generated from
+`megatron_vl/config.py`; `megatron-vl train --help` says the same. On the command line, a field has its dotted
+name: `--data.seq_len 8192`. A field that is left out has its default.
+"""
+
+
+def run_reference() -> str:
+    """The page ``reference/run.md``."""
+    sections = [field for field in dataclasses.fields(TrainConfig) if section_of(field)]
+    whole = [field for field in dataclasses.fields(TrainConfig) if not section_of(field)]
+
+    parts = [RUN_INTRODUCTION, "## The run as a whole\n"]
+    parts += _fields(TrainConfig, whole, prefix="")
+    for field in sections:
+        config = section_of(field)
+        assert config is not None
+        parts += [f"## {field.name}\n", f"{as_markdown(_docstring(config))}\n"]
+        parts += _fields(config, list(dataclasses.fields(config)), prefix=f"{field.name}.")
+    return "\n".join(parts)
+
+
+def section_of(field: dataclasses.Field) -> type | None:
+    """The dataclass of a field that holds fields."""
+    config = field.default_factory
+    return config if isinstance(config, type) and dataclasses.is_dataclass(config) else None
+
+
+def _fields(config: type, fields: list[dataclasses.Field], prefix: str) -> list[str]:
+    """A heading, a line of facts and a paragraph for each field."""
+    texts, hints = _texts(config), typing.get_type_hints(config)
+    parts = []
+    for field in fields:
+        parts.append(f"### `{prefix}{field.name}`\n")
+        parts.append(f"{type_text(hints[field.name])}, default: {_default(field)}\n")
+        parts.append(f"{as_markdown(texts[field.name])}\n")
+    return parts
+
+
+def _default(field: dataclasses.Field) -> str:
+    factory = field.default_factory
+    value = factory() if factory is not dataclasses.MISSING else field.default
+    if value in (None, ""):
+        return "empty"
+    return f"`{value}`" if not isinstance(value, bool) else f"`{str(value).lower()}`"
+
+
+# --- The commands -------------------------------------------------------------------------------------------
+
+COMMANDS_INTRODUCTION = """\
+# Commands
+
+Every command with its options. This page is generated from the options' dataclasses
+(`toolkit/*/options.py`); `megatron-vl COMMAND --help` says the same. The exit code is 0 when all went well, 2
+when the command line cannot be used, and another one where the command says so.
+"""
+
+
+def commands_reference() -> str:
+    """The page ``reference/commands.md``."""
+    parts = [COMMANDS_INTRODUCTION]
+    for name, command in COMMANDS.items():
+        options = command.load_options()
+        parts += [f"## megatron-vl {name}\n", f"{as_markdown(_docstring(options))}\n"]
+        if options.run_fields:
+            parts.append("Takes `--config RUN.yaml` and [every field of a run](run.md) as well.\n")
+        parts += _options(options)
+        if options.epilog:
+            parts.append(f"```text\n{options.epilog.strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def shown_options(options: type[CommandOptions]) -> list[dataclasses.Field]:
+    """The fields that are options: a class's own first, then those of its bases."""
+    found = [field for field in dataclasses.fields(options) if not field.metadata.get("hidden")]
+    own = set(vars(options).get("__annotations__", ()))
+    return sorted(found, key=lambda field: field.name not in own)
+
+
+def _options(options: type[CommandOptions]) -> list[str]:
+    texts, hints = _texts(options), typing.get_type_hints(options)
+    parts = []
+    for field in shown_options(options):
+        facts = "; ".join(_facts(field, hints[field.name]))
+        parts.append(f"`{spelled(field, hints[field.name])}`{f' ({facts})' if facts else ''}")
+        parts.append(f":   {as_markdown(texts[field.name])}\n")
+    return parts
+
+
+def spelled(field: dataclasses.Field, hint: Any) -> str:
+    """The option as it is written: ``--media-root DIR``."""
+    metavar = field.metadata.get("metavar") or "|".join(map(str, choices(hint))) or "VALUE"
+    if field.metadata.get("positional"):
+        return metavar
+    if hint is bool:
+        return kebab(field.name)
+    return f"{kebab(field.name)} {metavar}"
+
+
+def _facts(field: dataclasses.Field, hint: Any) -> list[str]:
+    """What stands in brackets after an option."""
+    if hint is bool:
+        return []
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        return ["must be given"]
+    shown = field.metadata.get("shown_default")
+    if shown:
+        return [f"default: {shown}"]
+    return [] if field.default in (dataclasses.MISSING, None, "") else [f"default: `{field.default}`"]
+
+
+# --- Shared -------------------------------------------------------------------------------------------------
+
+
+def _texts(config: type) -> Texts:
+    texts: Texts = {}
+    for base in reversed(config.__mro__):
+        if dataclasses.is_dataclass(base):
+            for item in parse_from_object(base).params:
+                texts[item.arg_name] = " ".join((item.description or "").split())
+    return texts
+
+
+def _docstring(config: type) -> str:
+    return " ".join((config.__doc__ or "").split())
+
+
+def as_markdown(text: str) -> str:
+    """Plain text that keeps its stars, angle brackets and words such as ``<|im_end|>``; backquotes work."""
+    pieces = text.replace("``", "`").split("`")
+    for number in range(0, len(pieces), 2):
+        for sign in "\\*_<>[]|":
+            pieces[number] = pieces[number].replace(sign, f"&#{ord(sign)};")
+    return "`".join(pieces)
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """The words that a field takes, where they are listed."""
+    parts = typing.get_args(hint) if _is_union(hint) else (hint,)
+    return tuple(
+        word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)
+    )
+
+
+def type_text(hint: Any) -> str:
+    """A type as a reader of YAML knows it."""
+    if choices(hint):
+        return "One of " + ", ".join(f"`{word}`" for word in choices(hint))
+    if _is_union(hint):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is list:
+        return f"List of {PLURALS.get(typing.get_args(hint)[0], 'values')}"
+    return SINGULARS.get(hint, f"`{hint}`")
+
+
+SINGULARS = {int: "Whole number", float: "Number", str: "Text", bool: "`true` or `false`"}
+PLURALS = {int: "whole numbers", str: "words"}
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+# --- mkdocs -------------------------------------------------------------------------------------------------
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/run.md": run_reference,
+    "reference/commands.md": commands_reference,
+    "support-matrix.md": matrix.markdown,
+}
+"""Address below docs/ -> what writes the page."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """mkdocs' hook: what belongs to an item of a list is indented by two spaces in our files, and by four for
+    Python-Markdown."""
+    lines: list[str] = []
+    fence, wider = "", 0
+    for line in markdown.splitlines():
+        text = line.lstrip(" ")
+        indent = len(line) - len(text)
+        if not fence:
+            wider = 4 - indent if indent in (2, 3) else 0
+        if text.startswith("```"):
+            fence = "" if fence else text
+        lines.append(" " * wider + line if text else line)
+    return "\n".join(lines)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """mkdocs' hook: adds the pages."""
+    from mkdocs.structure.files import File
+
+    for path, write in PAGES.items():
+        files.append(File.generated(config, path, content=write()))
+    return files

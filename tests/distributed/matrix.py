@@ -1,0 +1,318 @@
+"""The support matrix of the documentation: family x feature, with the test that proves each cell.
+
+``python -m tests.distributed.matrix`` prints it as Markdown. The cells of layouts, rows and training come
+from the settings of the parity table (:mod:`tests.distributed.cases`); what other tests prove is in
+:data:`PROOFS`. Nothing here imports torch. ``tests/test_docs_generated.py`` checks that every test exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from .cases import CASES, MOE, Q2, Q3, Q25
+from .pairwise import pairwise, settings
+
+FAMILIES = {Q2: "Qwen2-VL", Q25: "Qwen2.5-VL", Q3: "Qwen3-VL", MOE: "Qwen3-VL with experts"}
+PARITY = "tests/distributed/test_parity.py::test_parity"
+
+
+# --- What the parity table holds ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One case of the parity table."""
+
+    ranks: int
+    case: dict[str, Any]
+    in_make_test: bool
+    """Whether ``make test`` runs it; the others are in ``make test-full``."""
+
+    @property
+    def test(self) -> str:
+        """The test's parameter, as pytest writes it."""
+        return f"{self.ranks}-{self.case['name']}"
+
+    @cached_property
+    def settings(self) -> set[tuple[str, str]]:
+        return settings(self.case)
+
+    def value(self, field: str, default: Any = 1) -> Any:
+        """A setting, or what a case has that leaves it out."""
+        return self.case.get(field, default)
+
+    @property
+    def data_parallel(self) -> int:
+        return self.ranks // (self.value("tp") * self.value("pp"))
+
+    def freezes(self, *parts: str) -> bool:
+        return set(self.value("freeze", [])) == set(parts)
+
+    def recomputes(self, kind: str, *modules: str) -> bool:
+        """Whether the language model's recompute is of this kind and covers all of these modules."""
+        recompute = self.value("recompute", {})
+        chosen = recompute.get("language_modules", ["core_attn"])
+        return recompute.get("language") == kind and set(modules) <= set(chosen)
+
+
+Features = dict[str, Callable[[Entry], bool]]
+
+
+def has_sample(*kinds: str) -> Callable[[Entry], bool]:
+    return lambda entry: any(("sample", kind) in entry.settings for kind in kinds)
+
+
+def has_rows(value: str) -> Callable[[Entry], bool]:
+    return lambda entry: ("rows", value) in entry.settings
+
+
+def has_layers(value: str) -> Callable[[Entry], bool]:
+    return lambda entry: ("layers", value) in entry.settings
+
+
+LAYOUTS: Features = {
+    "One rank": lambda entry: entry.ranks == 1,
+    "Tensor parallel (TP)": lambda entry: entry.value("tp") > 1,
+    "Sequence parallel": lambda entry: entry.value("sequence_parallel", False),
+    "Pipeline parallel (PP)": lambda entry: entry.value("pp") > 1 and entry.value("vpp") == 1,
+    "Interleaved pipeline (VPP)": lambda entry: entry.value("vpp") > 1,
+    "Uneven split of the decoder layers": has_layers("uneven"),
+    "A stage or chunk without decoder layers": has_layers("an empty stage or chunk"),
+    "Data parallel (DP), distributed optimizer": lambda entry: (
+        entry.data_parallel > 1 and entry.value("distributed_optimizer", True)
+    ),
+    "Data parallel, optimizer not distributed": lambda entry: (
+        entry.data_parallel > 1 and not entry.value("distributed_optimizer", True)
+    ),
+    "Gradient reduce and parameter gather overlapped": lambda entry: (
+        entry.data_parallel > 1 and entry.value("overlap", False)
+    ),
+    "TP, PP, VPP and sequence parallel together": lambda entry: (
+        min(entry.value("tp"), entry.value("pp"), entry.value("vpp")) > 1
+    ),
+    "Expert parallel (EP)": lambda entry: entry.value("ep") > 1,
+    "Expert tensor parallel (ETP)": lambda entry: entry.value("etp") > 1,
+}
+
+ROWS: Features = {
+    "Text alone": has_sample("text", "short_text"),
+    "One image": has_sample("image", "image_between"),
+    "Several images": has_sample("two_images", "mixed", "video_between"),
+    "Video": has_sample("video", "video_between", "mixed"),
+    "Several samples packed into a row": has_rows("packed"),
+    "Rows with pictures beside rows without": has_rows("with and without pictures"),
+    "Samples without a token that bears loss": has_sample("without_loss"),
+    "Rows swapped between ranks (`data.balance`)": lambda entry: entry.value("balanced", False),
+}
+
+TRAINING: Features = {
+    "Whole trainings: losses, weights and moments": lambda entry: entry.value("train", False),
+    "Tied embeddings": lambda entry: entry.value("tied", False),
+    "Vision tower frozen": lambda entry: entry.freezes("vision"),
+    "Vision tower and merger frozen": lambda entry: entry.freezes("vision", "merger"),
+    "Language model frozen": lambda entry: entry.freezes("language"),
+    "The merger trained alone": lambda entry: entry.freezes("vision", "language"),
+    "Full recompute": lambda entry: entry.recomputes("full"),
+    "Recompute of attention and MLP": lambda entry: entry.recomputes("selective", "core_attn", "mlp"),
+    "Recompute of the MLP's activation": lambda entry: entry.recomputes("selective", "activation"),
+}
+
+SECTIONS: dict[str, Features] = {"Layouts": LAYOUTS, "Rows": ROWS, "Model and training": TRAINING}
+
+BALANCING = "Load-balancing loss of the experts"
+EXPERTS_ALONE = ("Expert parallel (EP)", "Expert tensor parallel (ETP)", BALANCING)
+"""Features that a dense model cannot have."""
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All cases of the table."""
+    found = []
+    for ranks, cases in CASES.items():
+        chosen = set(pairwise(cases))
+        found += [Entry(ranks, case, case["name"] in chosen) for case in cases]
+    return tuple(found)
+
+
+def proving(feature: Callable[[Entry], bool], family: str) -> list[Entry]:
+    """The cases that prove a cell, best first: those of ``make test``, then those with the fewest
+    settings."""
+    found = [entry for entry in entries() if entry.case["family"] == family and feature(entry)]
+    return sorted(found, key=lambda entry: (not entry.in_make_test, len(entry.settings), entry.ranks))
+
+
+# --- What other tests prove ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A feature outside the parity table, and the tests that prove it."""
+
+    feature: str
+    tests: dict[str, tuple[str, ...]]
+    """``file::test`` -> the families whose models it uses."""
+
+
+EVERY = (Q2, Q25, Q3, MOE)
+DENSE = (Q2, Q25, Q3)
+
+PROOFS = (
+    Proof(
+        "Hugging Face → Megatron → Hugging Face, bit for bit, every layout",
+        {"tests/converters/test_round_trip.py::test_every_layout": EVERY},
+    ),
+    Proof(
+        "Folders that `transformers` saved, both naming styles",
+        {"tests/converters/test_round_trip.py::test_save_pretrained": EVERY},
+    ),
+    Proof(
+        "The YAML of every released size fits the model",
+        {"tests/test_examples.py::test_yaml_fits_the_released_model": EVERY},
+    ),
+    Proof(
+        "Rows as the checkpoint's own processor makes them",
+        {"tests/data/test_loader.py::test_rows_equal_the_hf_processor": DENSE},
+    ),
+    Proof(
+        "M-RoPE positions",
+        {"tests/data/test_assemble.py::test_mrope_positions_equal_get_rope_index": DENSE},
+    ),
+    Proof(
+        "Positions or text at videos as released, worked out by hand",
+        {
+            "tests/spec/test_video_positions.py::test_positions_are_those_worked_out_by_hand": (Q2, Q25),
+            "tests/data/test_chat.py::test_a_video_prompt_written_by_hand": (Q3,),
+        },
+    ),
+    Proof(
+        "A resumed run equals the undisturbed one, bit for bit",
+        {"tests/training/test_run.py::test_resumed_run_equals_the_undisturbed_one": (Q25,)},
+    ),
+    Proof(
+        "A conversion that was killed goes on",
+        {"tests/converters/test_restart.py::test_killed_at_any_moment": (Q25,)},
+    ),
+    Proof(
+        "Killed runs equal the undisturbed one, bit for bit",
+        {"tests/fuzz/test_kills.py::test_killed_run_equals_the_undisturbed_one": (Q25,)},
+    ),
+    Proof(
+        "A run goes on in another layout",
+        {
+            "tests/training/test_run.py::test_another_layout_goes_on_where_the_run_stopped": (Q25,),
+            "tests/training/test_run_experts.py::test_another_layout_goes_on_where_the_run_stopped": (MOE,),
+        },
+    ),
+    Proof(
+        "The export of a trained checkpoint",
+        {
+            "tests/training/test_run.py::test_exported_checkpoint_has_the_trained_weights": (Q25,),
+            "tests/training/test_run_experts.py::test_exported_checkpoint_has_the_trained_experts": (MOE,),
+        },
+    ),
+    Proof(
+        "Validation loss and answers in a training",
+        {"tests/training/test_run.py::test_validation_is_that_of_transformers_in_every_layout": (Q25,)},
+    ),
+    Proof(
+        BALANCING,
+        {"tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers": (MOE,)},
+    ),
+    Proof(
+        "`generate` answers as `transformers` does",
+        {"tests/toolkit/test_generate.py::test_greedy_answers_are_those_of_transformers": (Q25, Q3, MOE)},
+    ),
+    Proof(
+        "`evaluate` gives the model what its own processor makes of a video",
+        {
+            "tests/toolkit/test_evaluate_sets.py"
+            "::test_the_model_is_given_what_its_own_processor_makes_of_a_video": DENSE
+        },
+    ),
+    Proof(
+        "FLOPs of a training step as torch counts them",
+        {"tests/training/test_flops.py::test_training_step_equals_counted": EVERY},
+    ),
+)
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------
+
+INTRODUCTION = f"""\
+# Support matrix
+
+What is proven, for which family, and by which test. This page is generated from the tests
+(`python -m tests.distributed.matrix`).
+
+- A number counts the cases of the parity table that have the feature. In each of them, loss and gradients
+  of a real group of processes on CPU equal those of `transformers`. [Below](#the-cases), each number has
+  one of its cases by name.
+- A check mark is another test, named in [the second table](#other-proofs).
+- A dash says that no test covers this feature with a model of this family. Families share most of the
+  code, so it may well work; nothing here claims it.
+- A cell is empty where a family cannot have the feature.
+
+The test of a case is `{PARITY}[RANKS-NAME]`. `make test` runs the cases that together
+hold every pair of settings, `make test-full` all {sum(map(len, CASES.values()))}.
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    parts = [INTRODUCTION]
+    for title, features in SECTIONS.items():
+        rows = [
+            [name, *(_count(name, feature, family) for family in FAMILIES)]
+            for name, feature in features.items()
+        ]
+        parts += [f"## {title}\n", _table(["", *FAMILIES.values()], rows)]
+
+    rows = [[proof.feature, *(_mark(proof, family) for family in FAMILIES)] for proof in PROOFS]
+    parts += ["## Other proofs\n", _table(["", *FAMILIES.values()], rows)]
+    rows = [[proof.feature, "<br>".join(f"`{test}`" for test in proof.tests)] for proof in PROOFS]
+    parts += ["The tests:\n", _table(["", "Test"], rows)]
+
+    parts += ["## The cases\n", "One case for each number above.\n"]
+    for family, name in FAMILIES.items():
+        parts += [f"### {name}\n", _table(["", "`RANKS-NAME`", "Run by"], _cases(family))]
+    return "\n".join(parts)
+
+
+def _possible(feature: str, family: str) -> bool:
+    return family == MOE or feature not in EXPERTS_ALONE
+
+
+def _count(name: str, feature: Callable[[Entry], bool], family: str) -> str:
+    if not _possible(name, family):
+        return ""
+    return str(len(proving(feature, family)) or "–")
+
+
+def _mark(proof: Proof, family: str) -> str:
+    if not _possible(proof.feature, family):
+        return ""
+    return "✓" if any(family in families for families in proof.tests.values()) else "–"
+
+
+def _cases(family: str) -> list[list[str]]:
+    """Feature, test and target of ``make`` of each cell of a family that is proven."""
+    rows = []
+    for features in SECTIONS.values():
+        for name, feature in features.items():
+            found = proving(feature, family)
+            if found:
+                target = "make test" if found[0].in_make_test else "make test-full"
+                rows.append([name, f"`{found[0].test}`", f"`{target}`"])
+    return rows
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -1,0 +1,190 @@
+"""Pages that are made of the code: nothing is missing in them, and every test that they name exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_vl import config
+from megatron_vl.spec.families import FAMILIES
+from tests.distributed import matrix
+from tests.distributed.cases import CASES
+from tests.docs_site import docs_hooks
+from toolkit.commands import COMMANDS
+from toolkit.options import build_parser
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# --- The support matrix -------------------------------------------------------------------------------------
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    """The functions of a file that pytest collects."""
+    path = ROOT / file
+    if not path.is_file():
+        return set()
+    tree = ast.parse(path.read_text())
+    return {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def exists(test: str) -> bool:
+    """Whether there is such a test; ``file::test``, perhaps with its parameter."""
+    file, _, function = test.partition("[")[0].partition("::")
+    return function in functions_of(file)
+
+
+def test_a_test_that_is_not_there_is_noticed() -> None:
+    assert exists("tests/test_config.py::test_impossible[0]")
+    assert not exists("tests/test_config.py::test_of_nothing")
+    assert not exists("tests/test_nowhere.py::test_impossible")
+
+
+def test_every_test_that_the_matrix_names_exists() -> None:
+    page = matrix.markdown()
+    named = set(re.findall(r"tests/[\w/]+\.py::\w+", page))
+    assert matrix.PARITY in named and len(named) > 15
+    assert [test for test in named if not exists(test)] == []
+
+
+def test_every_case_that_the_matrix_names_is_in_the_parity_table() -> None:
+    table = {f"{ranks}-{case['name']}": case for ranks, cases in CASES.items() for case in cases}
+    page = matrix.markdown()
+    for family, title in matrix.FAMILIES.items():
+        section = page.partition(f"### {title}\n")[2].partition("\n### ")[0]
+        named = re.findall(r"\| `([124]-[^`]+)` \|", section)
+        assert named and {table[name]["family"] for name in named} == {family}
+
+
+def test_the_matrix_has_every_family() -> None:
+    assert set(matrix.FAMILIES) == set(FAMILIES)
+    assert {
+        family for proof in matrix.PROOFS for families in proof.tests.values() for family in families
+    } == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("feature", "in_name"),
+    [
+        ("Tensor parallel (TP)", r"\bTP\d"),
+        ("Sequence parallel", r"\+ SP"),
+        ("Interleaved pipeline (VPP)", r"\bVPP\d"),
+        ("Expert parallel (EP)", r"\bEP\d"),
+        ("Expert tensor parallel (ETP)", r"\bETP\d"),
+        ("TP, PP, VPP and sequence parallel together", r"TP2 x PP2 x VPP2"),
+        ("Tied embeddings", r"\btied\b"),
+        ("Whole trainings: losses, weights and moments", r"^training"),
+        ("Rows swapped between ranks (`data.balance`)", r"balanced"),
+        ("Full recompute", r"full recompute"),
+        ("The merger trained alone", r"merger alone"),
+        (
+            "Data parallel, optimizer not distributed",
+            r"without distributed|no distributed|text-only step between",
+        ),
+    ],
+)
+def test_cases_are_counted_for_what_their_names_say(feature: str, in_name: str) -> None:
+    features = {name: holds for part in matrix.SECTIONS.values() for name, holds in part.items()}
+    counted = {
+        entry.case["name"]
+        for family in matrix.FAMILIES
+        for entry in matrix.proving(features[feature], family)
+    }
+    said = {case["name"] for cases in CASES.values() for case in cases if re.search(in_name, case["name"])}
+    silent = {"training, PP2, qwen3_vl", "training, TP2 x PP2 x VPP2 + SP, qwen3_vl"}
+    silent |= {"TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven"}
+    assert counted - said <= (silent if feature == "Tied embeddings" else set())
+    assert said <= counted
+
+
+def test_cells_that_nothing_proves_say_so() -> None:
+    lines = {
+        line.split("|")[1].strip(): line.split("|")[2:-1]
+        for line in matrix.markdown().partition("## The cases")[0].splitlines()
+        if "|" in line
+    }
+    assert [cell.strip() for cell in lines["Expert parallel (EP)"]][:3] == ["", "", ""]
+    assert lines["Samples without a token that bears loss"][0].strip() == "–"
+
+
+# --- The reference ------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_a_run_is_explained() -> None:
+    page = docs_hooks().run_reference()
+    parser = config.build_parser()
+    helps = {action.dest: action.help for action in parser._actions}
+    for name in config.fields():
+        section = page.partition(f"### `{name}`\n")[2].partition("\n##")[0]
+        assert section, f"{name} is missing"
+        assert plain(helps[name].partition(" (type:")[0]) in plain(section), name
+
+
+def plain(text: str) -> str:
+    """Letters and digits alone."""
+    text = re.sub(r"&#(\d+);", lambda match: chr(int(match[1])), text)
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def test_defaults_are_those_of_an_empty_run() -> None:
+    page = docs_hooks().run_reference()
+    assert "### `data.seq_len`\n\nWhole number, default: `4096`" in page
+    assert "### `data.pack`\n\n`true` or `false`, default: `true`" in page
+    assert "### `optimizer.vision_lr`\n\nNumber, default: empty" in page
+    assert "### `dtype`\n\nOne of `bfloat16`, `float32`, default: `bfloat16`" in page
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_a_command_is_there(name: str) -> None:
+    page = docs_hooks().commands_reference()
+    section = page.partition(f"## megatron-vl {name}\n")[2].partition("\n## ")[0]
+    parser = build_parser(COMMANDS[name].load_options(), f"megatron-vl {name}")
+    options = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
+    listed = set(re.findall(r"^`(--[\w-]+)", section, re.MULTILINE))
+    assert listed == options - {"--help"}
+
+
+def test_signs_of_markdown_stay_what_they_are() -> None:
+    text = docs_hooks().as_markdown("ends with <|im_end|>, 2 * pp; see `a_b*` and c_d")
+    assert text == "ends with &#60;&#124;im&#95;end&#124;&#62;, 2 &#42; pp; see `a_b*` and c&#95;d"
+
+
+def test_lists_are_indented_as_python_markdown_wants_it() -> None:
+    written = """\
+- item
+  goes on
+
+  | table |
+
+  ```bash
+  make
+    deeper
+  ```
+1. one
+   two
+
+    code
+"""
+    given = docs_hooks().on_page_markdown(written)
+    assert given.splitlines() == [
+        "- item",
+        "    goes on",
+        "",
+        "    | table |",
+        "",
+        "    ```bash",
+        "    make",
+        "      deeper",
+        "    ```",
+        "1. one",
+        "    two",
+        "",
+        "    code",
+    ]

@@ -1,0 +1,38 @@
+"""The messages that docs/errors.md explains are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def texts_of_the_code() -> str:
+    """All texts in our sources, one a line; what an f-string fills in is left out as ``...``."""
+    found = []
+    for package in ("megatron_vl", "converters", "data_tools", "toolkit"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                    found.append(" ".join("".join(map(str, parts)).split()))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(" ".join(node.value.split()))
+    return "\n".join(found)
+
+
+def quoted_messages() -> list[str]:
+    """What the tables of docs/errors.md quote in their first column."""
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+
+
+def test_messages_are_those_of_the_code():
+    """What stands between the dots of a message is, in this order, in one text of the code."""
+    texts = texts_of_the_code()
+    for message in quoted_messages():
+        pieces = [piece for piece in message.split("...") if piece.strip()]
+        pattern = ".*?".join(map(re.escape, pieces))
+        assert re.search(pattern, texts), f"docs/errors.md quotes {message!r}, which nothing in the code says"
