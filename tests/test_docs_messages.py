@@ -24,15 +24,16 @@ def texts_of_the_code() -> str:
 
 
 def quoted_messages() -> list[str]:
-    """What the tables of docs/errors.md quote in their first column."""
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
-    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    """What each item of docs/errors.md quotes before its advice."""
+    heads = re.findall(r"^- (`.*`):$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    return [message for head in heads for message in re.findall(r"`([^`]+)`", head)]
 
 
 def test_messages_are_those_of_the_code():
     """What stands between the dots of a message is, in this order, in one text of the code."""
-    texts = texts_of_the_code()
-    for message in quoted_messages():
+    texts, messages = texts_of_the_code(), quoted_messages()
+    assert len(messages) > 50
+    for message in messages:
         pieces = [piece for piece in message.split("...") if piece.strip()]
         pattern = ".*?".join(map(re.escape, pieces))
         assert re.search(pattern, texts), f"docs/errors.md quotes {message!r}, which nothing in the code says"
