@@ -1,10 +1,14 @@
-"""The messages that docs/errors.md explains are those of the code."""
+"""What the pages quote is what the code says and reads: messages of docs/errors.md, and YAML of runs."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import parse_config, validate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,3 +41,22 @@ def test_messages_are_those_of_the_code():
         pieces = [piece for piece in message.split("...") if piece.strip()]
         pattern = ".*?".join(map(re.escape, pieces))
         assert re.search(pattern, texts), f"docs/errors.md quotes {message!r}, which nothing in the code says"
+
+
+def quoted_runs() -> list[str]:
+    """The YAML blocks of all pages that are a run, or sections of one; a metadataset names its class."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    found = [
+        block
+        for page in pages
+        for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    return [block for block in found if "__class__" not in block]
+
+
+@pytest.mark.parametrize("run", quoted_runs(), ids=lambda run: run.splitlines()[0][:40])
+def test_runs_are_valid(run: str, tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text(run)
+    config = parse_config(["--config", str(path)])
+    assert validate(config, config.parallel.tp * config.parallel.pp) == 1
