@@ -7,6 +7,7 @@ mkdocs calls :func:`on_files` and :func:`on_page_markdown`. Nothing here imports
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -42,17 +43,19 @@ name: `--data.seq_len 8192`. A field that is left out has its default.
 
 def run_reference() -> str:
     """The page ``reference/run.md``."""
-    sections = [field for field in dataclasses.fields(TrainConfig) if section_of(field)]
-    whole = [field for field in dataclasses.fields(TrainConfig) if not section_of(field)]
+    return "\n".join([RUN_INTRODUCTION, "## The run as a whole\n", *_config_parts(TrainConfig, prefix="")])
 
-    parts = [RUN_INTRODUCTION, "## The run as a whole\n"]
-    parts += _fields(TrainConfig, whole, prefix="")
-    for field in sections:
-        config = section_of(field)
-        assert config is not None
-        parts += [f"## {field.name}\n", f"{as_markdown(_docstring(config))}\n"]
-        parts += _fields(config, list(dataclasses.fields(config)), prefix=f"{field.name}.")
-    return "\n".join(parts)
+
+def _config_parts(config: type, prefix: str) -> list[str]:
+    """The plain fields of a dataclass, then its sections."""
+    sections = {field.name: section_of(field) for field in dataclasses.fields(config)}
+    plain = [field for field in dataclasses.fields(config) if sections[field.name] is None]
+    parts = _fields(config, plain, prefix)
+    for name, section in sections.items():
+        if section is not None:
+            parts += [f"## {prefix}{name}\n", f"{as_markdown(_docstring(section))}\n"]
+            parts += _config_parts(section, prefix=f"{prefix}{name}.")
+    return parts
 
 
 def section_of(field: dataclasses.Field) -> type | None:
@@ -206,18 +209,33 @@ PAGES: dict[str, Callable[[], str]] = {
 """Address below docs/ -> what writes the page."""
 
 
+ITEM = re.compile(r"([-*]|\d+\.) ")
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """mkdocs' hook: what belongs to an item of a list is indented by two spaces in our files, and by four for
-    Python-Markdown."""
+    """mkdocs' hook: lists as Python-Markdown wants them.
+
+    Our files are written for any reader of Markdown. Python-Markdown wants what belongs to an item indented
+    by four spaces, and a blank line before a list that follows a paragraph.
+    """
     lines: list[str] = []
     fence, wider = "", 0
+    within_paragraph = False
     for line in markdown.splitlines():
         text = line.lstrip(" ")
         indent = len(line) - len(text)
         if not fence:
             wider = 4 - indent if indent in (2, 3) else 0
+            if not text:
+                within_paragraph = False
+            elif ITEM.match(text):
+                lines += [""] if within_paragraph else []
+                within_paragraph = False
+            elif not lines or not lines[-1]:
+                within_paragraph = text[0] not in "|#"
         if text.startswith("```"):
             fence = "" if fence else text
+            within_paragraph = False
         lines.append(" " * wider + line if text else line)
     return "\n".join(lines)
 

@@ -131,6 +131,20 @@ def test_links_lead_somewhere(document):
         assert path.exists() or path in GENERATED, f"{document} links to {target}, which does not exist"
 
 
+OURS = "benchmarks|converters|data_tools|docs|examples|megatron_vl|tests|toolkit"
+FILE = re.compile(rf"`((?:{OURS})/[a-z0-9_./]+\.(?:py|sh|yaml|md))(?:::(\w+))?`")
+PRESENT = [document for document in DOCUMENTS if not re.fullmatch(r"\d{4}-\d\d", document.stem)]
+"""The log of a month speaks of files as they were."""
+
+
+@pytest.mark.parametrize("document", PRESENT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_tests_that_are_named_exist(document):
+    for file, test in FILE.findall(document.read_text()):
+        assert (ROOT / file).is_file(), f"{document} names {file}, which does not exist"
+        if test:
+            assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{document}: {file} has no {test}"
+
+
 def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
     named = {ROOT / "docs" / page for page in re.findall(r": ([\w./-]+\.md)$", text, re.MULTILINE)}

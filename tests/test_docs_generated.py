@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -114,6 +115,25 @@ def test_cells_that_nothing_proves_say_so() -> None:
     assert lines["Samples without a token that bears loss"][0].strip() == "–"
 
 
+def test_the_arrows_are_those_of_the_contracts() -> None:
+    """docs/architecture.md writes the layers of import-linter by hand."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    tools, library = drawn[: drawn.index("megatron_vl:")], drawn[drawn.index("megatron_vl:") + 1 :]
+
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [
+        [set(layer.split(" | ")) for layer in contract["layers"]]
+        for contract in contracts
+        if contract["type"] == "layers"
+    ]
+    assert [[*map(names, tools), {"megatron_vl"}], [*map(names, library)]] == layers
+
+
+def names(line: str) -> set[str]:
+    return set(line.replace(",", " ").split())
+
+
 # --- The reference ------------------------------------------------------------------------------------------
 
 
@@ -167,8 +187,13 @@ def test_lists_are_indented_as_python_markdown_wants_it() -> None:
   make
     deeper
   ```
+
+A paragraph:
 1. one
    two
+
+   more of one
+2. two
 
     code
 """
@@ -183,8 +208,15 @@ def test_lists_are_indented_as_python_markdown_wants_it() -> None:
         "    make",
         "      deeper",
         "    ```",
+        "",
+        "A paragraph:",
+        "",
         "1. one",
         "    two",
+        "",
+        "    more of one",
+        "",
+        "2. two",
         "",
         "    code",
     ]

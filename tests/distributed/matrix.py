@@ -161,7 +161,7 @@ DENSE = (Q2, Q25, Q3)
 
 PROOFS = (
     Proof(
-        "Hugging Face → Megatron → Hugging Face, bit for bit, every layout",
+        "Hugging Face → Megatron → Hugging Face, bit for bit, in many layouts",
         {"tests/converters/test_round_trip.py::test_every_layout": EVERY},
     ),
     Proof(
