@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,23 @@ COMMANDS = [
     for block in blocks(document)
     for line in logical_lines(block)
 ]
-CHECKED = [
-    document for document in DOCUMENTS if any(block.startswith("# checked\n") for block in blocks(document))
-]
+STARTS_RANKS = re.compile(r"^megatron-vl train (?!.*--help)", re.MULTILINE)
+
+
+def checked_script(document: Path) -> str:
+    """The checked blocks of a document, one after the other; empty where it has none."""
+    return "\n".join(block for block in blocks(document) if block.startswith("# checked\n"))
+
+
+def checked_documents() -> list[Any]:
+    """Documents with checked blocks; those whose blocks train carry the mark of tests that start ranks."""
+    found = []
+    for name, document in zip(NAMES, DOCUMENTS, strict=True):
+        script = checked_script(document)
+        marks = [pytest.mark.ranks] if STARTS_RANKS.search(script) else []
+        if script:
+            found.append(pytest.param(document, id=name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize(("document", "line"), COMMANDS, ids=[line[:70] for _, line in COMMANDS])
@@ -86,7 +101,7 @@ def test_commands_are_valid(document, line):
         )
 
 
-@pytest.mark.parametrize("document", CHECKED, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", checked_documents())
 def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "checkpoints").mkdir()
@@ -96,7 +111,7 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    script = "\n".join(block for block in blocks(document) if block.startswith("# checked\n"))
+    script = checked_script(document)
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script],
         cwd=tmp_path,
