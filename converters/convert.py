@@ -3,7 +3,6 @@ folder."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shutil
 import sys
@@ -334,14 +333,10 @@ def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
         raise WeightsError(
             f"{source.path} is a {source.spec.family} model, {origin.path} a {origin.spec.family} model"
         )
-    for half in ("vision", "language"):
-        ours, theirs = (dataclasses.asdict(getattr(spec, half)) for spec in (source.spec, origin.spec))
-        for name, value in ours.items():
-            if value != theirs[name]:
-                raise WeightsError(
-                    f"{half} {name} is {value} in {source.path} and {theirs[name]} in {origin.path}: not the"
-                    " same model"
-                )
+    for name, value, other in source.spec.differences(origin.spec):
+        raise WeightsError(
+            f"{name} is {value} in {source.path} and {other} in {origin.path}: not the same model"
+        )
 
 
 def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> None:

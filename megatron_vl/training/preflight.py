@@ -282,7 +282,7 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
 
 def check_same_model(held_by: str, held: ModelSpec, config: TrainConfig, spec: ModelSpec) -> None:
     """Raises RunConfigError unless weights are of the model that ``model.hf`` describes."""
-    if held.family != spec.family or held.vision != spec.vision or held.language != spec.language:
+    if held.differences(spec):
         theirs, ours = held.family, spec.family
         sizes = f"both {ours}, other sizes" if theirs == ours else f"{theirs}, {ours}"
         raise RunConfigError(f"{held_by} holds another model than model.hf {config.model.hf} ({sizes})")

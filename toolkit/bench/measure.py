@@ -22,7 +22,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.data.row import Row, pin
-from megatron_vl.models.build import build_chunks
 from megatron_vl.models.moe.router import routers
 from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
@@ -30,6 +29,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.flops import peak_tflops
+from megatron_vl.training.model import HALF, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import StepResult, train_step, wrap
 
@@ -83,7 +83,7 @@ def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, lay
     """Model, DDP and optimizer, with the memory that each takes."""
     config, memory = options.config, {}
     before = allocated(platform)
-    chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
+    chunks = build_model(config, spec, layout, platform, grid, norm=HALF).chunks
     if options.even_routing:
         for router in routers(chunks):
             router.config.moe_router_force_load_balancing = True

@@ -57,11 +57,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
     """
     encoder = SampleEncoder(request.hf, request.data)
     spec = WeightReader(request.checkpoint).spec
-    if (spec.family, spec.vision, spec.language) != (
-        encoder.spec.family,
-        encoder.spec.vision,
-        encoder.spec.language,
-    ):
+    if spec.differences(encoder.spec):
         raise UserError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
     layout = make_layout(spec, **request.layout)
     samples = _encode(encoder, request.conversations)

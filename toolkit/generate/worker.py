@@ -19,14 +19,12 @@ import torch.distributed as dist
 
 from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig, VideoPositions
 from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.training import checkpoint
 from megatron_vl.training.generate import Prompt, generate
+from megatron_vl.training.model import build_model
 from megatron_vl.weights.reader import WeightReader
 from toolkit.samples import read_samples
 
@@ -69,7 +67,7 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
     spec = read_spec(job.hf)
     layout = make_layout(spec, **job.layout)
     init_distributed(platform)
-    grid, norm = make_grid(layout), read_pixel_norm(job.hf)
+    grid = make_grid(layout)
     attention: Any = "sdpa" if job.dtype == "float32" else "auto"  # the fused kernels of GPUs take no float32
     config = TrainConfig(
         model=ModelConfig(hf=job.hf, vision_attention=attention, language_attention=attention),
@@ -79,10 +77,8 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
         ),
         dtype=job.dtype,  # type: ignore[arg-type]
     )
-    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
-    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
-    check_tensors(spec, layout, tensors)
-    checkpoint.load_weights(WeightReader(job.checkpoint), tensors, grid)
+    weights = WeightReader(job.checkpoint)
+    chunks = build_model(config, spec, layout, platform, grid, weights=weights).chunks
     answers: list[list[int]] = []
     for start in range(0, len(samples), job.batch):
         given = samples[start : start + job.batch]

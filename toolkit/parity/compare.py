@@ -144,11 +144,7 @@ def _weights(request: Request, hf: Path, spec: ModelSpec, work: Path, say: Calla
         convert(hf, work / "weights")
         return work / "weights"
     reader = WeightReader(request.checkpoint)
-    if (reader.spec.family, reader.spec.vision, reader.spec.language) != (
-        spec.family,
-        spec.vision,
-        spec.language,
-    ):
+    if reader.spec.differences(spec):
         raise UserError(
             f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than --hf"
             f" {hf}"
