@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import TensorInfo, tensor_table
 from megatron_vl.weights.blocks import Block
-from megatron_vl.weights.tensor_files import Window, matrix_shape
+from megatron_vl.weights.tensor_files import Region, matrix_shape
 
 HF_OUTPUT = "lm_head.weight"
 
@@ -46,8 +46,8 @@ class Rule:
     hf: dict[str, tuple[int, ...]]
     """HF name -> shape."""
     blocks: tuple[Block, ...]
-    padding: tuple[Window, ...] = ()
-    """Windows of the canonical tensor that HF does not have; zero."""
+    padding: tuple[Region, ...] = ()
+    """Regions of the canonical tensor that HF does not have; they are zero."""
 
 
 def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rule:
@@ -83,21 +83,21 @@ def gated(info: TensorInfo, gate: str, up: str, width: int) -> Rule:
     rows, cols = matrix_shape(info.shape)
     half = rows // 2
     blocks = [Block(hf, width, cols, row=i * half) for i, hf in enumerate((gate, up))]
-    padding = [Window(i * half + width, (i + 1) * half, 0, cols) for i in (0, 1) if half > width]
+    padding = [Region(i * half + width, (i + 1) * half, 0, cols) for i in (0, 1) if half > width]
     return _runs(info, {gate: width, up: width}, blocks, padding)
 
 
 def padded_rows(info: TensorInfo, hf: str, width: int) -> Rule:
     """Zero rows added from ``width`` on."""
     rows, cols = matrix_shape(info.shape)
-    padding = [Window(width, rows, 0, cols)] if rows > width else []
+    padding = [Region(width, rows, 0, cols)] if rows > width else []
     return _runs(info, {hf: width}, [Block(hf, width, cols)], padding)
 
 
 def padded_columns(info: TensorInfo, hf: str, width: int) -> Rule:
     """Zero columns added from ``width`` on."""
     rows, cols = matrix_shape(info.shape)
-    padding = (Window(0, rows, width, cols),) if cols > width else ()
+    padding = (Region(0, rows, width, cols),) if cols > width else ()
     return Rule(info.name, {hf: (rows, width)}, (Block(hf, rows, width),), padding)
 
 
@@ -128,7 +128,7 @@ def _interleaved(sizes: dict[str, int], groups: int, cols: int) -> list[Block]:
 
 
 def _runs(
-    info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], padding: Sequence[Window] = ()
+    info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], padding: Sequence[Region] = ()
 ) -> Rule:
     """A rule whose HF tensors have the canonical tensor's columns."""
     return Rule(
@@ -198,12 +198,14 @@ def vision_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
 
 def language_gated(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
     """HF gate and up of a decoder layer."""
-    return gated(info, *hf, spec.language.ffn_hidden_size)
+    gate, up = hf
+    return gated(info, gate, up, spec.language.ffn_hidden_size)
 
 
 def vision_gated(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
     """HF gate and up of a vision layer."""
-    return gated(info, *hf, spec.vision.ffn_hidden_size)
+    gate, up = hf
+    return gated(info, gate, up, spec.vision.ffn_hidden_size)
 
 
 def vision_rows(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:

@@ -15,7 +15,7 @@ from megatron_vl.data.description import LoaderError, SplitFacts
 from megatron_vl.errors import UserError
 from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
-from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.spec.families import ModelSpec
@@ -51,7 +51,7 @@ class Run:
     spec: ModelSpec
     layout: Layout
     platform: Platform
-    grid: Grid
+    grid: ProcessGrid
     chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
     loader: Any
@@ -101,7 +101,7 @@ def set_up(config: TrainConfig) -> Run:
     return run
 
 
-def agree_on_start(config: TrainConfig, grid: Grid) -> Start:
+def agree_on_start(config: TrainConfig, grid: ProcessGrid) -> Start:
     """Where the run begins, as rank 0 sees the folder: another node's view of shared storage may be older.
     Collective."""
     told: list[Any] = [None, ""]
@@ -140,7 +140,7 @@ def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
     return answer[0]
 
 
-def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: Grid, facts: SplitFacts) -> Any:
+def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, facts: SplitFacts) -> Any:
     from megatron_vl.data.loader import build_loader
 
     ranks = {"dp_rank": grid.dp_rank, "dp_size": grid.dp}

@@ -9,7 +9,7 @@ from megatron_vl.data.pixels import PixelNorm, read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.models.vision_language import VisionLanguageModel
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -35,7 +35,7 @@ def build_model(
     spec: ModelSpec,
     layout: Layout,
     platform: Platform,
-    grid: Grid,
+    grid: ProcessGrid,
     *,
     weights: WeightReader | None = None,
     norm: PixelNorm | None = None,

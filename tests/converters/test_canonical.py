@@ -83,8 +83,8 @@ def test_rules_cover_every_element_once(size: str) -> None:
             empty = torch.zeros(matrix_shape(rule.hf[str(block.part)]), dtype=torch.int8)
             part, there = hf_area.setdefault(str(block.part), empty), block.inverted(rule.name)
             part[there.row : there.row + there.rows, there.col : there.col + there.cols] += 1
-        for window in rule.padding:
-            area[window.row : window.row_end, window.col : window.col_end] += 1
+        for region in rule.padding:
+            area[region.row : region.row_end, region.col : region.col_end] += 1
         assert (area == 1).all(), rule.name
     assert all((part == 1).all() for part in hf_area.values())
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_vl.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_vl.data.assemble import pack_row
-from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
@@ -36,7 +36,7 @@ class TinyTrainer:
     platform: Platform
     spec: ModelSpec
     layout: Layout
-    grid: Grid
+    grid: ProcessGrid
     config: TrainConfig
     chunks: list[Any]
     wrapped: list[Any]

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m toolkit.generate.worker JOB.json OUT.json
 
-``JOB.json`` holds the fields of :class:`Job`; ``OUT.json`` gets the list of new tokens of each prompt.
+``JOB.json`` holds the fields of :class:`GenerateJob`; ``OUT.json`` gets the list of new tokens of each
+prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig, VideoPositions
 from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed, make_grid
+from megatron_vl.parallel.grid import ProcessGrid, end_distributed, init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
@@ -33,7 +34,7 @@ ROW_UNIT = 64
 
 
 @dataclass
-class Job:
+class GenerateJob:
     """What to generate, and under which layout."""
 
     hf: str
@@ -53,7 +54,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    job = Job(**json.loads(Path(argv[0]).read_text()))
+    job = GenerateJob(**json.loads(Path(argv[0]).read_text()))
     answers = answer(job, read_samples(Path(job.samples)))
     if dist.get_rank() == 0:
         Path(argv[1]).write_text(json.dumps(answers))
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
+def answer(job: GenerateJob, samples: list[Sample]) -> list[list[int]]:
     """The new tokens of each prompt. Collective over all ranks."""
     platform = get_platform(job.platform)
     spec = read_spec(job.hf)
@@ -94,7 +95,7 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
     return answers
 
 
-def _all_answers(mine: list[list[int]], grid: Grid) -> list[list[int]]:
+def _all_answers(mine: list[list[int]], grid: ProcessGrid) -> list[list[int]]:
     """The answers of all replicas, in the order of the prompts. Collective over all ranks."""
     if grid.dp == 1:
         return mine
@@ -113,7 +114,7 @@ def prepare(
     return [Prompt(row, len(sample)) for row, sample in zip(rows, samples, strict=True)]
 
 
-def write_job(job: Job, path: Path) -> None:
+def write_job(job: GenerateJob, path: Path) -> None:
     path.write_text(json.dumps(dataclasses.asdict(job)))
 
 
