@@ -30,7 +30,7 @@ from converters.hf import INDEX
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import Cut
 from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.tensor_files import TensorWriter, make_header, row_windows
+from megatron_vl.weights.tensor_files import TensorWriter, make_header, row_regions
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2_5_vl",
@@ -92,8 +92,8 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
     random = torch.randint(-(2**15), 2**15, (1 << 24,), dtype=torch.int16).view(torch.bfloat16)
 
     def pieces(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-        for window in row_windows(shape, 2):
-            count = (window.row_end - window.row) * (window.col_end - window.col)
+        for region in row_regions(shape, 2):
+            count = (region.row_end - region.row) * (region.col_end - region.col)
             start = int(torch.randint(0, max(1, random.numel() - count), ()))
             yield random[start : start + count]
 

@@ -3,7 +3,6 @@ folder."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shutil
 import sys
@@ -24,9 +23,9 @@ from megatron_vl.weights.blocks import gather, part_blocks
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import (
+    Region,
     TensorWriter,
     WeightsError,
-    Window,
     dtype_name,
     make_header,
     matrix_shape,
@@ -36,20 +35,20 @@ from megatron_vl.weights.tensor_files import (
 from .hf import HfCheckpoint
 from .restart import Output, writing
 from .rules import Rule
-from .stream import Job, Progress, checked_ahead, default_workers, run_jobs
+from .stream import CopyJob, Progress, checked_ahead, default_workers, run_jobs
 
 FILE_BYTES = 5_000_000_000
 """Largest file of unsplit weights (a single tensor may be larger)."""
 
 
 class Source(Protocol):
-    """Full canonical tensors, window by window: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
+    """Full canonical tensors, region by region: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
 
     spec: ModelSpec
 
     def dtype(self, name: str) -> torch.dtype: ...
 
-    def window(self, name: str, window: Window) -> Tensor: ...
+    def region(self, name: str, region: Region) -> Tensor: ...
 
     def check(self, name: str) -> None:
         """Raises :class:`WeightsError` when a tensor is not what was written, where that can be known."""
@@ -59,7 +58,7 @@ class Source(Protocol):
 
 
 @dataclass
-class Report:
+class WeightsReport:
     """What was written. ``cast`` counts tensors whose type was changed, by (from, to)."""
 
     out: Path
@@ -84,7 +83,7 @@ class Report:
 
 def convert(
     hf: str | Path, out: str | Path, layout: dict | None = None, *, workers: int = 0, force: bool = False
-) -> Report:
+) -> WeightsReport:
     """HF folder -> Megatron weights.
 
     Args:
@@ -105,7 +104,7 @@ def reshard(
     *,
     workers: int = 0,
     force: bool = False,
-) -> Report:
+) -> WeightsReport:
     """Megatron weights of any layout -> another layout, or unsplit when ``layout`` is None."""
     source = WeightReader(checkpoint)
     what = "split" if layout else "merge"
@@ -121,7 +120,7 @@ def _write(
     workers: int,
     force: bool,
     origin: dict | None,
-) -> Report:
+) -> WeightsReport:
     out = Path(out)
     layout = make_layout(source.spec, **arguments) if arguments else None
     table = tensor_table(source.spec)
@@ -133,7 +132,7 @@ def _write(
     work = _work(what, source, headers, layout.as_dict() if layout else None, origin)
     workers = workers or default_workers()
     with writing(out, inputs, headers, work, force=force, workers=workers, say=_say) as output:
-        jobs: dict[str, list[Job]] = {}
+        jobs: dict[str, list[CopyJob]] = {}
         for name, file in plan.order():
             if (file, name) not in output.kept:
                 part = plan.cut.part(
@@ -154,9 +153,9 @@ def _write(
         ]
         output.commit()
         write_manifest(out, source.spec, layout, entries, origin)
-    size = sum(Job.size(*plan.stored[name]) for names in plan.files.values() for name in names)
+    size = sum(CopyJob.size(*plan.stored[name]) for names in plan.files.values() for name in names)
     kept = output.kept_files(), len(output.kept)
-    return Report(out, len(plan.stored), len(plan.files), size, seconds, layout, {}, [], *kept)
+    return WeightsReport(out, len(plan.stored), len(plan.files), size, seconds, layout, {}, [], *kept)
 
 
 def _work(
@@ -178,7 +177,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run(what: str, source: Source, jobs: dict[str, list[Job]], output: Output, workers: int) -> float:
+def _run(what: str, source: Source, jobs: dict[str, list[CopyJob]], output: Output, workers: int) -> float:
     """Writes what is to be written, by the tensor that it is read from. Returns the seconds it took."""
     before = source.fingerprint()
     progress = Progress(what, sum(job.bytes for some in jobs.values() for job in some))
@@ -253,13 +252,13 @@ def _shard_files(
     return files, places
 
 
-def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWriter) -> Job:
+def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWriter) -> CopyJob:
     dtype, blocks = source.dtype(info.name), part_blocks(info, part, cut)
 
-    def read(window: Window) -> Tensor:
-        return gather(blocks, window, lambda name, full: source.window(str(name), full), dtype)
+    def read(region: Region) -> Tensor:
+        return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)
 
-    return Job(writer, info.name, info.shard_shape(cut), dtype, read)
+    return CopyJob(writer, info.name, info.shard_shape(cut), dtype, read)
 
 
 # --- To Hugging Face
@@ -268,7 +267,7 @@ def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWr
 
 def export(
     checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: int = 0, force: bool = False
-) -> Report:
+) -> WeightsReport:
     """Megatron weights of any layout, or a run's latest -> a HF folder like the one of origin.
 
     Files, names, order and types of tensors are the origin's: weights that were not trained give back its
@@ -293,7 +292,7 @@ def export(
     with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
         # In model order, so that tensors that one canonical tensor gives (q, k, v) find its bytes in the page
         # cache.
-        jobs: dict[str, list[Job]] = {}
+        jobs: dict[str, list[CopyJob]] = {}
         for hf in origin.in_order():
             stored = origin.stored[hf]
             file = origin.folder.where[stored]
@@ -315,18 +314,20 @@ def export(
     )
     names, kept = [str(path) for path in skipped], (output.kept_files(), len(output.kept))
     size = sum(
-        Job.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order()
+        CopyJob.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order()
     )
-    return Report(out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept)
+    return WeightsReport(
+        out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept
+    )
 
 
-def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> Job:
+def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> CopyJob:
     blocks, dtype, stored = origin.hf_blocks(hf), origin.hf_dtype(hf), origin.stored[hf]
 
-    def read(window: Window) -> Tensor:
-        return gather(blocks, window, lambda name, full: source.window(str(name), full), dtype)
+    def read(region: Region) -> Tensor:
+        return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)
 
-    return Job(writer, stored, origin.folder.shape(stored), dtype, read)
+    return CopyJob(writer, stored, origin.folder.shape(stored), dtype, read)
 
 
 def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
@@ -334,14 +335,10 @@ def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
         raise WeightsError(
             f"{source.path} is a {source.spec.family} model, {origin.path} a {origin.spec.family} model"
         )
-    for half in ("vision", "language"):
-        ours, theirs = (dataclasses.asdict(getattr(spec, half)) for spec in (source.spec, origin.spec))
-        for name, value in ours.items():
-            if value != theirs[name]:
-                raise WeightsError(
-                    f"{half} {name} is {value} in {source.path} and {theirs[name]} in {origin.path}: not the"
-                    " same model"
-                )
+    for name, value, other in source.spec.differences(origin.spec):
+        raise WeightsError(
+            f"{name} is {value} in {source.path} and {other} in {origin.path}: not the same model"
+        )
 
 
 def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> None:
@@ -349,8 +346,8 @@ def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> 
     else."""
 
     def check(rule: Rule) -> None:
-        for window in rule.padding:
-            if source.window(rule.name, window).count_nonzero():
+        for region in rule.padding:
+            if source.region(rule.name, region).count_nonzero():
                 raise WeightsError(
                     f"{source.path}: the padding of tensor {rule.name!r} holds values other than zero; they"
                     " cannot be exported"

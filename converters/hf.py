@@ -23,7 +23,7 @@ from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.tensors import EMBEDDING
 from megatron_vl.weights.blocks import Block, gather
 from megatron_vl.weights.manifest import UNFINISHED
-from megatron_vl.weights.tensor_files import TensorReader, WeightsError, Window, read_header, row_windows
+from megatron_vl.weights.tensor_files import Region, TensorReader, WeightsError, read_header, row_regions
 
 from . import rules_for
 from .rules import DOWN, GATE_UP, HF_OUTPUT, RELEASED, ExpertStyle, Rule
@@ -111,8 +111,8 @@ class TensorFolder:
         """The type of a tensor in safetensors' notation."""
         return self.files[self.where[name]].code(name)
 
-    def window(self, name: str, window: Window) -> Tensor:
-        return self.files[self.where[name]].window(name, window)
+    def region(self, name: str, region: Region) -> Tensor:
+        return self.files[self.where[name]].region(name, region)
 
     def companions(self) -> tuple[list[Path], list[Path]]:
         """Paths (relative) of what belongs to the checkpoint beside its weights, and of weights that are not
@@ -263,11 +263,11 @@ class HfCheckpoint:
             return
         names = [self.stored[HF_OUTPUT], self.stored[self.embedding]]
         same_type = self.folder.code(names[0]) == self.folder.code(names[1])
-        windows = (
-            row_windows(self.folder.shape(names[0]), self.hf_dtype(HF_OUTPUT).itemsize) if same_type else ()
+        regions = (
+            row_regions(self.folder.shape(names[0]), self.hf_dtype(HF_OUTPUT).itemsize) if same_type else ()
         )
         if not same_type or any(
-            not _same_bits(*(self.folder.window(name, w) for name in names)) for w in windows
+            not _same_bits(*(self.folder.region(name, w) for name in names)) for w in regions
         ):
             raise WeightsError(
                 f"{self.path}: tensor {names[0]!r} differs from {names[1]!r} although config.json ties them; "
@@ -304,10 +304,10 @@ class HfCheckpoint:
             )
         return facts
 
-    def window(self, name: str, window: Window) -> Tensor:
-        """A window of a full canonical tensor taken as a matrix."""
-        read = lambda hf, w: self.folder.window(self.stored[str(hf)], w)  # noqa: E731
-        return gather(self.rules[name].blocks, window, read, self.dtype(name))
+    def region(self, name: str, region: Region) -> Tensor:
+        """A region of a full canonical tensor taken as a matrix."""
+        read = lambda hf, w: self.folder.region(self.stored[str(hf)], w)  # noqa: E731
+        return gather(self.rules[name].blocks, region, read, self.dtype(name))
 
     def hf_blocks(self, released: str) -> Sequence[Block]:
         """A HF tensor's rectangles in the canonical tensors: the rules read backwards."""

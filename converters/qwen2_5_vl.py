@@ -5,27 +5,33 @@ Names: ``Qwen2_5_VLForConditionalGeneration`` as released (``visual.*``, ``model
 
 from __future__ import annotations
 
-from megatron_vl.spec.families import ModelSpec, VisionSpec
-from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.spec.families import ModelSpec
 
-from .rules import Rule, gated, language_rules, padded_columns, same, vision_rules
+from .qwen2_vl import LANGUAGE, TOWER
+from .rules import Entry, Rule, as_it_is, rules_of, vision_columns, vision_gated
+
+TOWER_MLP = (
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc1.weight",
+        ("visual.blocks.*.mlp.gate_proj.weight", "visual.blocks.*.mlp.up_proj.weight"),
+        vision_gated,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc1.bias",
+        ("visual.blocks.*.mlp.gate_proj.bias", "visual.blocks.*.mlp.up_proj.bias"),
+        vision_gated,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc2.weight",
+        ("visual.blocks.*.mlp.down_proj.weight",),
+        vision_columns,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc2.bias", ("visual.blocks.*.mlp.down_proj.bias",), as_it_is
+    ),
+)
 
 
 def rules(spec: ModelSpec) -> list[Rule]:
     """One rule for each tensor of the model."""
-    table = tensor_table(spec)
-
-    def mlp(v: VisionSpec, ours: str, hf: str) -> list[Rule]:
-        width = v.ffn_hidden_size
-        return [
-            *(
-                gated(
-                    table[f"{ours}linear_fc1.{kind}"], f"{hf}gate_proj.{kind}", f"{hf}up_proj.{kind}", width
-                )
-                for kind in ("weight", "bias")
-            ),
-            padded_columns(table[ours + "linear_fc2.weight"], hf + "down_proj.weight", width),
-            same(table[ours + "linear_fc2.bias"], hf + "down_proj.bias"),
-        ]
-
-    return [*vision_rules(spec, table, mlp), *language_rules(spec, table)]
+    return rules_of(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))

@@ -8,34 +8,241 @@ Names: ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGenerat
 
 from __future__ import annotations
 
-from megatron_vl.spec.families import ModelSpec, VisionSpec
-from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.spec.families import ModelSpec
 
 from .rules import (
     RELEASED,
+    Entry,
     ExpertStyle,
     Rule,
-    language_rules,
-    padded_columns,
-    padded_rows,
-    same,
-    vision_rules,
+    as_it_is,
+    conv3d,
+    each_expert,
+    language_gated,
+    language_qkv,
+    rules_of,
+    stack_input_first,
+    vision_columns,
+    vision_qkv,
+    vision_rows,
 )
 
-MERGER = ("norm", "linear_fc1", "linear_fc2")
+TOWER = (
+    Entry("vision_model.patch_embed.proj.weight", ("model.visual.patch_embed.proj.weight",), conv3d),
+    Entry("vision_model.patch_embed.proj.bias", ("model.visual.patch_embed.proj.bias",), as_it_is),
+    Entry("vision_model.position_table.weight", ("model.visual.pos_embed.weight",), as_it_is),
+    Entry(
+        "vision_model.decoder.layers.*.self_attention.linear_qkv.layer_norm_weight",
+        ("model.visual.blocks.*.norm1.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.self_attention.linear_qkv.layer_norm_bias",
+        ("model.visual.blocks.*.norm1.bias",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.self_attention.linear_qkv.weight",
+        ("model.visual.blocks.*.attn.qkv.weight",),
+        vision_qkv,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.self_attention.linear_qkv.bias",
+        ("model.visual.blocks.*.attn.qkv.bias",),
+        vision_qkv,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.self_attention.linear_proj.weight",
+        ("model.visual.blocks.*.attn.proj.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.self_attention.linear_proj.bias",
+        ("model.visual.blocks.*.attn.proj.bias",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc1.layer_norm_weight",
+        ("model.visual.blocks.*.norm2.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc1.layer_norm_bias",
+        ("model.visual.blocks.*.norm2.bias",),
+        as_it_is,
+    ),
+    Entry("vision_model.merger.norm.weight", ("model.visual.merger.norm.weight",), as_it_is),
+    Entry("vision_model.merger.norm.bias", ("model.visual.merger.norm.bias",), as_it_is),
+    Entry("vision_model.merger.linear_fc1.weight", ("model.visual.merger.linear_fc1.weight",), as_it_is),
+    Entry("vision_model.merger.linear_fc1.bias", ("model.visual.merger.linear_fc1.bias",), as_it_is),
+    Entry("vision_model.merger.linear_fc2.weight", ("model.visual.merger.linear_fc2.weight",), as_it_is),
+    Entry("vision_model.merger.linear_fc2.bias", ("model.visual.merger.linear_fc2.bias",), as_it_is),
+    Entry(
+        "vision_model.deepstack_mergers.*.norm.weight",
+        ("model.visual.deepstack_merger_list.*.norm.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.deepstack_mergers.*.norm.bias",
+        ("model.visual.deepstack_merger_list.*.norm.bias",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.deepstack_mergers.*.linear_fc1.weight",
+        ("model.visual.deepstack_merger_list.*.linear_fc1.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.deepstack_mergers.*.linear_fc1.bias",
+        ("model.visual.deepstack_merger_list.*.linear_fc1.bias",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.deepstack_mergers.*.linear_fc2.weight",
+        ("model.visual.deepstack_merger_list.*.linear_fc2.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.deepstack_mergers.*.linear_fc2.bias",
+        ("model.visual.deepstack_merger_list.*.linear_fc2.bias",),
+        as_it_is,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc1.weight",
+        ("model.visual.blocks.*.mlp.linear_fc1.weight",),
+        vision_rows,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc1.bias",
+        ("model.visual.blocks.*.mlp.linear_fc1.bias",),
+        vision_rows,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc2.weight",
+        ("model.visual.blocks.*.mlp.linear_fc2.weight",),
+        vision_columns,
+    ),
+    Entry(
+        "vision_model.decoder.layers.*.mlp.linear_fc2.bias",
+        ("model.visual.blocks.*.mlp.linear_fc2.bias",),
+        as_it_is,
+    ),
+)
+
+LANGUAGE = (
+    Entry(
+        "language_model.embedding.word_embeddings.weight",
+        ("model.language_model.embed_tokens.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.self_attention.linear_qkv.layer_norm_weight",
+        ("model.language_model.layers.*.input_layernorm.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.self_attention.linear_qkv.weight",
+        (
+            "model.language_model.layers.*.self_attn.q_proj.weight",
+            "model.language_model.layers.*.self_attn.k_proj.weight",
+            "model.language_model.layers.*.self_attn.v_proj.weight",
+        ),
+        language_qkv,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.self_attention.q_layernorm.weight",
+        ("model.language_model.layers.*.self_attn.q_norm.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.self_attention.k_layernorm.weight",
+        ("model.language_model.layers.*.self_attn.k_norm.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.self_attention.linear_proj.weight",
+        ("model.language_model.layers.*.self_attn.o_proj.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.mlp.linear_fc1.layer_norm_weight",
+        ("model.language_model.layers.*.post_attention_layernorm.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.mlp.linear_fc1.weight",
+        (
+            "model.language_model.layers.*.mlp.gate_proj.weight",
+            "model.language_model.layers.*.mlp.up_proj.weight",
+        ),
+        language_gated,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.mlp.linear_fc2.weight",
+        ("model.language_model.layers.*.mlp.down_proj.weight",),
+        as_it_is,
+    ),
+    Entry("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), as_it_is),
+    Entry("language_model.output_layer.weight", ("lm_head.weight",), as_it_is),
+)
+
+ROUTER = (
+    Entry(
+        "language_model.decoder.layers.*.pre_mlp_layernorm.weight",
+        ("model.language_model.layers.*.post_attention_layernorm.weight",),
+        as_it_is,
+    ),
+    Entry(
+        "language_model.decoder.layers.*.mlp.router.weight",
+        ("model.language_model.layers.*.mlp.gate.weight",),
+        as_it_is,
+    ),
+)
+"""Layers with experts have these in place of ``mlp.linear_fc1`` and ``mlp.linear_fc2``."""
+
+EXPERTS: dict[ExpertStyle, tuple[Entry, ...]] = {
+    "input_first": (
+        Entry(
+            "language_model.decoder.layers.*.mlp.experts.linear_fc1.weight",
+            ("model.language_model.layers.*.mlp.experts.gate_up_proj",),
+            stack_input_first,
+        ),
+        Entry(
+            "language_model.decoder.layers.*.mlp.experts.linear_fc2.weight",
+            ("model.language_model.layers.*.mlp.experts.down_proj",),
+            stack_input_first,
+        ),
+    ),
+    "output_first": (
+        Entry(
+            "language_model.decoder.layers.*.mlp.experts.linear_fc1.weight",
+            ("model.language_model.layers.*.mlp.experts.gate_up_proj",),
+            as_it_is,
+        ),
+        Entry(
+            "language_model.decoder.layers.*.mlp.experts.linear_fc2.weight",
+            ("model.language_model.layers.*.mlp.experts.down_proj",),
+            as_it_is,
+        ),
+    ),
+    "apart": (
+        Entry(
+            "language_model.decoder.layers.*.mlp.experts.linear_fc1.weight",
+            (
+                "model.language_model.layers.*.mlp.experts.*.gate_proj.weight",
+                "model.language_model.layers.*.mlp.experts.*.up_proj.weight",
+            ),
+            each_expert,
+        ),
+        Entry(
+            "language_model.decoder.layers.*.mlp.experts.linear_fc2.weight",
+            ("model.language_model.layers.*.mlp.experts.*.down_proj.weight",),
+            each_expert,
+        ),
+    ),
+}
 
 
 def rules(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
     """One rule for each tensor of the model. ``experts``: how HF stores them, where there are any."""
-    table = tensor_table(spec)
-
-    def mlp(v: VisionSpec, ours: str, hf: str) -> list[Rule]:
-        width, fc1, fc2 = v.ffn_hidden_size, "linear_fc1.", "linear_fc2."
-        return [
-            *(padded_rows(table[ours + fc1 + kind], hf + fc1 + kind, width) for kind in ("weight", "bias")),
-            padded_columns(table[f"{ours}{fc2}weight"], f"{hf}{fc2}weight", width),
-            same(table[f"{ours}{fc2}bias"], f"{hf}{fc2}bias"),
-        ]
-
-    vision = vision_rules(spec, table, mlp, prefix="model.visual.", merger=MERGER)
-    return [*vision, *language_rules(spec, table, prefix="model.language_model.", experts=experts)]
+    return rules_of(spec, (*TOWER, *LANGUAGE, *ROUTER, *EXPERTS[experts]))

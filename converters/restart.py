@@ -41,7 +41,7 @@ class DiskFull(WeightsError):
     on."""
 
 
-class Journal:
+class WriteJournal:
     """The journal of a folder, locked for this process.
 
     Attributes:
@@ -124,7 +124,7 @@ class Output:
 
     writers: dict[str, TensorWriter]
     kept: frozenset[tuple[str, str]]
-    _journal: Journal = field(repr=False)
+    _journal: WriteJournal = field(repr=False)
 
     @property
     def digests(self) -> Mapping[tuple[str, str], str]:
@@ -200,7 +200,7 @@ def writing(
     journal.close(remove=True)
 
 
-def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool, hf: bool) -> Journal:
+def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool, hf: bool) -> WriteJournal:
     """The folder's journal, when this conversion may write there; what is to be replaced is removed."""
     if any(out.resolve() == path.resolve() for path in inputs):
         raise WeightsError(f"--out {out} is the folder that is read")
@@ -209,7 +209,7 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
     if not (out / UNFINISHED).is_file():
         _check_replaceable(out, force, hf)
     out.mkdir(parents=True, exist_ok=True)
-    journal = Journal(out)
+    journal = WriteJournal(out)
     try:
         if journal.work == work:
             journal.resume()
@@ -295,7 +295,9 @@ def _tidy(out: Path, headers: dict[str, bytes], going_on: bool, hf: bool) -> Non
             path.unlink()
 
 
-def _verified(journal: Journal, writers: dict[str, TensorWriter], workers: int) -> frozenset[tuple[str, str]]:
+def _verified(
+    journal: WriteJournal, writers: dict[str, TensorWriter], workers: int
+) -> frozenset[tuple[str, str]]:
     """The tensors in the journal whose bytes are in their place."""
 
     def same(item: tuple[tuple[str, str], str]) -> bool:

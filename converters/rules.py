@@ -4,18 +4,22 @@ A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.blocks.Block`
 its HF tensors have in common. Conversion reads the list forwards, export backwards, so that each is the
 other's inverse; what no rectangle covers is padding and zero. The functions below write the lists for the
 structures that occur.
+
+The families' tables (``qwen*.py``) list names as :class:`Entry`: whole, with ``*`` for numbers, so that a
+search for a tensor's name ends there.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
-from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, TensorInfo, tensor_table
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import TensorInfo, tensor_table
 from megatron_vl.weights.blocks import Block
-from megatron_vl.weights.tensor_files import Window, matrix_shape
+from megatron_vl.weights.tensor_files import Region, matrix_shape
 
 HF_OUTPUT = "lm_head.weight"
 
@@ -42,8 +46,8 @@ class Rule:
     hf: dict[str, tuple[int, ...]]
     """HF name -> shape."""
     blocks: tuple[Block, ...]
-    padding: tuple[Window, ...] = ()
-    """Windows of the canonical tensor that HF does not have; zero."""
+    padding: tuple[Region, ...] = ()
+    """Regions of the canonical tensor that HF does not have; they are zero."""
 
 
 def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rule:
@@ -79,39 +83,37 @@ def gated(info: TensorInfo, gate: str, up: str, width: int) -> Rule:
     rows, cols = matrix_shape(info.shape)
     half = rows // 2
     blocks = [Block(hf, width, cols, row=i * half) for i, hf in enumerate((gate, up))]
-    padding = [Window(i * half + width, (i + 1) * half, 0, cols) for i in (0, 1) if half > width]
+    padding = [Region(i * half + width, (i + 1) * half, 0, cols) for i in (0, 1) if half > width]
     return _runs(info, {gate: width, up: width}, blocks, padding)
 
 
 def padded_rows(info: TensorInfo, hf: str, width: int) -> Rule:
     """Zero rows added from ``width`` on."""
     rows, cols = matrix_shape(info.shape)
-    padding = [Window(width, rows, 0, cols)] if rows > width else []
+    padding = [Region(width, rows, 0, cols)] if rows > width else []
     return _runs(info, {hf: width}, [Block(hf, width, cols)], padding)
 
 
 def padded_columns(info: TensorInfo, hf: str, width: int) -> Rule:
     """Zero columns added from ``width`` on."""
     rows, cols = matrix_shape(info.shape)
-    padding = (Window(0, rows, width, cols),) if cols > width else ()
+    padding = (Region(0, rows, width, cols),) if cols > width else ()
     return Rule(info.name, {hf: (rows, width)}, (Block(hf, rows, width),), padding)
 
 
-def stacked(info: TensorInfo, hf: str, style: ExpertStyle) -> Rule:
-    """One HF stack of all experts' matrices, each one transposed where the style has the input first."""
-    if style == "output_first":
-        return same(info, hf)
+def stacked(info: TensorInfo, hf: str) -> Rule:
+    """One HF stack of all experts' matrices, each one transposed."""
     count, rows, cols = info.shape
     blocks = (Block(hf, rows, cols, row=i * rows, part_row=i * cols, transposed=True) for i in range(count))
     return Rule(info.name, {hf: (count, cols, rows)}, tuple(blocks))
 
 
-def expert_by_expert(info: TensorInfo, hf: str, names: Sequence[str]) -> Rule:
-    """HF matrices of their own for each expert, one below the other in ours; ``hf`` holds ``{}`` for the
+def expert_by_expert(info: TensorInfo, hf: Sequence[str]) -> Rule:
+    """HF matrices of their own for each expert, one below the other in ours; names hold ``*`` for the
     expert's number."""
     count, rows, cols = info.shape
-    height = rows // len(names)
-    tensors = [f"{hf.format(expert)}{name}" for expert in range(count) for name in names]
+    height = rows // len(hf)
+    tensors = [name.replace("*", str(expert)) for expert in range(count) for name in hf]
     blocks = tuple(Block(name, height, cols, row=i * height) for i, name in enumerate(tensors))
     return Rule(info.name, dict.fromkeys(tensors, (height, cols)), blocks)
 
@@ -126,7 +128,7 @@ def _interleaved(sizes: dict[str, int], groups: int, cols: int) -> list[Block]:
 
 
 def _runs(
-    info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], padding: Sequence[Window] = ()
+    info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], padding: Sequence[Region] = ()
 ) -> Rule:
     """A rule whose HF tensors have the canonical tensor's columns."""
     return Rule(
@@ -134,130 +136,96 @@ def _runs(
     )
 
 
-# --- Parts that families share
-# --------------------------------------------------------------------------------------
+# --- Tables of names
 
 
-def language_rules(
-    spec: ModelSpec, table: dict[str, TensorInfo], prefix: str = "model.", experts: ExpertStyle = RELEASED
-) -> list[Rule]:
-    """The language model, its HF names beginning with ``prefix`` as in the released checkpoints."""
-    m = spec.language
-    rules = [same(table[EMBEDDING], f"{prefix}embed_tokens.weight")]
-    for i in range(m.num_layers):
-        ours, hf = f"language_model.decoder.layers.{i}.", f"{prefix}layers.{i}."
-        rules += _attention(m, table, ours, hf)
-        rules += _experts(table, ours, hf, experts) if m.has_experts(i) else _mlp(m, table, ours, hf)
-    rules.append(same(table["language_model.decoder.final_layernorm.weight"], f"{prefix}norm.weight"))
-    if not m.tied_embeddings:
-        rules.append(same(table[OUTPUT], HF_OUTPUT))
-    return rules
+class Entry(NamedTuple):
+    """Tensors of one kind: their names with ``*`` for the number of a layer, a merger or an expert."""
+
+    name: str
+    """Canonical; the first ``*`` of the HF names is the same number."""
+    hf: tuple[str, ...]
+    """The HF tensors that it is made of, under their released names."""
+    kind: Callable[[ModelSpec, TensorInfo, tuple[str, ...]], Rule]
 
 
-def _attention(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf: str) -> list[Rule]:
-    attention = hf + "self_attn."
+def rules_of(spec: ModelSpec, entries: Sequence[Entry]) -> list[Rule]:
+    """One rule for each tensor of the model, in model order. What the model does not have is left out.
 
-    def qkv(kind: str) -> Rule:
-        names = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
-        return split_qkv(
-            table[f"{ours}self_attention.linear_qkv.{kind}"], names, m.num_heads, m.num_kv_heads, m.head_dim
-        )
-
-    return [
-        same(table[ours + "self_attention.linear_qkv.layer_norm_weight"], hf + "input_layernorm.weight"),
-        *(qkv(kind) for kind in (("weight", "bias") if m.qkv_bias else ("weight",))),
-        *(
-            same(table[f"{ours}self_attention.{n}_layernorm.weight"], f"{attention}{n}_norm.weight")
-            for n in "qk"
-            if m.qk_norm
-        ),
-        same(table[ours + "self_attention.linear_proj.weight"], attention + "o_proj.weight"),
-    ]
-
-
-def _mlp(m: LanguageSpec, table: dict[str, TensorInfo], ours: str, hf: str) -> list[Rule]:
-    mlp = hf + "mlp."
-    return [
-        same(table[ours + "mlp.linear_fc1.layer_norm_weight"], hf + "post_attention_layernorm.weight"),
-        gated(
-            table[ours + "mlp.linear_fc1.weight"],
-            mlp + "gate_proj.weight",
-            mlp + "up_proj.weight",
-            m.ffn_hidden_size,
-        ),
-        same(table[ours + "mlp.linear_fc2.weight"], mlp + "down_proj.weight"),
-    ]
-
-
-def _experts(table: dict[str, TensorInfo], ours: str, hf: str, style: ExpertStyle) -> list[Rule]:
-    fc1, fc2 = (table[f"{ours}mlp.experts.linear_{which}.weight"] for which in ("fc1", "fc2"))
-    if style == "apart":
-        each = hf + "mlp.experts.{}."
-        matrices = [
-            expert_by_expert(fc1, each, ("gate_proj.weight", "up_proj.weight")),
-            expert_by_expert(fc2, each, ("down_proj.weight",)),
-        ]
-    else:
-        matrices = [stacked(fc1, hf + GATE_UP, style), stacked(fc2, hf + DOWN, style)]
-    return [
-        same(table[ours + "pre_mlp_layernorm.weight"], hf + "post_attention_layernorm.weight"),
-        same(table[ours + "mlp.router.weight"], hf + "mlp.gate.weight"),
-        *matrices,
-    ]
-
-
-QWEN2_MERGER = ("ln_q", "mlp.0", "mlp.2")
-"""HF's names within the merger of Qwen2-VL and Qwen2.5-VL: norm, first and second linear layer."""
-
-
-def vision_rules(
-    spec: ModelSpec,
-    table: dict[str, TensorInfo],
-    mlp: Callable[[VisionSpec, str, str], list[Rule]],
-    *,
-    prefix: str = "visual.",
-    merger: tuple[str, str, str] = QWEN2_MERGER,
-) -> list[Rule]:
-    """The vision tower.
-
-    Args:
-        mlp: the rules of a layer's MLP, which differ: called with the tower, the layer's canonical and HF
-            prefixes.
-        prefix: what HF's names begin with.
-        merger: HF's names of a merger's norm and two linear layers.
+    Raises:
+        ValueError: the table has no entry for a tensor, or two.
     """
-    v = spec.vision
-    kinds = ("weight", "bias") if v.norm == "LayerNorm" else ("weight",)
-    conv = (v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
-    rules = [same(table["vision_model.patch_embed.proj.weight"], f"{prefix}patch_embed.proj.weight", conv)]
-    if v.patch_bias:
-        rules.append(same(table["vision_model.patch_embed.proj.bias"], f"{prefix}patch_embed.proj.bias"))
-    if v.position_table_side:
-        rules.append(same(table["vision_model.position_table.weight"], f"{prefix}pos_embed.weight"))
-    for i in range(v.num_layers):
-        ours, hf = f"vision_model.decoder.layers.{i}.", f"{prefix}blocks.{i}."
-        qkv, proj = ours + "self_attention.linear_qkv.", ours + "self_attention.linear_proj."
-        rules += [same(table[f"{qkv}layer_norm_{kind}"], f"{hf}norm1.{kind}") for kind in kinds]
-        rules += [
-            fused_qkv(table[qkv + kind], f"{hf}attn.qkv.{kind}", v.num_heads, v.head_dim)
-            for kind in ("weight", "bias")
-        ]
-        rules += [same(table[proj + kind], f"{hf}attn.proj.{kind}") for kind in ("weight", "bias")]
-        rules += [
-            same(table[f"{ours}mlp.linear_fc1.layer_norm_{kind}"], f"{hf}norm2.{kind}") for kind in kinds
-        ]
-        rules += mlp(v, ours + "mlp.", hf + "mlp.")
-    deepstack = range(len(v.deepstack_layers))
-    for ours, hf in [
-        ("merger", "merger"),
-        *((f"deepstack_mergers.{i}", f"deepstack_merger_list.{i}") for i in deepstack),
-    ]:
-        for part, hf_part in zip(("norm", "linear_fc1", "linear_fc2"), merger, strict=True):
-            for kind in kinds if part == "norm" else ("weight", "bias"):
-                rules.append(
-                    same(table[f"vision_model.{ours}.{part}.{kind}"], f"{prefix}{hf}.{hf_part}.{kind}")
-                )
+    by_name = {entry.name: entry for entry in entries}
+    if len(by_name) < len(entries):
+        raise ValueError(f"{spec.family}: two entries for one name")
+    rules = []
+    for info in tensor_table(spec).values():
+        number = _NUMBER.search(info.name)
+        entry = by_name.get(_NUMBER.sub(".*.", info.name, count=1))
+        if entry is None:
+            raise ValueError(f"{spec.family}: no rule for tensor {info.name!r}")
+        names = tuple(name.replace("*", number[1], 1) if number else name for name in entry.hf)
+        rules.append(entry.kind(spec, info, names))
     return rules
+
+
+_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def as_it_is(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """One HF tensor of the same shape."""
+    return same(info, hf[0])
+
+
+def conv3d(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """The patch embedding, a Conv3d in HF."""
+    v = spec.vision
+    shape = (v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
+    return same(info, hf[0], shape)
+
+
+def language_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """HF query, key and value of a decoder layer."""
+    query, key, value = hf
+    m = spec.language
+    return split_qkv(info, (query, key, value), m.num_heads, m.num_kv_heads, m.head_dim)
+
+
+def vision_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """One HF tensor of a vision layer with all three."""
+    return fused_qkv(info, hf[0], spec.vision.num_heads, spec.vision.head_dim)
+
+
+def language_gated(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """HF gate and up of a decoder layer."""
+    gate, up = hf
+    return gated(info, gate, up, spec.language.ffn_hidden_size)
+
+
+def vision_gated(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """HF gate and up of a vision layer."""
+    gate, up = hf
+    return gated(info, gate, up, spec.vision.ffn_hidden_size)
+
+
+def vision_rows(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """The first linear layer of a vision MLP without a gate."""
+    return padded_rows(info, hf[0], spec.vision.ffn_hidden_size)
+
+
+def vision_columns(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """The last linear layer of a vision MLP."""
+    return padded_columns(info, hf[0], spec.vision.ffn_hidden_size)
+
+
+def stack_input_first(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """One HF stack of transposed matrices."""
+    return stacked(info, hf[0])
+
+
+def each_expert(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """HF matrices of each expert, whose number is the ``*`` that is left."""
+    return expert_by_expert(info, hf)
 
 
 def check_cover(spec: ModelSpec, rules: Sequence[Rule]) -> None:

@@ -1,7 +1,7 @@
 """Moving tensors from a source to files, a few megabytes at a time, several at once, with progress.
 
 Memory is bounded by :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times a small constant times the
-number of workers, whatever the size of the model: windows of mapped files are read, and files are filled in
+number of workers, whatever the size of the model: regions of mapped files are read, and files are filled in
 place.
 """
 
@@ -21,7 +21,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-from megatron_vl.weights.tensor_files import TensorWriter, Window, matrix_shape, row_windows
+from megatron_vl.weights.tensor_files import Region, TensorWriter, matrix_shape, row_regions
 
 
 class Progress:
@@ -65,14 +65,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One tensor of one file. ``read`` gives a window of it as a matrix."""
+class CopyJob:
+    """One tensor of one file. ``read`` gives a region of it as a matrix."""
 
     writer: TensorWriter
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[Window], Tensor]
+    read: Callable[[Region], Tensor]
 
     @property
     def bytes(self) -> int:
@@ -107,12 +107,12 @@ class _Stopped(Exception):
     """Raised in a worker whose work is no longer wanted."""
 
 
-Task = Job | Callable[[], None]
+Task = CopyJob | Callable[[], None]
 """Something to write, or to check before it is read."""
 
 
 def checked_ahead(
-    jobs: Mapping[str, Sequence[Job]], check: Callable[[str], None], workers: int
+    jobs: Mapping[str, Sequence[CopyJob]], check: Callable[[str], None], workers: int
 ) -> list[Task]:
     """Jobs by the tensor that they read, each tensor's check a few tensors ahead of them.
 
@@ -138,17 +138,17 @@ def run_jobs(
     give_back_freed_chunks()
     stop = threading.Event()
 
-    def chunks(job: Job) -> Iterator[Tensor]:
-        for window in row_windows(job.shape, job.dtype.itemsize):
+    def chunks(job: CopyJob) -> Iterator[Tensor]:
+        for region in row_regions(job.shape, job.dtype.itemsize):
             if stop.is_set():
                 raise _Stopped
-            data = job.read(window)
+            data = job.read(region)
             yield data
             progress.add(data.numel() * job.dtype.itemsize)
 
     def work(task: Task) -> None:
         try:
-            if isinstance(task, Job):
+            if isinstance(task, CopyJob):
                 digest = task.writer.write(task.name, chunks(task))
                 record(task.writer.path.name, task.name, digest)
             else:

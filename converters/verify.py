@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_vl.weights.manifest import MANIFEST
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import LATEST
-from megatron_vl.weights.tensor_files import CODES, WeightsError, Window, matrix_shape, row_windows
+from megatron_vl.weights.tensor_files import CODES, Region, WeightsError, matrix_shape, row_regions
 
 from .hf import TensorFolder, short_name
 from .stream import Progress, default_workers
@@ -46,11 +46,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Names, shapes and types (safetensors' codes) of a folder, and windows of its tensors."""
+    """Names, shapes and types (safetensors' codes) of a folder, and regions of its tensors."""
 
     shapes: dict[str, tuple[int, ...]]
     codes: dict[str, str]
-    window: Callable[[str, Window], Tensor]
+    region: Callable[[str, Region], Tensor]
     is_hf: bool
 
     def renamed(self, names: dict[str, str]) -> _Tensors:
@@ -59,7 +59,7 @@ class _Tensors:
         shapes = {new.get(name, name): shape for name, shape in self.shapes.items()}
         codes = {new.get(name, name): code for name, code in self.codes.items()}
         return _Tensors(
-            shapes, codes, lambda name, window: self.window(names.get(name, name), window), self.is_hf
+            shapes, codes, lambda name, region: self.region(names.get(name, name), region), self.is_hf
         )
 
 
@@ -71,11 +71,11 @@ def _open(path: Path) -> _Tensors:
         weights = WeightReader(path, verify=False)  # differences are to be shown, not refused
         shapes = {name: info.shape for name, info in weights.table.items()}
         return _Tensors(
-            shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.window, is_hf=False
+            shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.region, is_hf=False
         )
     folder = TensorFolder(path)
     shapes = {name: folder.shape(name) for name in folder.where}
-    return _Tensors(shapes, {name: folder.code(name) for name in shapes}, folder.window, is_hf=True)
+    return _Tensors(shapes, {name: folder.code(name) for name in shapes}, folder.region, is_hf=True)
 
 
 def _same_under_other_names(a: _Tensors, b: _Tensors) -> dict[str, str]:
@@ -162,14 +162,14 @@ def _difference(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Diff
 def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> Difference | None:
     count, first, largest = 0, -1, 0.0
     cols = matrix_shape(a.shapes[name])[1]
-    for window in row_windows(a.shapes[name], _itemsize(a.codes[name])):
-        x, y = a.window(name, window).contiguous(), b.window(name, window).contiguous()
+    for region in row_regions(a.shapes[name], _itemsize(a.codes[name])):
+        x, y = a.region(name, region).contiguous(), b.region(name, region).contiguous()
         bits = BITS[x.element_size()]
         # As integers: two NaN of the same bits are equal, 0.0 and -0.0 are not.
         other = (x.view(bits) != y.view(bits)).flatten()
         if other.any():
             count += int(other.sum())
-            first = first if first >= 0 else window.row * cols + int(other.nonzero()[0])
+            first = first if first >= 0 else region.row * cols + int(other.nonzero()[0])
             largest = max(largest, float((x.double() - y.double()).abs().nan_to_num(float("inf")).max()))
         progress.add(x.nbytes)
     if not count:

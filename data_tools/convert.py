@@ -33,7 +33,7 @@ from .formats import RecordError, read_conversation
 from .identities import Identities
 from .media import MediaInfo, inspect, read_media, resolve
 from .records import BadLine, read_records
-from .resume import Journal, ResumeError, Workspace, make_plan, names
+from .resume import ResumeError, VerdictJournal, Workspace, make_plan, names
 from .shards import Entry, IndexWriter, Shard, finish_shard
 
 RECORDS_A_TASK = 16
@@ -46,7 +46,7 @@ class ConvertError(UserError, ValueError):
 
 
 @dataclass
-class Report:
+class DataReport:
     """What came of a conversion."""
 
     records: int = 0
@@ -67,7 +67,7 @@ class Report:
     seconds: float = 0.0
 
     @classmethod
-    def read(cls, path: Path) -> Report:
+    def read(cls, path: Path) -> DataReport:
         """The report of a complete data set."""
         stored = json.loads(path.read_text())
         return cls(**{name: value for name, value in stored.items() if name != "samples"})
@@ -94,7 +94,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Options:
+class ConversionOptions:
     """How to convert."""
 
     media_root: Path
@@ -111,7 +111,9 @@ class Options:
     """Remove what an earlier conversion left in ``out``."""
 
 
-def convert(inputs: list[Path], options: Options, progress: Callable[[str], None] | None = None) -> Report:
+def convert(
+    inputs: list[Path], options: ConversionOptions, progress: Callable[[str], None] | None = None
+) -> DataReport:
     """Converts conversation files into one data set, or goes on with a conversion of the same that was
     interrupted.
 
@@ -142,7 +144,7 @@ def convert(inputs: list[Path], options: Options, progress: Callable[[str], None
         raise ConvertError(str(error)) from error
     try:
         if space.complete:
-            return Report.read(options.out / "report.json")
+            return DataReport.read(options.out / "report.json")
         report = _convert(inputs, options, space, progress)
     except (OSError, sqlite3.Error) as error:
         raise ConvertError(
@@ -155,11 +157,11 @@ def convert(inputs: list[Path], options: Options, progress: Callable[[str], None
 
 
 def _convert(
-    inputs: list[Path], options: Options, space: Workspace, progress: Callable[[str], None] | None
-) -> Report:
+    inputs: list[Path], options: ConversionOptions, space: Workspace, progress: Callable[[str], None] | None
+) -> DataReport:
     meter = _Meter(sum(path.stat().st_size for path in inputs), progress)
-    report = Report()
-    journal = Journal(space.work / "journal.jsonl")
+    report = DataReport()
+    journal = VerdictJournal(space.work / "journal.jsonl")
     known = journal.known()
     root = options.media_root.resolve()
     partial = space.work / "quarantine.jsonl"
@@ -197,7 +199,7 @@ def _convert(
     return report
 
 
-def _check(inputs: list[Path], options: Options) -> None:
+def _check(inputs: list[Path], options: ConversionOptions) -> None:
     for path in inputs:
         if not path.is_file():
             raise ConvertError(f"--input {path} is not a file")
@@ -228,7 +230,7 @@ class _Duplicates:
     """Refuses records whose id an earlier usable one has, where that is wanted.
 
     Args:
-        duplicates: :attr:`Options.duplicate_ids`.
+        duplicates: :attr:`ConversionOptions.duplicate_ids`.
         path: of a file that takes some 30 bytes a record while the conversion runs.
     """
 
@@ -361,7 +363,9 @@ class _Writer:
     two: the first sample is never val's, and the last train sample moves over when val would stay empty.
     """
 
-    def __init__(self, pool: _Pool, root: Path, options: Options, report: Report, space: Workspace) -> None:
+    def __init__(
+        self, pool: _Pool, root: Path, options: ConversionOptions, report: DataReport, space: Workspace
+    ) -> None:
         self.pool, self.root, self.options, self.report = pool, root, options, report
         self.index = IndexWriter(space.meta)
         self.open: dict[str, list[Entry]] = {"train": [], "val": []}
@@ -502,7 +506,7 @@ class _Meter:
             self.marks.append(self.read)
             yield batch
 
-    def show(self, report: Report, going_on: bool = False) -> None:
+    def show(self, report: DataReport, going_on: bool = False) -> None:
         """One more batch is done. ``going_on``: the records so far are those of an earlier run."""
         self.done = self.marks.popleft()
         now = time.monotonic()
@@ -511,13 +515,13 @@ class _Meter:
         if now - self.shown >= self.every:
             self._say(report, now, going_on)
 
-    def finish(self, report: Report) -> None:
+    def finish(self, report: DataReport) -> None:
         """The last line has the last figures, where lines were shown."""
         self.done = self.total
         if not self.silent:
             self._say(report, time.monotonic(), False)
 
-    def _say(self, report: Report, now: float, going_on: bool) -> None:
+    def _say(self, report: DataReport, now: float, going_on: bool) -> None:
         if self.write is None:
             return
         self.shown, self.silent = now, False

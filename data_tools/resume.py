@@ -212,7 +212,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Journal:
+class VerdictJournal:
     """Verdicts on the batches of records, in order; a last line that was cut is dropped."""
 
     def __init__(self, path: Path) -> None:

@@ -28,7 +28,7 @@ LONGEST_FIRST = (
     "training/test_run.py",
     "toolkit/test_evaluate_sets.py",
     "training/test_run_experts.py",
-    "models/test_experts.py",
+    "models/moe/test_experts.py",
     "training/test_signals.py",
     "toolkit/test_plan.py",
     "test_examples.py",

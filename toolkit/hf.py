@@ -18,7 +18,7 @@ from torch import Tensor
 from converters.hf import TensorFolder
 from megatron_vl.config import VideoPositions, VideoPrompt
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
-from megatron_vl.spec.positions import Grid, mrope_positions
+from megatron_vl.spec.positions import GridTHW, mrope_positions
 
 SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 """For every ``from_pretrained`` in this project."""
@@ -129,16 +129,18 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
     return model
 
 
-def _grids(kind: Any, sizes: Tensor | None, seconds: Iterable[Any] | None) -> list[Grid]:
+def _grids(kind: Any, sizes: Tensor | None, seconds: Iterable[Any] | None) -> list[GridTHW]:
     """All media of a kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
     shapes = [] if sizes is None else sizes.tolist()
     each = [1.0] * len(shapes) if seconds is None else [float(value) for value in seconds]
-    return [Grid(t, h, w, kind, second) for (t, h, w), second in zip(shapes, each, strict=True)]
+    return [GridTHW(t, h, w, kind, second) for (t, h, w), second in zip(shapes, each, strict=True)]
 
 
-def _in_order(tokens: Tensor, images: Iterator[Grid], videos: Iterator[Grid], spec: ModelSpec) -> list[Grid]:
+def _in_order(
+    tokens: Tensor, images: Iterator[GridTHW], videos: Iterator[GridTHW], spec: ModelSpec
+) -> list[GridTHW]:
     """The grids of the media in the order of the text ``tokens`` [S]."""
-    found: list[Grid] = []
+    found: list[GridTHW] = []
     left = 0
     for token in tokens.tolist():
         if token not in (spec.image_token_id, spec.video_token_id):

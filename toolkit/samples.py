@@ -19,7 +19,7 @@ from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.loader import grid_of, planes_of
 from megatron_vl.data.pixels import MAX_PIXELS, read_pixel_settings
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.positions import Grid
+from megatron_vl.spec.positions import GridTHW
 
 
 class SampleEncoder:
@@ -85,7 +85,7 @@ def read_samples(path: Path) -> list[Sample]:
         for i, grids in enumerate(json.loads(file.metadata()["grids"])):
             media = [
                 MediaItem(
-                    Grid(**grid | {"timestamps": tuple(grid["timestamps"])}),
+                    GridTHW(**grid | {"timestamps": tuple(grid["timestamps"])}),
                     file.get_tensor(f"{i}.{j}.planes"),
                 )
                 for j, grid in enumerate(grids)

@@ -66,19 +66,33 @@ class Fix:
 
 _CORE = f"{CORE} {TESTED_CORE[-1]}"
 _TE = "transformer-engine 2.20.2"
+_TORCH = "torch 2.11.0"
+_ENERGON = "megatron-energon 7.4.1"
 _PARITY = "tests/distributed/test_parity.py::test_parity"
 
 FIXES: tuple[Fix, ...] = (
+    # Whole processes
     Fix(
         ours="megatron_vl.core_fixes.compile_on_cpu:install",
         touches=("torch.compile",),
         why=(
-            "Core wraps some forty small functions in torch.compile while it is imported: two seconds of"
-            " every start on CPU."
+            "Core wraps some forty small functions in torch.compile while it is imported: two seconds"
+            " of every start on CPU."
         ),
         written_for=_CORE,
         goes_when="core compiles when a function is first called",
         test="tests/test_start.py::test_core_is_imported_without_inductor",
+    ),
+    Fix(
+        ours="megatron_vl.core_fixes.default_store:default_store",
+        touches=("torch.distributed.distributed_c10d._get_default_store",),
+        why=(
+            "Failures, letters to rank 0 and the beginning of a layout travel without a collective; a"
+            " store of our own would be one more connection to every rank."
+        ),
+        written_for=_TORCH,
+        goes_when="torch has a public function for the default store",
+        test="tests/parallel/test_groups.py::test_ranks_begin_a_layout_together",
     ),
     Fix(
         ours="megatron_vl.core_fixes.expert_swiglu:use_fused_swiglu",
@@ -92,14 +106,32 @@ FIXES: tuple[Fix, ...] = (
     ),
     Fix(
         ours="megatron_vl.core_fixes.gloo_threads:use_one_worker",
-        touches=("torch.distributed.distributed_c10d.ProcessGroupGloo.__init__",),
-        why=(
-            "Two worker threads of a gloo group write one string without a lock, and the rank dies of a"
-            " damaged heap."
+        touches=(
+            "torch.distributed.distributed_c10d.ProcessGroupGloo.__init__",
+            "torch.distributed.distributed_c10d.ProcessGroupGloo._Options",
+            "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._threads",
+            "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._devices",
+            "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._timeout",
         ),
-        written_for="torch 2.11.0",
+        why=(
+            "Two worker threads of a gloo group write one string without a lock, and the rank dies of"
+            " a damaged heap."
+        ),
+        written_for=_TORCH,
         goes_when="torch assigns the name under a lock, or no longer keeps it",
         test="tests/parallel/test_groups.py::test_gloo_groups_have_one_worker",
+    ),
+    Fix(
+        ours="megatron_vl.core_fixes.messages:silence",
+        touches=(
+            "megatron.core.models.gpt.gpt_model",
+            "megatron.core.distributed.distributed_data_parallel",
+            "torch.utils.cpp_extension",
+        ),
+        why="Every rank would say at every start what is no finding here, and hide what is one.",
+        written_for=_CORE,
+        goes_when="a run starts without these lines",
+        test="tests/core_fixes/test_register.py::test_what_is_silenced_is_still_said",
     ),
     Fix(
         ours="megatron_vl.core_fixes.wgrad_fusion:fuse_weight_gradients",
@@ -107,8 +139,8 @@ FIXES: tuple[Fix, ...] = (
             "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",
         ),
         why=(
-            "Core's switch is for all linears at once, and its own output layer then wants a CUDA extension"
-            " of APEX."
+            "Core's switch is for all linears at once, and its own output layer then wants a CUDA"
+            " extension of APEX."
         ),
         written_for=_CORE,
         goes_when="GPTModel takes a Transformer Engine output layer",
@@ -122,63 +154,447 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.tensor_parallel.random._set_cuda_rng_state",
         ),
         why=(
-            "Core asks torch.cuda for devices, streams and generators, and makes tensors on device 'cuda',"
-            " also on CPU."
+            "Core asks torch.cuda for devices, streams and generators, and makes tensors on device"
+            " 'cuda', also on CPU."
         ),
         written_for=_CORE,
         goes_when="core runs without a GPU",
         test=_PARITY,
     ),
     Fix(
-        ours="megatron_vl.parallel.groups:kept_group",
-        touches=("torch.distributed.new_group",),
+        ours="megatron_vl.launch:main",
+        touches=(
+            "torch.distributed.run.run",
+            "torch.distributed.elastic",
+        ),
         why=(
-            "Layouts that follow each other in one process share their groups; core makes some thirty for"
-            " each and keeps them."
+            "torchrun kills ranks 30 seconds after SIGTERM, and prints a report of its own after a"
+            " run's message; its signals are set and its log is silenced."
+        ),
+        written_for=_TORCH,
+        goes_when="torchrun can wait for ranks that save",
+        test="tests/training/test_signals.py::test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies",
+    ),
+    # Process groups, data parallelism and overlap
+    Fix(
+        ours="megatron_vl.parallel.groups:core_keeps_groups",
+        touches=("megatron.core.parallel_state.create_group",),
+        why=(
+            "Layouts that follow each other in one process share their groups; core makes some thirty"
+            " for each and keeps them."
         ),
         written_for=_CORE,
         goes_when="core ends the groups of a layout with it",
         test="tests/parallel/test_groups.py::test_layouts_share_groups",
     ),
     Fix(
-        ours="megatron_vl.parallel.ddp:ReplicaDDP",
-        touches=("megatron.core.distributed.DistributedDataParallel",),
+        ours="megatron_vl.parallel.groups:end_groups",
+        touches=(
+            "megatron.core.parallel_state",
+            "megatron.core.parallel_state.destroy_model_parallel",
+        ),
         why=(
-            "Gradients are scaled in the rank's own slice alone; reductions start in one order on all ranks,"
-            " so that a row without pictures may skip the tower; gathers are found by bucket and not by"
-            " parameter."
+            "Core forgets some groups only; a gloo group that is still held when Python exits can"
+            " abort the process."
         ),
         written_for=_CORE,
-        goes_when="core reduces in a fixed order and scales its slice",
+        goes_when="core's destroy_model_parallel drops every group that it made",
+        test="tests/parallel/test_groups.py::test_nothing_holds_a_group_after_the_end",
+    ),
+    Fix(
+        ours="megatron_vl.parallel.ddp:ReplicaDDP",
+        touches=(
+            "megatron.core.distributed.DistributedDataParallel",
+            "megatron.core.distributed.DistributedDataParallel._make_forward_pre_hook",
+        ),
+        why=(
+            "Gradients are scaled in the rank's own slice alone; gathers are found by bucket and not"
+            " by parameter."
+        ),
+        written_for=_CORE,
+        goes_when="core scales its slice and looks gathers up once a module",
         test="tests/parallel/test_ddp.py::test_modules_wait_for_their_parameters_as_in_core",
     ),
     Fix(
-        ours="megatron_vl.training.weight_copy:copy_weights_together",
-        touches=(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
+        ours="megatron_vl.parallel.ddp:_InOrder",
+        touches=("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",),
+        why=(
+            "Ranks that run different graphs (a row without pictures skips the tower) would start"
+            " reductions in different orders and wait for each other."
         ),
-        why="Core copies the weights of each parameter in a launch of its own: 1,650 a step with experts.",
         written_for=_CORE,
-        goes_when="core copies them together",
-        test="tests/training/test_optimizer.py::test_weights_copied_together_are_those_that_core_copies_one_by_one",
+        goes_when="core starts reductions in a fixed order",
+        test=_PARITY,
     ),
     Fix(
-        ours="megatron_vl.training.optimizer_state:optimizer_slices",
-        touches=("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",),
+        ours="megatron_vl.parallel.ddp:AbsentTower",
+        touches=(
+            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.param_gather_dispatched",
+            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready",
+        ),
         why=(
-            "Core writes optimizer state with bucket padding left out and slices it with padding, so moments"
-            " land at wrong offsets without a message; its files are pickled."
+            "A row without pictures skips the tower and takes part in its collectives all the same;"
+            " core warns of gathers that were started ahead."
         ),
         written_for=_CORE,
-        goes_when="core's checkpoints hold every moment and need no pickle",
-        test="tests/training/test_run.py::test_moments_in_the_checkpoint_are_of_every_trained_parameter",
+        goes_when="core lets a rank report parameters that its graph does not reach",
+        test=_PARITY,
+    ),
+    Fix(
+        ours="megatron_vl.parallel.tp_overlap:start",
+        touches=(
+            "transformer_engine.pytorch.module.base.initialize_ub",
+            "transformer_engine.pytorch.module.base.destroy_ub",
+        ),
+        why="Core starts userbuffers in its own training program alone, which is not used here.",
+        written_for=_TE,
+        goes_when="core starts them with its modules",
+        test="tests/core_fixes/test_register.py::test_core_does_not_start_userbuffers",
     ),
     Fix(
         ours="megatron_vl.parallel.tp_overlap:paused",
-        touches=("transformer_engine.pytorch.module.linear.Linear.ub_overlap_ag_fprop",),
+        touches=(
+            "transformer_engine.pytorch.module.linear.Linear.ub_overlap_ag_fprop",
+            "transformer_engine.pytorch.module.linear.Linear.ub_overlap_rs_fprop",
+        ),
         why="Userbuffers move what the buffer holds, whatever the length of the row.",
         written_for=_TE,
         goes_when="Transformer Engine checks the length",
         test="tests/training/test_generate_rows.py::test_collectives_beside_products_pause",
     ),
+    # Modules
+    Fix(
+        ours="megatron_vl.models.attention:PackedRow",
+        touches=("megatron.core.packed_seq_params.PackedSeqParams.qkv_format",),
+        why=(
+            "Core's packed path ('thd') restarts rotary frequencies at each sequence with its fused kernel,"
+            " and without it reads the lengths of sequences on the host for each query, key and layer."
+            " A packed row is therefore told as 'sbhd' with a batch of one; its segments reach our"
+            " core_attention in fields of their own."
+        ),
+        written_for=_CORE,
+        goes_when="core's packed path takes rotary angles by token, without the host",
+        test="tests/core_fixes/test_register.py::test_cores_packed_rotary_waits_for_the_host",
+    ),
+    Fix(
+        ours="megatron_vl.models.build:_language",
+        touches=("megatron.core.models.gpt.gpt_model.GPTModel.rotary_pos_emb",),
+        why=(
+            "Core has no interleaved M-RoPE, and computes the angles with a matrix product, which"
+            " TF32 settings touch."
+        ),
+        written_for=_CORE,
+        goes_when="core's MultimodalRotaryEmbedding interleaves and is exact in fp32",
+        test="tests/models/test_qwen3_vl.py::test_frequencies_take_turns_as_in_transformers",
+    ),
+    Fix(
+        ours="megatron_vl.models.deepstack:DeepStackLayer",
+        touches=("megatron.core.transformer.transformer_layer.TransformerLayer.forward",),
+        why=(
+            "Levels of visual features travel with the hidden state, and the first layers add them;"
+            " core knows one hidden state alone."
+        ),
+        written_for=_CORE,
+        goes_when="core's decoder takes features to add after a layer, on any pipeline stage",
+        test=_PARITY,
+    ),
+    Fix(
+        ours="megatron_vl.models.fused_layers:TowerSelfAttention",
+        touches=(
+            "megatron.core.transformer.attention.SelfAttention.forward",
+            "megatron.core.transformer.attention.SelfAttention.linear_qkv",
+            "megatron.core.transformer.attention.SelfAttention.linear_proj",
+        ),
+        why="Towers' layers go through our kernels from linear_qkv to linear_proj, RoPE included.",
+        written_for=_CORE,
+        goes_when="core's attention lets core_attention take the fused QKV",
+        test="tests/kernels/test_tower_attention.py::test_a_step_with_the_kernels_is_the_step_without",
+    ),
+    Fix(
+        ours="megatron_vl.models.fused_layers:FusedMLP",
+        touches=(
+            "megatron.core.transformer.mlp.MLP.forward",
+            "megatron.core.transformer.mlp.MLP.linear_fc1",
+            "megatron.core.transformer.mlp.MLP.linear_fc2",
+        ),
+        why=(
+            "SwiGLU is one kernel, and its output can be computed again for the backward pass; core"
+            " recomputes the activation of experts alone."
+        ),
+        written_for=_CORE,
+        goes_when="core recomputes the activation of a dense MLP with a fused SwiGLU",
+        test="tests/training/test_flops.py::test_recompute_of_our_modules_equals_counted",
+    ),
+    Fix(
+        ours="megatron_vl.models.fused_layers:with_bias",
+        touches=(
+            "megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear",
+            "megatron.core.extensions.transformer_engine.TERowParallelLinear",
+        ),
+        why=(
+            "Core asks linears to leave their bias to elementwise kernels, whose backward sums a [P,"
+            " F] gradient; the matrix product gives that sum for nothing."
+        ),
+        written_for=_CORE,
+        goes_when="core's layers let the linear add its bias",
+        test="tests/core_fixes/test_register.py::test_linears_add_their_bias_whatever_core_asks_for",
+    ),
+    Fix(
+        ours="megatron_vl.models.layer_specs:local_norm",
+        touches=("megatron.core.transformer.torch_norm.WrappedTorchNorm",),
+        why="Core's own norm without Transformer Engine refuses sequence parallelism.",
+        written_for=_CORE,
+        goes_when="WrappedTorchNorm takes sequence parallelism",
+        test="tests/core_fixes/test_register.py::test_cores_norm_refuses_sequence_parallelism",
+    ),
+    Fix(
+        ours="megatron_vl.models.head:_whole_input",
+        touches=(
+            "megatron.core.tensor_parallel.ColumnParallelLinear.sequence_parallel",
+            "megatron.core.tensor_parallel.ColumnParallelLinear.allreduce_dgrad",
+        ),
+        why=(
+            "Logits are computed of loss tokens alone, which lie unevenly over sequence-parallel"
+            " ranks; the output layer takes whole inputs meanwhile."
+        ),
+        written_for=_CORE,
+        goes_when="core's output layer takes a selection of tokens under sequence parallelism",
+        test=_PARITY,
+    ),
+    # Experts
+    Fix(
+        ours="megatron_vl.models.moe.router:CountingRouter",
+        touches=(
+            "megatron.core.transformer.moe.router.TopKRouter.routing",
+            "megatron.core.transformer.moe.router.TopKRouter._apply_aux_loss",
+        ),
+        why=(
+            "Padding goes to no expert, tokens are counted by expert, and the balancing loss is"
+            " divided by what gradients are divided by; core takes all tokens of the batch for that."
+        ),
+        written_for=_CORE,
+        goes_when="core's balancing loss allows for loss masks and uneven padding",
+        test="tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers",
+    ),
+    Fix(
+        ours="megatron_vl.models.moe.router:moe_layer",
+        touches=(
+            "megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear",
+            "megatron.core.extensions.transformer_engine.TERowParallelGroupedLinear",
+        ),
+        why=(
+            "Transformer Engine's grouped linears launch a product for each expert, and wait for row"
+            " counts on the host."
+        ),
+        written_for=_TE,
+        goes_when="Transformer Engine's grouped linears take row counts on the device",
+        test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
+    ),
+    Fix(
+        ours="megatron_vl.models.moe.experts:GroupedExperts",
+        touches=(
+            "megatron.core.transformer.moe.experts.TEGroupedMLP.forward",
+            "megatron.core.transformer.moe.experts.TEGroupedMLP.activation_recompute",
+        ),
+        why="Row counts stay on the device, and DDP learns of all weights of a layer at once.",
+        written_for=_CORE,
+        goes_when="core's grouped experts take counts on the device and report gradients together",
+        test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
+    ),
+    Fix(
+        ours="megatron_vl.models.moe.dispatch:ExpertsLayer",
+        touches=(
+            "megatron.core.transformer.moe.moe_layer.MoELayer.token_dispatcher",
+            "megatron.core.transformer.moe.moe_layer.MoELayer.route",
+        ),
+        why=(
+            "Core chooses a dispatcher by a name of its own; ours need to know what the experts can"
+            " take, and whether a row has padding."
+        ),
+        written_for=_CORE,
+        goes_when="core takes the class of a dispatcher in its spec",
+        test=_PARITY,
+    ),
+    Fix(
+        ours="megatron_vl.models.moe.dispatch:OncePerRankDispatcher",
+        touches=("megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher",),
+        why="Core's alltoall sends a token once for each of its experts; here a rank gets it once.",
+        written_for=_CORE,
+        goes_when="core has a dispatcher without DeepEP that sends a token once to a rank",
+        test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
+    ),
+    Fix(
+        ours="megatron_vl.models.moe.dispatch:PaddingDispatcher",
+        touches=(
+            "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess",
+            "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point",
+        ),
+        why="Core takes it that every token has its experts; padding has none.",
+        written_for=_CORE,
+        goes_when="core's alltoall takes a padding mask",
+        test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
+    ),
+    Fix(
+        ours="megatron_vl.models.moe.dispatch:DeviceCountsDispatcher",
+        touches=(
+            "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+        ),
+        why="Core copies the token counts of experts to the host, where our products do not need them.",
+        written_for=_CORE,
+        goes_when="core leaves them on the device when the experts ask for that",
+        test="tests/core_fixes/test_register.py::test_core_brings_counts_of_experts_to_the_host",
+    ),
+    # Optimizer
+    Fix(
+        ours="megatron_vl.training.optimizer:update",
+        touches=(
+            "megatron.core.optimizer.optimizer.ChainedOptimizer.prepare_grads",
+            "megatron.core.optimizer.optimizer.ChainedOptimizer.step_with_ready_grads",
+        ),
+        why=(
+            "Core's step goes on when the gradient norm is NaN; its parts are called one by one, so"
+            " that the norm decides."
+        ),
+        written_for=_CORE,
+        goes_when="core's step skips a norm that is not finite",
+        test="tests/training/test_optimizer.py::test_non_finite_step_is_skipped_and_the_next_one_taken",
+    ),
+    Fix(
+        ours="megatron_vl.training.weight_copy:copy_weights_together",
+        touches=(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
+        ),
+        why="Core copies the weights of each parameter in a launch of its own: 1,650 a step with experts.",
+        written_for=_CORE,
+        goes_when="core copies them together",
+        test=(
+            "tests/training/test_optimizer.py::"
+            "test_weights_copied_together_are_those_that_core_copies_one_by_one"
+        ),
+    ),
+    Fix(
+        ours="megatron_vl.training.weight_copy:_Copy",
+        touches=("torch._foreach_copy_",),
+        why="Many copies are one launch; torch has no public name for it.",
+        written_for=_TORCH,
+        goes_when="torch has a public name for it",
+        test=(
+            "tests/training/test_optimizer.py::"
+            "test_weights_copied_together_are_those_that_core_copies_one_by_one"
+        ),
+    ),
+    Fix(
+        ours="megatron_vl.training.optimizer_state:optimizer_slices",
+        touches=(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_gbuf_map",
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
+        ),
+        why=(
+            "Core writes optimizer state with bucket padding left out and slices it with padding, so"
+            " moments land at wrong offsets without a message; its files are pickled."
+        ),
+        written_for=_CORE,
+        goes_when="core's checkpoints hold every moment and need no pickle",
+        test="tests/training/test_run.py::test_moments_in_the_checkpoint_are_of_every_trained_parameter",
+    ),
+    # Loader
+    Fix(
+        ours="megatron_vl.data.loader:RowEncoder",
+        touches=("megatron.energon.DefaultTaskEncoder._load_dataset",),
+        why="The readers of tars have to be wrapped where Energon has just made them (see make_tolerant).",
+        written_for=_ENERGON,
+        goes_when="Energon goes on after a file that cannot be read",
+        test="tests/data/test_damage.py::test_a_shard_is_gone",
+    ),
+    Fix(
+        ours="megatron_vl.data.loader:RowLoader",
+        touches=(
+            "megatron.energon.savable_loader.SavableDataLoader._worker_sample_counters",
+            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+        ),
+        why=(
+            "A restored worker that has not spoken yet would be rewound by the next save; and neither"
+            " Energon nor torch ends workers on request."
+        ),
+        written_for=_ENERGON,
+        goes_when="Energon restores the counters itself, and has a close()",
+        test="tests/data/test_loader.py::test_resume_continues_with_the_same_rows",
+    ),
+    Fix(
+        ours="megatron_vl.data.packing:RowPacking",
+        touches=(
+            "megatron.energon.wrappers.packing_dataset.PackingDataset._reading_buffer",
+            "megatron.energon.wrappers.packing_dataset.PackingDataset._fill_reading_buffer",
+        ),
+        why=(
+            "Energon empties its packing buffer each time, so the last row of every buffer is partly"
+            " filled; its progress bar is drawn over a run's output."
+        ),
+        written_for=_ENERGON,
+        goes_when="Energon's packer can hand samples back",
+        test="tests/data/test_damage.py::test_rows_are_full_and_none_waits_for_ever",
+    ),
+    Fix(
+        ours="megatron_vl.data.reading:make_tolerant",
+        touches=(
+            "megatron.energon.flavors.webdataset.sample_loader.WebdatasetSampleLoaderDataset.join_readers",
+        ),
+        why="One file that vanished would end the epoch of a worker.",
+        written_for=_ENERGON,
+        goes_when="Energon goes on after a file that cannot be read",
+        test="tests/data/test_damage.py::test_a_shard_is_gone",
+    ),
+    Fix(
+        ours="megatron_vl.data.shuffling:ShuffleBufferDataset",
+        touches=(
+            "megatron.energon.wrappers.ShuffleBufferDataset._active_buffer",
+            "megatron.energon.wrappers.ShuffleBufferDataset._worker_rng",
+        ),
+        why=(
+            "Energon bounds its shuffle buffer by samples alone: a thousand videos are 20 GB in every worker."
+        ),
+        written_for=_ENERGON,
+        goes_when="Energon bounds it by bytes, too",
+        test="tests/data/test_shuffling.py::test_small_samples_come_in_energons_own_order",
+    ),
+    # Commands
+    Fix(
+        ours="toolkit.plan.dry_build:_build_rank",
+        touches=("torch.testing._internal.distributed.fake_pg.FakeStore",),
+        why="One process is every rank of a run in turn; torch keeps its fake groups for its own tests.",
+        written_for=_TORCH,
+        goes_when="torch has a public fake process group",
+        test="tests/toolkit/test_plan.py::test_example_builds_under_its_layout",
+    ),
+    Fix(
+        ours="toolkit.bench.parts:_hook",
+        touches=("torch.autograd.Variable._execution_engine",),
+        why="The end of a backward pass is known to autograd's engine alone.",
+        written_for=_TORCH,
+        goes_when="torch has a public call for the end of a backward pass",
+        test="tests/toolkit/test_bench.py::test_parts_add_up_to_the_step",
+    ),
+    Fix(
+        ours="data_tools.shards:_indexed",
+        touches=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
+        why="Energon prepares a whole folder at once; here each shard is indexed as soon as it is written.",
+        written_for=_ENERGON,
+        goes_when="Energon prepares one shard",
+        test=(
+            "tests/data/test_description.py::"
+            "test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more"
+        ),
+    ),
 )
+
+FREE_TO_USE = {
+    "megatron_vl.models.vision_language:VisionLanguageModel": (
+        "MegatronModule is the base class that core asks of every model"
+    ),
+    "megatron_vl.data.loader:RawSample": "Sample is the base class that Energon asks of every sample",
+    "megatron_vl.data.loader:EncodedSample": "Sample is the base class that Energon asks of every sample",
+    "megatron_vl.data.loader:DecodedSample": "Sample is the base class that Energon asks of every sample",
+}
+"""Subclasses of what these packages document for it, which need no entry, and why."""

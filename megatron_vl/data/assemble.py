@@ -19,7 +19,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.spec.positions import (
-    Grid,
+    GridTHW,
     mrope_positions,
     patch_positions,
     placeholder_positions,
@@ -36,7 +36,7 @@ class PackError(UserError, ValueError):
 class MediaItem:
     """One image or video: its grid of patches and its pixels."""
 
-    grid: Grid
+    grid: GridTHW
     planes: Tensor
     """uint8 [F, h * w, channels * patch * patch]: the frames, patches in merge-unit order. An image is one
     frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``: the last frame is repeated, as HF's
@@ -185,7 +185,7 @@ def dummy_vision(spec: ModelSpec) -> VisionBatch:
     """One black merge unit without a place in the text: keeps the vision tower's backward running in
     text-only rows."""
     vision = spec.vision
-    grid = Grid(1, vision.spatial_merge_size, vision.spatial_merge_size)
+    grid = GridTHW(1, vision.spatial_merge_size, vision.spatial_merge_size)
     segment = torch.tensor([0, grid.patches], dtype=torch.int32)
     return VisionBatch(
         planes=torch.zeros(1, vision.in_channels * vision.patch_size**2, dtype=torch.uint8),

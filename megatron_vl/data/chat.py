@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_vl.config import VideoPrompt
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.positions import Grid, placeholder_runs
+from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 
 class ChatError(UserError, ValueError):
@@ -116,7 +116,7 @@ class ChatEncoder:
             spans.append((start + len(header), len(after.rstrip())))
         return spans
 
-    def encode(self, messages: Sequence[dict[str, Any]], grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:
+    def encode(self, messages: Sequence[dict[str, Any]], grids: Sequence[GridTHW]) -> tuple[Tensor, Tensor]:
         """Token ids int64 [n], placeholders expanded, and loss mask bool [n] (not shifted).
 
         Args:
@@ -143,7 +143,7 @@ class ChatEncoder:
         repeats = self._repeats(is_media, grids)
         return ids.repeat_interleave(repeats), learnt.repeat_interleave(repeats)
 
-    def encode_prompt(self, messages: Sequence[dict[str, Any]], grids: Sequence[Grid]) -> Tensor:
+    def encode_prompt(self, messages: Sequence[dict[str, Any]], grids: Sequence[GridTHW]) -> Tensor:
         """Token ids int64 [n] up to the header of the assistant's next turn, placeholders expanded; else as
         :meth:`encode`."""
         text = self.render(messages, generation_prompt=True)
@@ -154,7 +154,7 @@ class ChatEncoder:
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
         return ids.repeat_interleave(self._repeats(is_media, grids))
 
-    def _repeats(self, is_media: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def _repeats(self, is_media: Tensor, grids: Sequence[GridTHW]) -> Tensor:
         """How often each token stands: a placeholder once for each merge unit of its medium, int64 [n].
 
         Repeating the ids equals tokenizing the repeated text: special tokens are cut out before anything is
@@ -168,7 +168,7 @@ class ChatEncoder:
         return repeats
 
     def _write_times(
-        self, text: str, spans: list[tuple[int, int]], grids: Sequence[Grid]
+        self, text: str, spans: list[tuple[int, int]], grids: Sequence[GridTHW]
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
         """The text with one placeholder for each frame group of a video, after its time; the spans in the new
         text; and the spans of what was written. For families without times, the text as it is."""
@@ -189,7 +189,7 @@ class ChatEncoder:
         moved = [tuple(at + sum(by for end, by in moves if end <= at) for at in span) for span in spans]
         return "".join([*parts, text[done:]]), moved, inserted  # type: ignore[return-value]
 
-    def _check_placeholders(self, text: str, grids: Sequence[Grid]) -> None:
+    def _check_placeholders(self, text: str, grids: Sequence[GridTHW]) -> None:
         written = [
             "image" if token == self.image_token else "video" for token in self._placeholder.findall(text)
         ]

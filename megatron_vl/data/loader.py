@@ -63,7 +63,7 @@ from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset, at_most
 from megatron_vl.data.state import StateError, from_json, to_json
 from megatron_vl.signals import shield_loader_worker
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.positions import Grid
+from megatron_vl.spec.positions import GridTHW
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class EncodedSample(Sample):
 
     token_ids: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     loss_mask: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    grids: list[Grid] = dataclasses.field(default_factory=list)
+    grids: list[GridTHW] = dataclasses.field(default_factory=list)
     media: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     data: list[bytes] = dataclasses.field(default_factory=list)
     shard: str = ""
@@ -334,7 +334,7 @@ class RowEncoder(DefaultTaskEncoder):
             self._log(sample, *problem)
         return DecodedSample.derive_from(sample, sample=assemble.Sample(sample.token_ids, loss_mask, items))
 
-    def _planes(self, item: dict[str, Any], data: bytes, grid: Grid) -> Tensor:
+    def _planes(self, item: dict[str, Any], data: bytes, grid: GridTHW) -> Tensor:
         name = f"{item['kind']} {item['key']}"
         if item.get("crc32", zlib.crc32(data)) != zlib.crc32(data):
             raise UnusableError(f"{item['kind']} changed since conversion", f"the CRC-32 of {name} differs")
@@ -365,14 +365,14 @@ def _source(text: bytes | None) -> str:
         return ""
 
 
-def grid_of(item: dict[str, Any], settings: PixelSettings) -> Grid:
+def grid_of(item: dict[str, Any], settings: PixelSettings) -> GridTHW:
     """The grid of a stored medium from its stored size."""
     if item["kind"] == "image":
         return image_grid(item["height"], item["width"], settings)
     return video_grid(VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), settings)
 
 
-def planes_of(item: dict[str, Any], data: bytes, grid: Grid, settings: PixelSettings) -> Tensor:
+def planes_of(item: dict[str, Any], data: bytes, grid: GridTHW, settings: PixelSettings) -> Tensor:
     """Decodes a stored medium. Raises :class:`PixelError`; a picture larger than the stored one is not
     decoded."""
     if item["kind"] == "image":

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from megatron_vl.config import DataConfig
 from megatron_vl.errors import UserError
-from megatron_vl.spec.positions import Grid
+from megatron_vl.spec.positions import GridTHW
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -314,14 +314,14 @@ def resized_video_size(frames: int, height: int, width: int, settings: PixelSett
     return new_height, new_width
 
 
-def image_grid(height: int, width: int, settings: PixelSettings) -> Grid:
+def image_grid(height: int, width: int, settings: PixelSettings) -> GridTHW:
     """The grid of an image of this size; ``grid.tokens(settings.merge_size)`` is its number of
     placeholders."""
     size = resized_size(height, width, settings.factor, settings.min_pixels, settings.max_pixels)
-    return Grid(1, size[0] // settings.patch_size, size[1] // settings.patch_size)
+    return GridTHW(1, size[0] // settings.patch_size, size[1] // settings.patch_size)
 
 
-def video_grid(video: VideoInfo, settings: PixelSettings) -> Grid:
+def video_grid(video: VideoInfo, settings: PixelSettings) -> GridTHW:
     """The grid of a video, its frames sampled by the rule of this module."""
     indices, step = frame_indices(video, settings), settings.temporal_patch_size
     frames = len(indices)
@@ -333,7 +333,7 @@ def video_grid(video: VideoInfo, settings: PixelSettings) -> Grid:
     groups = -(-frames // step)
     times = [index / video.fps for index in indices + indices[-1:] * (groups * step - frames)]
     timestamps = tuple((times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step))
-    return Grid(
+    return GridTHW(
         groups, size[0] // settings.patch_size, size[1] // settings.patch_size, "video", seconds, timestamps
     )
 
@@ -441,12 +441,12 @@ def _decode_plain_jpeg(data: bytes, image: Any) -> Tensor | None:
         return None  # Pillow decides whether the file is damaged
 
 
-def image_planes(data: bytes, grid: Grid, settings: PixelSettings, max_pixels: int = MAX_PIXELS) -> Tensor:
+def image_planes(data: bytes, grid: GridTHW, settings: PixelSettings, max_pixels: int = MAX_PIXELS) -> Tensor:
     """The planes uint8 [1, h * w, 3 * patch * patch] of an image file, resized to its grid."""
     return _planes(decode_image(data, max_pixels)[None], grid, settings)
 
 
-def _planes(frames: Tensor, grid: Grid, settings: PixelSettings) -> Tensor:
+def _planes(frames: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
     """uint8 [F, 3, H, W] -> [F, h * w, 3 * patch * patch], patches in merge-unit order."""
     # The very function of HF's torchvision backend: antialiased, on uint8.
     from torchvision.transforms.v2 import InterpolationMode
@@ -483,7 +483,7 @@ def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
     return info
 
 
-def video_planes(data: bytes, video: VideoInfo, grid: Grid, settings: PixelSettings) -> Tensor:
+def video_planes(data: bytes, video: VideoInfo, grid: GridTHW, settings: PixelSettings) -> Tensor:
     """The planes uint8 [frames, h * w, 3 * patch * patch] of the sampled frames of a video file.
 
     Raises:

@@ -3,7 +3,6 @@ freezing."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 import torch
@@ -27,10 +26,6 @@ from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import OUTPUT, TensorInfo, part_of, tensor_table
-
-for _name in ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel"):
-    # GPTModel announces its deprecation, DDP that it computes a layout: at every start, on every rank.
-    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def build_chunks(

@@ -15,14 +15,14 @@ nothing."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RowOrigin:
     """A row of the step: the rank that read it and its number there."""
 
     rank: int
     row: int
 
 
-def balance(costs: list[list[float]], tolerance: float = 0.01) -> list[list[Place]]:
+def balance(costs: list[list[float]], tolerance: float = 0.01) -> list[list[RowOrigin]]:
     """An assignment of all rows, the same on every rank that calls with the same costs.
 
     Args:
@@ -32,7 +32,7 @@ def balance(costs: list[list[float]], tolerance: float = 0.01) -> list[list[Plac
     Returns:
         Of each rank, the rows that it works on; a row that stays keeps its number.
     """
-    places = [[Place(rank, row) for row in range(len(own))] for rank, own in enumerate(costs)]
+    places = [[RowOrigin(rank, row) for row in range(len(own))] for rank, own in enumerate(costs)]
     loads = [sum(own) for own in costs]
     mean = sum(loads) / len(loads)
     for _ in range(sum(len(own) for own in costs)):
@@ -50,12 +50,12 @@ def balance(costs: list[list[float]], tolerance: float = 0.01) -> list[list[Plac
 
 
 def _best_swap(
-    costs: list[list[float]], places: list[list[Place]], loads: list[float], heavy: int
+    costs: list[list[float]], places: list[list[RowOrigin]], loads: list[float], heavy: int
 ) -> tuple[int, int, int, float] | None:
     """(other rank, row of the heavy rank, row of the other, cost moved) that lowers the pair's larger load
     most."""
 
-    def cost(place: Place) -> float:
+    def cost(place: RowOrigin) -> float:
         return costs[place.rank][place.row]
 
     best: tuple[float, tuple[int, int, int, float]] | None = None

@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.core_fixes.default_store import default_store
 from megatron_vl.errors import TRACEBACK
 
 _SEEN_S = 5.0
@@ -54,7 +55,7 @@ class _Watch:
         self.key = f"megatron_vl/failure/{number}"
         # A connection of its own: the main thread may wait in its own one for a rank that is gone. Both are
         # there from the start, as connecting to a server that has ended takes until the store's timeout.
-        self.store = _store().clone()
+        self.store = default_store().clone()
         self.leaving = threading.RLock()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
@@ -106,12 +107,6 @@ class _Watch:
         os._exit(1)
 
 
-def _store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
 def _read(value: bytes) -> Failure:
     return Failure(**json.loads(value))
 
@@ -134,7 +129,7 @@ def stop() -> None:
     """The orderly end: the threads end on all ranks. After a barrier, on all ranks."""
     global _watch
     if _watch is not None:
-        _watch.publish(_store(), "")
+        _watch.publish(default_store(), "")
         _watch.thread.join(_SEEN_S)
         _watch = None
 
@@ -149,7 +144,7 @@ def report(message: str, fixable: bool = True) -> Failure:
         return own
     _watch.leaving.acquire()  # does not return when the thread is already ending the process
     try:
-        return _watch.publish(_store(), message, fixable)
+        return _watch.publish(default_store(), message, fixable)
     except RuntimeError:
         return own  # the store's server has ended
 
@@ -159,7 +154,7 @@ def cause(seconds: float = _SEEN_S) -> str | None:
     if _watch is None:
         return None
     try:
-        failure = _watch.wait(_store(), seconds)
+        failure = _watch.wait(default_store(), seconds)
     except RuntimeError:
         return None
     return failure.message if failure else None
@@ -168,7 +163,7 @@ def cause(seconds: float = _SEEN_S) -> str | None:
 def leave() -> None:
     """Ends this process with exit code 1 once the others know why. Returns only where there are no others."""
     if _watch is not None:
-        _watch.leave(_store())
+        _watch.leave(default_store())
 
 
 def tell_once(failure: Failure) -> None:

@@ -24,7 +24,7 @@ from megatron_vl.spec.tensors import Cut, TensorInfo
 
 
 @dataclass(frozen=True)
-class Grid:
+class ProcessGrid:
     """This rank's coordinates and the groups that rows travel over."""
 
     tp_rank: int
@@ -99,7 +99,7 @@ def end_distributed() -> None:
     end_groups()
 
 
-def make_grid(layout: Layout, *, owners: bool = False) -> Grid:
+def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
     """Initialises Megatron-core's groups for ``layout`` and returns this rank's place. Collective over all
     ranks.
 
@@ -135,7 +135,7 @@ def make_grid(layout: Layout, *, owners: bool = False) -> Grid:
             group = kept_group(members, "gloo", "REPLICA_GLOO")
             if rank in members:
                 gloo = group
-    return Grid(
+    return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),

@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_vl.core_fixes.default_store import default_store
 
 _Kind = tuple[tuple[int, ...], str | None, str | None]
 """Members, backend and purpose."""
@@ -46,7 +47,7 @@ class _Groups:
         self.layouts += 1
         if self.layouts == 1:
             return
-        store, here = _get_default_store(), f"megatron_vl/layout/{self.layouts}"
+        store, here = default_store(), f"megatron_vl/layout/{self.layouts}"
         all_here = f"{here}/all"
         if store.add(here, 1) == dist.get_world_size():
             store.set(all_here, "1")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.errors import UserError
 
 
@@ -57,11 +58,13 @@ def get_platform(name: str = "auto") -> Platform:
         name: ``auto`` (CUDA when a GPU is there), ``cuda`` or ``cpu``.
 
     Raises:
+        CoreVersionError: this version of Megatron-core was never tested with this toolkit.
         PlatformError: CUDA was asked for and is not there, Transformer Engine does not import on CUDA, or an
             earlier call decided otherwise.
     """
     global _platform
     if _platform is None:
+        check_core_version()
         _platform = _make(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     elif name not in ("auto", _platform.name):
         raise PlatformError(

@@ -30,7 +30,7 @@ class PositionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridTHW:
     """The patches of one image or video: ``t`` frame groups of ``h`` rows by ``w`` columns."""
 
     t: int
@@ -51,7 +51,7 @@ class Grid:
         return self.patches // merge**2
 
 
-def placeholder_runs(grids: Sequence[Grid], spec: ModelSpec) -> list[Grid]:
+def placeholder_runs(grids: Sequence[GridTHW], spec: ModelSpec) -> list[GridTHW]:
     """The media as the text has them: frame groups of a video apart where the family writes a time before
     each."""
     if not spec.vision.video_timestamps:
@@ -63,7 +63,7 @@ def placeholder_runs(grids: Sequence[Grid], spec: ModelSpec) -> list[Grid]:
     return [frame for frame, count in frames for _ in range(count)]
 
 
-def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec) -> list[int]:
+def placeholder_positions(token_ids: Tensor, grids: Sequence[GridTHW], spec: ModelSpec) -> list[int]:
     """Where the placeholders of each grid start in ``token_ids`` (int64 [S]), in the order of the text.
 
     Runs are told apart by the counts of the grids, so two media may touch. ``grids`` are
@@ -93,7 +93,7 @@ def placeholder_positions(token_ids: Tensor, grids: Sequence[Grid], spec: ModelS
 
 
 def mrope_positions(
-    token_ids: Tensor, grids: Sequence[Grid], spec: ModelSpec, video_positions: VideoPositions = "released"
+    token_ids: Tensor, grids: Sequence[GridTHW], spec: ModelSpec, video_positions: VideoPositions = "released"
 ) -> Tensor:
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
@@ -133,7 +133,7 @@ def mrope_positions(
     return torch.cat(parts, dim=1)
 
 
-def _medium_positions(grid: Grid, vision: VisionSpec, video_positions: VideoPositions) -> Tensor:
+def _medium_positions(grid: GridTHW, vision: VisionSpec, video_positions: VideoPositions) -> Tensor:
     """int64 [3, tokens]: time, row and column of each merge unit, from 0."""
     times = torch.arange(grid.t)
     if grid.kind == "video" and vision.tokens_per_second:
@@ -146,7 +146,7 @@ def _medium_positions(grid: Grid, vision: VisionSpec, video_positions: VideoPosi
     return torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1)
 
 
-def patch_positions(grid: Grid, merge: int) -> Tensor:
+def patch_positions(grid: GridTHW, merge: int) -> Tensor:
     """int64 [patches, 2]: row and column of each patch within its frame, in merge-unit order."""
     rows, columns = torch.meshgrid(torch.arange(grid.h), torch.arange(grid.w), indexing="ij")
     blocks = (grid.h // merge, merge, grid.w // merge, merge)
@@ -170,7 +170,7 @@ class WindowOrder:
         return (self.units[:, None] * merge_unit + torch.arange(merge_unit)).flatten()
 
 
-def window_order(grids: Sequence[Grid], vision: VisionSpec) -> WindowOrder:
+def window_order(grids: Sequence[GridTHW], vision: VisionSpec) -> WindowOrder:
     """Window order of all media of a row: frames stay together, windows row by row within a frame, no empty
     windows."""
     unit = vision.merge_unit

@@ -41,7 +41,7 @@ from megatron_vl.data.bad_samples import BadSampleMeter, add_pending
 from megatron_vl.json_files import manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.tensors import tensor_table
@@ -89,7 +89,9 @@ __all__ = [
 _FORMAT = 1
 
 
-def run_parameters(chunks: list[DistributedDataParallel], layout: Layout, grid: Grid) -> list[LiveTensor]:
+def run_parameters(
+    chunks: list[DistributedDataParallel], layout: Layout, grid: ProcessGrid
+) -> list[LiveTensor]:
     """The parameters of this rank. A tied output layer is a second parameter of the embedding's name."""
     return chunk_tensors([chunk.module for chunk in chunks], layout, grid.pp_rank, grid.ep_rank)
 
@@ -117,7 +119,7 @@ def take_snapshot(
     optimizer: ChainedOptimizer,
     spec: ModelSpec,
     layout: Layout,
-    grid: Grid,
+    grid: ProcessGrid,
     loader_state: dict[str, Any] | None,
     run: dict[str, Any],
     pending: dict[str, int] | None = None,
@@ -177,7 +179,7 @@ class CheckpointSaver:
         folder: Path,
         spec: ModelSpec,
         layout: Layout,
-        grid: Grid,
+        grid: ProcessGrid,
         keep: int,
         keep_every: int = 0,
         lineage: Lineage | None = None,
@@ -424,7 +426,7 @@ def load(
     chunks: list[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     spec: ModelSpec,
-    grid: Grid,
+    grid: ProcessGrid,
     layout: Layout,
     run: dict[str, Any],
     restart_data: bool = False,
@@ -468,7 +470,9 @@ def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
     return reader
 
 
-def open_optimizer(source: Path, saved: dict[str, Any], written: Layout, grid: Grid) -> OptimizerReader:
+def open_optimizer(
+    source: Path, saved: dict[str, Any], written: Layout, grid: ProcessGrid
+) -> OptimizerReader:
     """The optimizer state of a step folder; collective. Without an index, rank 0 reads all headers and tells
     the others."""
     states = {
@@ -482,7 +486,7 @@ def open_optimizer(source: Path, saved: dict[str, Any], written: Layout, grid: G
     return OptimizerReader(source / "optimizer", states, written.cut, index, state_file(grid.rank))
 
 
-def _told_by_first(grid: Grid, work: Callable[[], Any]) -> Any:
+def _told_by_first(grid: ProcessGrid, work: Callable[[], Any]) -> Any:
     """What ``work`` gives on rank 0, or its CheckpointError, on all ranks."""
     told: list[Any] = [None, ""]
     if grid.rank == 0:
@@ -496,7 +500,7 @@ def _told_by_first(grid: Grid, work: Callable[[], Any]) -> Any:
     return told[0]
 
 
-def _loader_state(source: Path, saved: dict[str, Any], grid: Grid) -> dict[str, Any] | None:
+def _loader_state(source: Path, saved: dict[str, Any], grid: ProcessGrid) -> dict[str, Any] | None:
     name = f"loader/dp_{grid.dp_rank:05d}.json"
     if name not in saved["files"]:
         return None
@@ -522,7 +526,7 @@ def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> di
 
 
 @torch.no_grad()
-def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: Grid) -> None:
+def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: ProcessGrid) -> None:
     """Fills this rank's parameters from weights of any layout, each rank reading only its own slices."""
     for name, parameter, expert in parameters:
         info = reader.table[name]

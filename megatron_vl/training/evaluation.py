@@ -25,7 +25,7 @@ from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.data.description import SplitFacts
 from megatron_vl.data.row import Row
 from megatron_vl.errors import describe
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.feed import Feed
@@ -64,7 +64,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform, facts: SplitFacts
+        self, config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, platform: Platform, facts: SplitFacts
     ) -> None:
         self.config, self.grid, self.platform, self.facts = config, grid, platform, facts
         self.rows: list[Row] = []

@@ -22,7 +22,7 @@ from megatron_vl.data.row import Row, loss_index
 from megatron_vl.errors import UserError
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.parallel.balance import balance
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
 
 
@@ -130,7 +130,7 @@ class Feed:
 
     def __init__(
         self,
-        grid: Grid,
+        grid: ProcessGrid,
         platform: Platform,
         loader: Iterator[Row] | None,
         micro_batches: int,

@@ -23,7 +23,7 @@ from megatron_vl.models.kv_cache import CacheUse, KVCache
 from megatron_vl.models.transformer_configs import fp8_rows
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel import tp_overlap
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.training.feed import Feed
 from megatron_vl.training.step import run_schedule
@@ -65,7 +65,7 @@ def inference(chunks: Sequence[VisionLanguageModel]) -> Iterator[None]:
 
 def generate(
     chunks: list[VisionLanguageModel],
-    grid: Grid,
+    grid: ProcessGrid,
     platform: Platform,
     prompts: list[Prompt] | None,
     *,
@@ -117,7 +117,7 @@ def _any_rank(here: bool, platform: Platform) -> bool:
 
 
 def _new_tokens(
-    chunk: VisionLanguageModel, grid: Grid, platform: Platform, tokens: list[tuple[int, int]]
+    chunk: VisionLanguageModel, grid: ProcessGrid, platform: Platform, tokens: list[tuple[int, int]]
 ) -> DeviceRow:
     """A row of (token, position), filled up to what sequence parallelism and FP8 take."""
     multiple = (grid.tp if chunk.config.sequence_parallel else 1) * fp8_rows(chunk.config)
@@ -138,7 +138,7 @@ def _new_tokens(
 
 
 def _successors(
-    chunks: list[VisionLanguageModel], grid: Grid, platform: Platform, asks: list[_Ask], count: int
+    chunks: list[VisionLanguageModel], grid: ProcessGrid, platform: Platform, asks: list[_Ask], count: int
 ) -> list[int]:
     """The likeliest successor of each token that is asked for, on every rank of the replica."""
     given = list(asks)
@@ -163,13 +163,13 @@ def _successors(
     return chosen.tolist()
 
 
-def _choose_step(asks: Iterator[_Ask], model: torch.nn.Module, *, grid: Grid) -> tuple[Tensor, Any]:
+def _choose_step(asks: Iterator[_Ask], model: torch.nn.Module, *, grid: ProcessGrid) -> tuple[Tensor, Any]:
     """What core's schedules call for each micro-batch of each chunk."""
     ask = next(asks)
     return model(ask.row, labels=False), partial(_choose, ask=ask, grid=grid)
 
 
-def _choose(logits: Tensor, non_loss_data: bool, *, ask: _Ask, grid: Grid) -> Tensor:
+def _choose(logits: Tensor, non_loss_data: bool, *, ask: _Ask, grid: ProcessGrid) -> Tensor:
     """Greedy: int64 [tokens asked for], from logits [1, S, V / tp]. Of equal ones the first, as
     ``argmax``."""
     best = logits[0, ask.tokens].float().max(-1)

@@ -13,15 +13,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.description import LoaderError, SplitFacts
 from megatron_vl.errors import UserError
-from megatron_vl.models.build import (
-    aux_loss_coefficient,
-    aux_loss_reason,
-    build_chunks,
-    check_tensors,
-    chunk_tensors,
-)
+from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
-from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.spec.families import ModelSpec
@@ -30,6 +24,7 @@ from megatron_vl.training import checkpoint
 from megatron_vl.training.evaluation import Evaluator
 from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
+from megatron_vl.training.model import build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.preflight import (
     Start,
@@ -56,7 +51,7 @@ class Run:
     spec: ModelSpec
     layout: Layout
     platform: Platform
-    grid: Grid
+    grid: ProcessGrid
     chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
     loader: Any
@@ -87,8 +82,11 @@ def set_up(config: TrainConfig) -> Run:
     facts = share_data(config)
     grid = make_grid(layout, owners=config.data.balance)
     start = agree_on_start(config, grid)
-    chunks = build_model(config, spec, layout, platform, grid, start_weights=start.source is None)
-    wrapped = wrap(config, chunks)
+    # The run's own checkpoint fills the model later, and model.checkpoint is not opened then.
+    fresh = config.model.checkpoint and start.source is None
+    weights = check_start_weights(config, spec) if fresh else None
+    built = build_model(config, spec, layout, platform, grid, weights=weights)
+    wrapped = wrap(config, built.chunks)
     optimizer = build_optimizer(config, platform, wrapped)
     loader = build_run_loader(config, spec, grid, facts["train"]) if grid.owns_loader else None
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
@@ -103,7 +101,7 @@ def set_up(config: TrainConfig) -> Run:
     return run
 
 
-def agree_on_start(config: TrainConfig, grid: Grid) -> Start:
+def agree_on_start(config: TrainConfig, grid: ProcessGrid) -> Start:
     """Where the run begins, as rank 0 sees the folder: another node's view of shared storage may be older.
     Collective."""
     told: list[Any] = [None, ""]
@@ -117,31 +115,6 @@ def agree_on_start(config: TrainConfig, grid: Grid) -> Start:
     if told[1]:
         raise checkpoint.CheckpointError(told[1])
     return told[0]
-
-
-def build_model(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    platform: Platform,
-    grid: Grid,
-    *,
-    start_weights: bool = True,
-) -> list[Any]:
-    """This rank's chunks with the weights of ``model.checkpoint``, or random ones.
-
-    Args:
-        start_weights: off where the run's own checkpoint fills them: ``model.checkpoint`` is not opened then.
-    """
-    from megatron_vl.data.pixels import read_pixel_norm
-
-    norm = read_pixel_norm(config.model.hf)
-    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
-    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
-    check_tensors(spec, layout, tensors)
-    if config.model.checkpoint and start_weights:
-        checkpoint.load_weights(check_start_weights(config, spec), tensors, grid)
-    return chunks
 
 
 def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
@@ -167,7 +140,7 @@ def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
     return answer[0]
 
 
-def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: Grid, facts: SplitFacts) -> Any:
+def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, facts: SplitFacts) -> Any:
     from megatron_vl.data.loader import build_loader
 
     ranks = {"dp_rank": grid.dp_rank, "dp_size": grid.dp}

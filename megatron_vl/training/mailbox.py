@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torch.distributed.distributed_c10d import _get_default_store
+from megatron_vl.core_fixes.default_store import default_store
 
 _PART = 1 << 20
 """Bytes of one entry of the store; its server refuses values of 8 MiB."""
@@ -36,7 +36,7 @@ class Mailbox:
 
     def send(self, order: int, value: Any) -> None:
         """Leaves ``value`` (JSON) for rank 0, which will find it in the place ``order`` among the others."""
-        store, text = _get_default_store(), json.dumps([order, value])
+        store, text = default_store(), json.dumps([order, value])
         slot = store.add(self._key("slots"), 1) - 1
         parts = [text[start : start + _PART] for start in range(0, len(text), _PART)]
         for number, part in enumerate(parts):
@@ -45,7 +45,7 @@ class Mailbox:
 
     def receive(self, senders: int) -> list[Any]:
         """On rank 0: what ``senders`` ranks sent, in their order. Waits for them."""
-        store, found = _get_default_store(), []
+        store, found = default_store(), []
         for slot in range(senders):
             keys = [self._key(slot, number) for number in range(int(store.get(self._key(slot, "parts"))))]
             found.append(json.loads("".join(store.get(key).decode() for key in keys)))
@@ -56,7 +56,7 @@ class Mailbox:
 
     def share(self, value: Any = None) -> Any:
         """What rank 0 gives, on every rank."""
-        store, last, self.answer = _get_default_store(), self.answer, self._key("answer")
+        store, last, self.answer = default_store(), self.answer, self._key("answer")
         if self.rank == 0:
             store.set(self.answer, json.dumps(value))
             if last:  # all have read it: they have begun another round

@@ -15,7 +15,7 @@ import torch
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.bad_samples import DROPPED, BadSampleMeter
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.evaluation import Evaluation
@@ -39,7 +39,7 @@ class MetricsLog:
     without the padded tails of rows.
     """
 
-    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: Grid, platform: Platform) -> None:
+    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, platform: Platform) -> None:
         self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
         self.mark = time.perf_counter()
         self.mailbox = Mailbox(grid.rank)
@@ -290,7 +290,7 @@ def _split_list(
     return samples[:count], samples[count:]
 
 
-def say(grid: Grid, message: str) -> None:
+def say(grid: ProcessGrid, message: str) -> None:
     """Prints on rank 0."""
     if grid.rank == 0:
         print(message, flush=True)

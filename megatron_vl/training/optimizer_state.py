@@ -36,11 +36,11 @@ from torch import Tensor
 from megatron_vl import durable
 from megatron_vl.json_files import write_json
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.spec.tensors import Cut, TensorInfo
 from megatron_vl.weights.blocks import gather, part_blocks, shard_blocks
 from megatron_vl.weights.run_folder import CheckpointError
-from megatron_vl.weights.tensor_files import Window, make_header, matrix_shape
+from megatron_vl.weights.tensor_files import Region, make_header, matrix_shape
 
 INDEX = "index.json"
 KINDS = ("main", "exp_avg", "exp_avg_sq")
@@ -412,15 +412,15 @@ class OptimizerReader:
         theirs = matrix_shape(info.shard_shape(written))[1]
         first = start // columns
 
-        def stored(rank: str | int, w: Window) -> Tensor:
+        def stored(rank: str | int, w: Region) -> Tensor:
             flat = self._range(name, int(rank), kind, w.row * theirs, w.row_end * theirs)
             return flat.view(-1, theirs)[:, w.col : w.col_end]
 
-        def whole(_: str | int, w: Window) -> Tensor:
+        def whole(_: str | int, w: Region) -> Tensor:
             return gather(shard_blocks(info, written), w, stored, torch.float32)
 
-        window = Window(first, math.ceil(end / columns), 0, columns)
-        data = gather(part_blocks(info, part, cut), window, whole, torch.float32)
+        region = Region(first, math.ceil(end / columns), 0, columns)
+        data = gather(part_blocks(info, part, cut), region, whole, torch.float32)
         return data.reshape(-1)[start - first * columns : end - first * columns].clone()
 
     def step(self, name: str) -> int:
@@ -448,7 +448,7 @@ def restore(
     optimizer: ChainedOptimizer,
     parameters: list[LiveTensor],
     table: Mapping[str, TensorInfo],
-    grid: Grid,
+    grid: ProcessGrid,
 ) -> None:
     """Fills this rank's master weights and moments from a checkpoint of any layout."""
     fused = any(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RULES_BEFORE, RunConfigError, TrainConfig, validate, video_rule
+from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.spec.families import ModelSpec, read_spec
@@ -35,7 +36,9 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     Raises:
         RunConfigError, LayoutError, ConfigError, CheckpointError: the message names the field, path or
         number.
+        CoreVersionError: this version of Megatron-core was never tested with this toolkit.
     """
+    check_core_version()
     dp = validate(config, launched_world_size() if world_size is None else world_size)
     if not config.model.hf:
         raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
@@ -279,7 +282,7 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
 
 def check_same_model(held_by: str, held: ModelSpec, config: TrainConfig, spec: ModelSpec) -> None:
     """Raises RunConfigError unless weights are of the model that ``model.hf`` describes."""
-    if held.family != spec.family or held.vision != spec.vision or held.language != spec.language:
+    if held.differences(spec):
         theirs, ours = held.family, spec.family
         sizes = f"both {ours}, other sizes" if theirs == ours else f"{theirs}, {ours}"
         raise RunConfigError(f"{held_by} holds another model than model.hf {config.model.hf} ({sizes})")

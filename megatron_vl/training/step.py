@@ -29,7 +29,7 @@ from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.moe.router import begin_step, expert_load, report_directly
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_tower
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.training.optimizer import update
 
 NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
@@ -139,7 +139,7 @@ def train_step(
     chunks: list[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     rows: list[DeviceRow],
-    grid: Grid,
+    grid: ProcessGrid,
     seq_len: int,
     failed: bool = False,
     stop: bool = False,
@@ -170,7 +170,7 @@ def train_step(
 
 
 def reduce_losses(
-    reports: list[dict[str, Tensor]], grid: Grid, device: torch.device, flags: tuple[bool, ...] = ()
+    reports: list[dict[str, Tensor]], grid: ProcessGrid, device: torch.device, flags: tuple[bool, ...] = ()
 ) -> tuple[float, int, list[bool]]:
     """(loss sum, loss tokens, whether each flag is up on any rank) of the global batch, on every rank.
 

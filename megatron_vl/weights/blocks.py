@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_vl.spec.tensors import Cut, TensorInfo
 from megatron_vl.weights.tensor_files import (
-    Window,
+    Region,
     matrix_shape,
 )
 
@@ -39,36 +39,36 @@ class Block(NamedTuple):
 
 
 def gather(
-    blocks: Sequence[Block], window: Window, read: Callable[[str | int, Window], Tensor], dtype: torch.dtype
+    blocks: Sequence[Block], region: Region, read: Callable[[str | int, Region], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """A window of a matrix made of ``blocks``; what no block covers is zero.
+    """A region of a matrix made of ``blocks``; what no block covers is zero.
 
     Args:
-        read: gives a window of a part, as a matrix.
+        read: gives a region of a part, as a matrix.
 
     Returns:
-        ``[rows, cols]`` of ``dtype``; without a copy when one block covers the window and has that type.
+        ``[rows, cols]`` of ``dtype``; without a copy when one block covers the region and has that type.
     """
     out: Tensor | None = None
     for block in blocks:
-        top, bottom = max(window.row, block.row), min(window.row_end, block.row + block.rows)
-        left, right = max(window.col, block.col), min(window.col_end, block.col + block.cols)
+        top, bottom = max(region.row, block.row), min(region.row_end, block.row + block.rows)
+        left, right = max(region.col, block.col), min(region.col_end, block.col + block.cols)
         if top >= bottom or left >= right:
             continue
-        data = _read_block(block, Window(top, bottom, left, right), read)
-        if (top, bottom, left, right) == window and data.dtype == dtype and not block.transposed:
+        data = _read_block(block, Region(top, bottom, left, right), read)
+        if (top, bottom, left, right) == region and data.dtype == dtype and not block.transposed:
             return data
         if out is None:
-            out = torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
+            out = torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
         _copy(
             data,
-            out[top - window.row : bottom - window.row, left - window.col : right - window.col],
+            out[top - region.row : bottom - region.row, left - region.col : right - region.col],
             block.transposed,
         )
     return (
         out
         if out is not None
-        else torch.zeros(window.row_end - window.row, window.col_end - window.col, dtype=dtype)
+        else torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
     )
 
 
@@ -80,22 +80,22 @@ def _copy(data: Tensor, out: Tensor, transposed: bool) -> None:
         out[:, col : col + strip] = data[:, col : col + strip]
 
 
-def _read_block(block: Block, window: Window, read: Callable[[str | int, Window], Tensor]) -> Tensor:
-    """A window (of the whole, within ``block``) from the part."""
+def _read_block(block: Block, region: Region, read: Callable[[str | int, Region], Tensor]) -> Tensor:
+    """A region (of the whole, within ``block``) from the part."""
     if block.transposed:
         down, across = block.part_row - block.col, block.part_col - block.row
-        turned = Window(
-            window.col + down, window.col_end + down, window.row + across, window.row_end + across
+        turned = Region(
+            region.col + down, region.col_end + down, region.row + across, region.row_end + across
         )
         return read(block.part, turned).t()
     down, across = block.part_row - block.row, block.part_col - block.col
     return read(
         block.part,
-        Window(window.row + down, window.row_end + down, window.col + across, window.col_end + across),
+        Region(region.row + down, region.row_end + down, region.col + across, region.col_end + across),
     )
 
 
-@lru_cache(maxsize=256)  # asked for with every window, and a tensor of many experts has many
+@lru_cache(maxsize=256)  # asked for with every region, and a tensor of many experts has many
 def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
     """How the full matrix is made of its parts (:attr:`Block.part` is the number of the part, see
     :meth:`Cut.part`).

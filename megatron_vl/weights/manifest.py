@@ -39,7 +39,7 @@ from megatron_vl.weights.tensor_files import (
     dtype_name,
     make_header,
     matrix_shape,
-    row_windows,
+    row_regions,
 )
 
 FORMAT = "megatron-vl-weights"
@@ -116,7 +116,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], place: Mapping[str, i
     try:
         for name, tensor in tensors.items():
             matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
-            chunks = (matrix[w.row : w.row_end] for w in row_windows(tensor.shape, tensor.element_size()))
+            chunks = (matrix[w.row : w.row_end] for w in row_regions(tensor.shape, tensor.element_size()))
             written[name] = (tensor.dtype, tensor.shape, writer.write(name, chunks))
     except BaseException:
         writer.abort()

@@ -24,11 +24,11 @@ from megatron_vl.weights.manifest import (
 )
 from megatron_vl.weights.tensor_files import (
     NAMES,
+    Region,
     TensorReader,
     WeightsError,
-    Window,
     matrix_shape,
-    row_windows,
+    row_regions,
 )
 
 
@@ -211,7 +211,7 @@ class WeightReader:
         return reader
 
     def check(self, name: str) -> None:
-        """Verifies now what :meth:`window` of this tensor reads; raises :class:`WeightsError` when it is
+        """Verifies now what :meth:`region` of this tensor reads; raises :class:`WeightsError` when it is
         damaged."""
         for part in {block.part for block in shard_blocks(self.table[name], self.cut)}:
             self._open(int(part), name)
@@ -220,11 +220,11 @@ class WeightReader:
         """What changes when any of these weights do."""
         return {MANIFEST: self.manifest["digest"]}
 
-    def window(self, name: str, window: Window) -> Tensor:
-        """A window of the full tensor taken as a matrix. May be a view of a file: do not write to it."""
+    def region(self, name: str, region: Region) -> Tensor:
+        """A region of the full tensor taken as a matrix. May be a view of a file: do not write to it."""
         blocks = shard_blocks(self.table[name], self.cut)
         return gather(
-            blocks, window, lambda part, w: self._open(int(part), name).window(name, w), self.dtype(name)
+            blocks, region, lambda part, w: self._open(int(part), name).region(name, w), self.dtype(name)
         )
 
     def get(self, name: str, part: int = 0, cut: Cut = WHOLE, expert: int | None = None) -> Tensor:
@@ -248,11 +248,11 @@ class WeightReader:
         as_stored = cut[1:] == self.cut[1:] if info.experts else cut.tp == self.cut.tp
         blocks = part_blocks(info, part, cut)
         out = torch.empty(matrix_shape(shape), dtype=dtype)
-        for window in row_windows(shape, dtype.itemsize):
-            wanted = window._replace(row=window.row + first, row_end=window.row_end + first)
+        for region in row_regions(shape, dtype.itemsize):
+            wanted = region._replace(row=region.row + first, row_end=region.row_end + first)
             if as_stored:
-                data = self._open(part, name).window(name, wanted)
+                data = self._open(part, name).region(name, wanted)
             else:
-                data = gather(blocks, wanted, lambda _, full: self.window(name, full), dtype)
-            out[window.row : window.row_end] = data
+                data = gather(blocks, wanted, lambda _, full: self.region(name, full), dtype)
+            out[region.row : region.row_end] = data
         return out.view(shape)

@@ -1,6 +1,6 @@
 """safetensors files, read and written a few megabytes at a time.
 
-The library reads and writes whole files; conversions of models larger than memory need windows of tensors and
+The library reads and writes whole files; conversions of models larger than memory need regions of tensors and
 files that are filled in place. The format is 8 bytes of header length, a JSON header, the raw tensors.
 """
 
@@ -53,7 +53,7 @@ class WeightsError(UserError, ValueError):
     """Weights that cannot be read or written; the message names the file or tensor and says what to do."""
 
 
-class Window(NamedTuple):
+class Region(NamedTuple):
     """Rows ``row:row_end`` and columns ``col:col_end`` of a matrix."""
 
     row: int
@@ -78,17 +78,17 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], columns
 
 
-def full_window(shape: Sequence[int]) -> Window:
+def full_region(shape: Sequence[int]) -> Region:
     rows, cols = matrix_shape(shape)
-    return Window(0, rows, 0, cols)
+    return Region(0, rows, 0, cols)
 
 
-def row_windows(shape: Sequence[int], itemsize: int) -> Iterator[Window]:
-    """Windows of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
+def row_regions(shape: Sequence[int], itemsize: int) -> Iterator[Region]:
+    """Regions of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
     rows, cols = matrix_shape(shape)
     step = max(1, CHUNK_BYTES // max(1, cols * itemsize))
     for row in range(0, rows, step):
-        yield Window(row, min(rows, row + step), 0, cols)
+        yield Region(row, min(rows, row + step), 0, cols)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -96,7 +96,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class TensorReader:
-    """A safetensors file, read window by window through a memory map that stays small.
+    """A safetensors file, read region by region through a memory map that stays small.
 
     Mapping is several times cheaper than reading into new memory. Pages that were used are given back as
     reading goes on, so that a conversion does not seem to take the whole checkpoint's memory.
@@ -149,7 +149,7 @@ class TensorReader:
             )
         return DTYPES[self.code(name)]
 
-    def window(self, name: str, window: Window) -> Tensor:
+    def region(self, name: str, region: Region) -> Tensor:
         """``[rows, cols]`` of a tensor taken as a matrix. A view of the file: do not write to it."""
         if self.code(name) not in DTYPES | OTHER_DTYPES:
             raise WeightsError(
@@ -158,13 +158,13 @@ class TensorReader:
         dtype = (DTYPES | OTHER_DTYPES)[self.code(name)]
         cols = matrix_shape(self.shape(name))[1]
         first = self._start + self._entries[name]["data_offsets"][0]
-        start, end = (first + row * cols * dtype.itemsize for row in (window.row, window.row_end))
+        start, end = (first + row * cols * dtype.itemsize for row in (region.row, region.row_end))
         data = self._bytes[start:end]
         self._give_back(len(data))
         if start % dtype.itemsize:
             # Allowed, though no present program writes such files; torch cannot view them.
             data = data.clone()
-        return data.view(dtype).view(-1, cols)[:, window.col : window.col_end]
+        return data.view(dtype).view(-1, cols)[:, region.col : region.col_end]
 
     def _give_back(self, count: int) -> None:
         """Unmaps all pages once in a while; who still reads some gets them from the page cache again."""
@@ -187,7 +187,7 @@ class TensorReader:
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, in memory of its own."""
-        return self.window(name, full_window(self.shape(name))).clone().reshape(self.shape(name))
+        return self.region(name, full_region(self.shape(name))).clone().reshape(self.shape(name))
 
 
 def make_header(

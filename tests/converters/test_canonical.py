@@ -9,15 +9,17 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from converters import rules_for
+from converters import qwen2_vl, rules_for
 from converters.convert import convert
 from converters.hf import short_name
+from converters.rules import ExpertStyle, rules_of
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, tensor_table
 from megatron_vl.weights.reader import WeightReader
@@ -81,8 +83,8 @@ def test_rules_cover_every_element_once(size: str) -> None:
             empty = torch.zeros(matrix_shape(rule.hf[str(block.part)]), dtype=torch.int8)
             part, there = hf_area.setdefault(str(block.part), empty), block.inverted(rule.name)
             part[there.row : there.row + there.rows, there.col : there.col + there.cols] += 1
-        for window in rule.padding:
-            area[window.row : window.row_end, window.col : window.col_end] += 1
+        for region in rule.padding:
+            area[region.row : region.row_end, region.col : region.col_end] += 1
         assert (area == 1).all(), rule.name
     assert all((part == 1).all() for part in hf_area.values())
 
@@ -265,3 +267,29 @@ def test_all_released_sizes_are_here() -> None:
         "Qwen3-VL-30B-A3B-Instruct": 8,
         "Qwen3-VL-235B-A22B-Instruct": 8,
     }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_search_for_a_tensors_name_ends_at_its_rule(size: str) -> None:
+    """Names are written whole, with ``*`` for the numbers of layers, mergers and experts."""
+    spec = read_spec(small_config(size))
+    tables = "\n".join(path.read_text() for path in Path(qwen2_vl.__file__).parent.glob("qwen*.py"))
+
+    def pattern(name: str) -> str:
+        stars = re.sub(r"\.(layers|blocks|experts|deepstack_\w+)\.\d+\.", r".\1.*.", name)
+        return f'"{stars}"'
+
+    styles: tuple[ExpertStyle, ...] = ("input_first", "output_first", "apart")
+    for style in styles if spec.language.moe else styles[:1]:
+        for rule in rules_for(spec, style):
+            assert pattern(rule.name) in tables
+            assert all(pattern(name) in tables for name in rule.hf)
+
+
+def test_a_tensor_without_an_entry_is_named() -> None:
+    spec = read_spec(small_config("Qwen2-VL-2B-Instruct"))
+    entries = [*qwen2_vl.TOWER, *qwen2_vl.TOWER_MLP]
+    with pytest.raises(ValueError, match=r"qwen2_vl: no rule for tensor 'language_model\.embedding"):
+        rules_of(spec, entries)
+    with pytest.raises(ValueError, match="two entries for one name"):
+        rules_of(spec, [*entries, entries[0]])

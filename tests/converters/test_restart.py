@@ -14,7 +14,7 @@ import pytest
 
 from converters.convert import convert, export, reshard
 from converters.hf import HfCheckpoint, TensorFolder
-from converters.restart import Journal
+from converters.restart import WriteJournal
 from megatron_vl.weights.manifest import MANIFEST, UNFINISHED
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import WeightsError
@@ -32,18 +32,18 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, work, after: int = 40) -> None:
-    """Runs ``work`` until the disk fails at the n-th window that is read, which leaves what a kill leaves."""
+    """Runs ``work`` until the disk fails at the n-th region that is read, which leaves what a kill leaves."""
     calls = [0]
     with monkeypatch.context() as patch:
         for source in (HfCheckpoint, WeightReader):
 
-            def failing(self, name, window, read=source.window):
+            def failing(self, name, region, read=source.region):
                 calls[0] += 1
                 if calls[0] > after:
                     raise OSError("input/output error")
-                return read(self, name, window)
+                return read(self, name, region)
 
-            patch.setattr(source, "window", failing)
+            patch.setattr(source, "region", failing)
         with pytest.raises(OSError, match="input/output error"):
             work()
 
@@ -108,14 +108,14 @@ def test_a_changed_source_is_refused(tmp_path: Path, origin: Path, monkeypatch: 
 def test_a_source_that_changes_meanwhile(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf, window = tmp_path / "hf", HfCheckpoint.window
+    hf, region = tmp_path / "hf", HfCheckpoint.region
     shutil.copytree(origin, hf)
 
     def touching(self, name, w):
         os.utime(hf / "model-00001-of-00002.safetensors")
-        return window(self, name, w)
+        return region(self, name, w)
 
-    monkeypatch.setattr(HfCheckpoint, "window", touching)
+    monkeypatch.setattr(HfCheckpoint, "region", touching)
     with pytest.raises(WeightsError, match="model-00001-of-00002.safetensors was changed while it was read"):
         convert(hf, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
@@ -201,7 +201,7 @@ def test_an_unfinished_folder_is_no_checkpoint(
 
 def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) -> None:
     (tmp_path / "out").mkdir()
-    journal = Journal(tmp_path / "out")
+    journal = WriteJournal(tmp_path / "out")
     with pytest.raises(FileExistsError, match="another process is writing"):
         convert(origin, tmp_path / "out")
     journal.close(remove=True)

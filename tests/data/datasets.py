@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_tools.convert import Options, Report, convert
+from data_tools.convert import ConversionOptions, DataReport, convert
 
 from .media import encoded, video, write
 
@@ -60,9 +60,9 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
     return records
 
 
-def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, Report]:
+def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, DataReport]:
     """Runs the data tool on ``records``; their media lie under ``folder/media``."""
     (folder / "in.json").write_text(json.dumps(records))
     (folder / "media").mkdir(exist_ok=True)
-    report = convert([folder / "in.json"], Options(folder / "media", folder / "out", **options))
+    report = convert([folder / "in.json"], ConversionOptions(folder / "media", folder / "out", **options))
     return folder / "out", report

@@ -7,7 +7,7 @@ import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.positions import Grid, placeholder_runs
+from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 VOCAB = 151_700
 
@@ -78,7 +78,7 @@ def spec_of(family: str) -> ModelSpec:
     return read_spec(hf_config(family))
 
 
-def sample_of(spec: ModelSpec, parts: list[int | Grid], seed: int = 0) -> Sample:
+def sample_of(spec: ModelSpec, parts: list[int | GridTHW], seed: int = 0) -> Sample:
     """A sample of text runs (a number of tokens) and media (a grid), with random text, mask and pixels."""
     draw = torch.Generator().manual_seed(seed)
     vision = spec.vision
@@ -99,7 +99,7 @@ def sample_of(spec: ModelSpec, parts: list[int | Grid], seed: int = 0) -> Sample
     return Sample(tokens, torch.rand(len(tokens), generator=draw) < 0.5, media)
 
 
-def positions_one_by_one(tokens: torch.Tensor, grids: list[Grid], spec: ModelSpec) -> list[list[int]]:
+def positions_one_by_one(tokens: torch.Tensor, grids: list[GridTHW], spec: ModelSpec) -> list[list[int]]:
     """(time, row, column) of each token by the released models' rule, counted in plain Python."""
     merge, media = spec.vision.spatial_merge_size, iter(placeholder_runs(grids, spec))
     found: list[list[int]] = []

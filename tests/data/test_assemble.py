@@ -13,33 +13,33 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from megatron_vl.data.assemble import PackError, pack_row
-from megatron_vl.spec.positions import Grid, PositionError, mrope_positions, patch_positions, window_order
+from megatron_vl.spec.positions import GridTHW, PositionError, mrope_positions, patch_positions, window_order
 
 from .helpers import hf_config, positions_one_by_one, sample_of, spec_of
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 CASES = {
     "text": [17],
-    "image": [5, Grid(1, 8, 12), 9],
-    "image first and last": [Grid(1, 4, 4), Grid(1, 2, 6)],
-    "two images": [3, Grid(1, 4, 10), 4, Grid(1, 18, 6), 2],
-    "video": [3, Grid(3, 8, 4, "video", 1.0), 6],
-    "slow video": [3, Grid(4, 4, 4, "video", 2.9), 6],
-    "fast video": [3, Grid(4, 4, 6, "video", 0.5), 6],
+    "image": [5, GridTHW(1, 8, 12), 9],
+    "image first and last": [GridTHW(1, 4, 4), GridTHW(1, 2, 6)],
+    "two images": [3, GridTHW(1, 4, 10), 4, GridTHW(1, 18, 6), 2],
+    "video": [3, GridTHW(3, 8, 4, "video", 1.0), 6],
+    "slow video": [3, GridTHW(4, 4, 4, "video", 2.9), 6],
+    "fast video": [3, GridTHW(4, 4, 6, "video", 0.5), 6],
     "mixed": [
         2,
-        Grid(2, 4, 6, "video", 1.5),
+        GridTHW(2, 4, 6, "video", 1.5),
         3,
-        Grid(1, 6, 4),
+        GridTHW(1, 6, 4),
         1,
-        Grid(2, 4, 4, "video", 3.0),
-        Grid(1, 20, 22),
+        GridTHW(2, 4, 4, "video", 3.0),
+        GridTHW(1, 20, 22),
         7,
     ],
 }
 
 
-def hf_positions(family: str, tokens: torch.Tensor, grids: list[Grid], spec) -> torch.Tensor:
+def hf_positions(family: str, tokens: torch.Tensor, grids: list[GridTHW], spec) -> torch.Tensor:
     """get_rope_index needs no weights, only the config."""
     cls = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel}[family]
     with torch.device("meta"):
@@ -82,12 +82,12 @@ def test_mrope_positions_equal_get_rope_index(family, case):
 
 
 GRIDS = [
-    Grid(1, 8, 8),
-    Grid(1, 2, 2),
-    Grid(3, 10, 14, "video"),
-    Grid(1, 16, 24),
-    Grid(1, 18, 34),
-    Grid(2, 6, 40, "video"),
+    GridTHW(1, 8, 8),
+    GridTHW(1, 2, 2),
+    GridTHW(3, 10, 14, "video"),
+    GridTHW(1, 16, 24),
+    GridTHW(1, 18, 34),
+    GridTHW(2, 6, 40, "video"),
 ]
 
 
@@ -175,11 +175,11 @@ def test_what_does_not_fit_is_refused():
         pack_row([sample_of(spec, [9])], spec, 8)
     with pytest.raises(PackError):
         pack_row([], spec, 8)
-    sample = sample_of(spec, [3, Grid(1, 4, 4), 3])
-    sample.media[0].grid = Grid(1, 4, 8)
+    sample = sample_of(spec, [3, GridTHW(1, 4, 4), 3])
+    sample.media[0].grid = GridTHW(1, 4, 8)
     with pytest.raises(PositionError, match="4 image and video placeholders, its media need 8"):
         pack_row([sample], spec, 64)
-    swapped = sample_of(spec, [3, Grid(1, 4, 4), 3])
-    swapped.media[0].grid = Grid(1, 4, 4, "video")
+    swapped = sample_of(spec, [3, GridTHW(1, 4, 4), 3])
+    swapped.media[0].grid = GridTHW(1, 4, 4, "video")
     with pytest.raises(PositionError, match="video"):
         pack_row([swapped], spec, 64)

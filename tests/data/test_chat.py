@@ -14,7 +14,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from megatron_vl.data.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.positions import Grid
+from megatron_vl.spec.positions import GridTHW
 
 
 def text(content):
@@ -28,7 +28,7 @@ CONVERSATIONS = {
     "system": ([SYSTEM, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}], []),
     "image": (
         [{"role": "user", "content": [IMAGE, text("What?")]}, {"role": "assistant", "content": "A cat."}],
-        [Grid(1, 4, 6)],
+        [GridTHW(1, 4, 6)],
     ),
     "turns": (
         [
@@ -39,7 +39,7 @@ CONVERSATIONS = {
             {"role": "user", "content": "Café ☕ 漢字 Cafe\u0301?"},
             {"role": "assistant", "content": "日本 ☕\u200d!  "},
         ],
-        [Grid(1, 4, 4), Grid(1, 2, 8), Grid(3, 4, 4, "video")],
+        [GridTHW(1, 4, 4), GridTHW(1, 2, 8), GridTHW(3, 4, 4, "video")],
     ),
     "two answers": (
         [
@@ -55,7 +55,7 @@ CONVERSATIONS = {
     ),
     "image in the answer": (
         [{"role": "user", "content": "Draw"}, {"role": "assistant", "content": [text("Here: "), IMAGE]}],
-        [Grid(1, 4, 4)],
+        [GridTHW(1, 4, 4)],
     ),
     "empty answer": ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}], []),
 }
@@ -196,7 +196,7 @@ def test_media_that_do_not_match_the_text_are_refused(encoder):
     with pytest.raises(ChatError, match="placeholders for image, the conversation brings nothing"):
         ours.encode(messages, [])
     with pytest.raises(ChatError, match="brings video"):
-        ours.encode(messages, [Grid(1, 4, 4, "video")])
+        ours.encode(messages, [GridTHW(1, 4, 4, "video")])
     with pytest.raises(ChatError, match="placeholders for image, the conversation"):
         ours.encode([{"role": "user", "content": "a literal <|image_pad|> in the text"}], [])
 
@@ -222,7 +222,7 @@ def test_a_template_cannot_reach_out_of_the_sandbox(encoder):
         changed.encode([{"role": "user", "content": "a"}], [])
 
 
-TIMED = Grid(3, 4, 6, "video", timestamps=(0.25, 1.0, 12.35))
+TIMED = GridTHW(3, 4, 6, "video", timestamps=(0.25, 1.0, 12.35))
 VIDEO_CONVERSATIONS = {
     "between text": ([{"role": "user", "content": [text("Look at this!"), VIDEO, text(" then?")]}], [TIMED]),
     "with images": (
@@ -232,7 +232,7 @@ VIDEO_CONVERSATIONS = {
             {"role": "user", "content": "And <3 seconds> ago?"},
             {"role": "assistant", "content": [text("This: "), VIDEO, text(" and this.")]},
         ],
-        [Grid(1, 4, 4), TIMED, Grid(1, 2, 8), Grid(1, 2, 2, "video", timestamps=(0.05,)), TIMED],
+        [GridTHW(1, 4, 4), TIMED, GridTHW(1, 2, 8), GridTHW(1, 2, 2, "video", timestamps=(0.05,)), TIMED],
     ),
 }
 
@@ -275,7 +275,7 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
 
 
 SYSTEM_TURN = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-CLIP = Grid(3, 4, 6, "video", timestamps=(0.2, 1.0, 12.3))
+CLIP = GridTHW(3, 4, 6, "video", timestamps=(0.2, 1.0, 12.3))
 SIX = "<|video_pad|>" * 6
 GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time in ("0.2", "1.0", "12.3"))
 
@@ -319,7 +319,7 @@ def test_one_pair_is_left_out_for_each_video_and_none_for_images():
     folder = tiny_checkpoint("qwen3_vl")
     ours = ChatEncoder(folder, read_spec(folder))
     messages = [{"role": "user", "content": [IMAGE, VIDEO, text("and"), VIDEO]}]
-    grids = [Grid(1, 2, 2), CLIP, Grid(1, 2, 2, "video", timestamps=(0.5,))]
+    grids = [GridTHW(1, 2, 2), CLIP, GridTHW(1, 2, 2, "video", timestamps=(0.5,))]
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     second = "<0.5 seconds><|vision_start|><|video_pad|><|vision_end|>"
     written = ours.tokenizer.decode(ours.encode(messages, grids)[0])
@@ -336,5 +336,5 @@ def test_a_video_without_times_is_refused():
     folder = tiny_checkpoint("qwen3_vl")
     with pytest.raises(ChatError, match="3 frame groups brings 0 times"):
         ChatEncoder(folder, read_spec(folder)).encode(
-            [{"role": "user", "content": [VIDEO]}], [Grid(3, 4, 6, "video")]
+            [{"role": "user", "content": [VIDEO]}], [GridTHW(3, 4, 6, "video")]
         )

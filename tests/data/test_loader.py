@@ -22,7 +22,7 @@ from megatron_vl.data.loader import LoaderError, build_loader, pack_greedily
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.data.state import StateError, from_json, to_json
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.positions import Grid
+from megatron_vl.spec.positions import GridTHW
 from tests.tiny import tiny_checkpoint
 from toolkit.hf import video_text
 
@@ -135,7 +135,7 @@ def hf_grids(hf, record):
     found = []
     for medium in record["media"]:
         kind = medium["kind"]
-        found.append(Grid(*next(grids[kind]), kind, float(next(seconds, 1.0)) if kind == "video" else 1.0))
+        found.append(GridTHW(*next(grids[kind]), kind, float(next(seconds, 1.0)) if kind == "video" else 1.0))
     return found
 
 

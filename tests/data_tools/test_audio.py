@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_tools.audio import placeholder_in
-from data_tools.convert import Options, convert
+from data_tools.convert import ConversionOptions, convert
 from data_tools.formats import RecordError, read_conversation, read_prompt
 from tests.data.media import encoded, write
 
@@ -206,7 +206,7 @@ def test_refused_audio_is_counted_and_listed(tmp_path: Path) -> None:
     records = [heard[0], READ["the same in ShareGPT"], *heard[1:]]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
 
-    report = convert([tmp_path / "in.jsonl"], Options(tmp_path / "media", tmp_path / "out"))
+    report = convert([tmp_path / "in.jsonl"], ConversionOptions(tmp_path / "media", tmp_path / "out"))
     assert (report.records, report.samples) == (4, 1)
     assert report.refused == {"in.jsonl": {"audio not supported": 3}}
 

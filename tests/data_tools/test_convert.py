@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from data_tools.convert import ConvertError, Options, convert
+from data_tools.convert import ConversionOptions, ConvertError, convert
 from data_tools.formats import RecordError, read_conversation, read_prompt
 from data_tools.records import BadLine, ReadError, read_records
 from tests.data.datasets import converted, mixed_records
@@ -282,7 +282,7 @@ def test_a_broken_line_far_down_is_named(tmp_path, monkeypatch):
     lines[2999] = '{"conversations": [{"from": "human", "value": "cut'
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     (tmp_path / "m").mkdir()
-    report = convert([tmp_path / "in.jsonl"], Options(tmp_path / "m", tmp_path / "out"))
+    report = convert([tmp_path / "in.jsonl"], ConversionOptions(tmp_path / "m", tmp_path / "out"))
     (line,) = [json.loads(line) for line in (tmp_path / "out/quarantine.jsonl").read_text().splitlines()]
     assert (line["file"], line["record"], line["reason"]) == ("in.jsonl", 3000, "not JSON")
     assert report.samples == 3099
@@ -507,7 +507,7 @@ def test_files_of_one_name_are_told_apart(tmp_path):
         write(tmp_path / name / "in.json", json.dumps([{}]).encode())
     (tmp_path / "m").mkdir()
     report = convert(
-        [tmp_path / "x/in.json", tmp_path / "y/in.json"], Options(tmp_path / "m", tmp_path / "out")
+        [tmp_path / "x/in.json", tmp_path / "y/in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out")
     )
     assert report.refused == {"x/in.json": {"no conversation": 1}, "y/in.json": {"no conversation": 1}}
 
@@ -516,18 +516,20 @@ def test_text_in_another_encoding_is_counted(tmp_path):
     (tmp_path / "m").mkdir()
     text = json.dumps({"conversations": [HUMAN, {"from": "gpt", "value": "é"}]}, ensure_ascii=False)
     (tmp_path / "a.jsonl").write_bytes(text.encode() + b"\n" + text.encode("latin-1") + b"\n")
-    report = convert([tmp_path / "a.jsonl"], Options(tmp_path / "m", tmp_path / "out"))
+    report = convert([tmp_path / "a.jsonl"], ConversionOptions(tmp_path / "m", tmp_path / "out"))
     assert report.samples == 1 and report.refused == {"a.jsonl": {"not UTF-8": 1}}
     (tmp_path / "b.json").write_bytes(b"[" + text.encode() + b"," + text.encode("latin-1") + b"]")
     with pytest.raises(ReadError, match="b.json: not UTF-8 behind record 0"):
-        convert([tmp_path / "b.json"], Options(tmp_path / "m", tmp_path / "out2"))
+        convert([tmp_path / "b.json"], ConversionOptions(tmp_path / "m", tmp_path / "out2"))
 
 
 def test_inputs_follow_each_other_and_broken_lines_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(TEXT) + "\n{\n" + json.dumps(TEXT) + "\n")
     (tmp_path / "b.json").write_text(json.dumps([TEXT]))
     (tmp_path / "m").mkdir()
-    report = convert([tmp_path / "a.jsonl", tmp_path / "b.json"], Options(tmp_path / "m", tmp_path / "out"))
+    report = convert(
+        [tmp_path / "a.jsonl", tmp_path / "b.json"], ConversionOptions(tmp_path / "m", tmp_path / "out")
+    )
     assert report.samples == 3 and report.refused == {"a.jsonl": {"not JSON": 1}}
     sources = [json.loads(v)["source"] for v in shards(tmp_path / "out").values()]
     assert sources[-1] == {"file": "b.json", "record": 1}
@@ -538,17 +540,17 @@ def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "used").mkdir()
     (tmp_path / "used/file").write_text("mine")
-    base = Options(tmp_path / "m", tmp_path / "out")
+    base = ConversionOptions(tmp_path / "m", tmp_path / "out")
     with pytest.raises(ConvertError, match="not an empty folder"):
-        convert([tmp_path / "in.json"], Options(tmp_path / "m", tmp_path / "used"))
+        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "used"))
     with pytest.raises(ConvertError, match="val-fraction 1.0"):
-        convert([tmp_path / "in.json"], Options(tmp_path / "m", tmp_path / "out", val_fraction=1.0))
+        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", val_fraction=1.0))
     with pytest.raises(ConvertError, match="media-root"):
-        convert([tmp_path / "in.json"], Options(tmp_path / "nowhere", tmp_path / "out"))
+        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "nowhere", tmp_path / "out"))
     with pytest.raises(ConvertError, match="not a file"):
         convert([tmp_path / "nothing.json"], base)
     with pytest.raises(ConvertError, match="^--workers must be positive$"):
-        convert([tmp_path / "in.json"], Options(tmp_path / "m", tmp_path / "out", workers=0))
+        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", workers=0))
 
 
 # -------------------------------------------------------------------------------------------------- command
@@ -644,7 +646,7 @@ def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypa
     clock = SimpleNamespace(monotonic=itertools.count(0, 6).__next__)  # six seconds a look, a line every ten
     monkeypatch.setattr("data_tools.convert.time", clock)
     said: list[str] = []
-    convert([tmp_path / "in"], Options(tmp_path / "m", tmp_path / "out"), said.append)
+    convert([tmp_path / "in"], ConversionOptions(tmp_path / "m", tmp_path / "out"), said.append)
     assert [line.split(",")[0].split() for line in said] == [
         ["67%", "32", "records"],
         ["100%", "48", "records"],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.convert import Options, convert
+from data_tools.convert import ConversionOptions, convert
 from tests.data.datasets import mixed_records
 from tests.disk import Disk
 
@@ -35,7 +35,7 @@ def run(source: Path, force: bool = False) -> Path:
     out = source / "new" / "out"
     report = convert(
         [source / "in.json"],
-        Options(source / "media", out, val_fraction=0.2, samples_per_shard=5, force=force),
+        ConversionOptions(source / "media", out, val_fraction=0.2, samples_per_shard=5, force=force),
     )
     assert (report.samples, report.shards) == (20, 5)
     return out

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import identities
-from data_tools.convert import Options, convert
+from data_tools.convert import ConversionOptions, convert
 from data_tools.identities import Identities
 
 
@@ -82,7 +82,7 @@ def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
     ids = ["x\ud800", "x\ud801", "x?", "x\ud800", 5, "5", True]
     (tmp_path / "in.json").write_text(json.dumps([{"id": value, "conversations": turns} for value in ids]))
 
-    report = convert([tmp_path / "in.json"], Options(tmp_path, tmp_path / "out"))
+    report = convert([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
     (line,) = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
     assert report.samples == 6
     assert (line["record"], line["reason"]) == (4, "duplicate id")

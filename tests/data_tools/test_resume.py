@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from data_tools.convert import ConvertError, Options, _Pool, convert
+from data_tools.convert import ConversionOptions, ConvertError, _Pool, convert
 from data_tools.shards import ShardError
 from tests.data.datasets import mixed_records
 from tests.data.media import encoded, write
@@ -41,8 +41,10 @@ def small_batches(monkeypatch):
     monkeypatch.setattr("data_tools.convert.RECORDS_A_TASK", 2)
 
 
-def options(source: Path, out: Path, **changes: Any) -> Options:
-    return Options(source / "media", out, **{"val_fraction": 0.2, "samples_per_shard": 7, **changes})
+def options(source: Path, out: Path, **changes: Any) -> ConversionOptions:
+    return ConversionOptions(
+        source / "media", out, **{"val_fraction": 0.2, "samples_per_shard": 7, **changes}
+    )
 
 
 def inputs(source: Path) -> list[Path]:

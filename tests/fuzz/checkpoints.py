@@ -397,7 +397,7 @@ class Bench:
             return set_up(config)
 
     def _data(self) -> Path:
-        from data_tools.convert import Options
+        from data_tools.convert import ConversionOptions
         from data_tools.convert import convert as convert_data
 
         turns = [{"from": "human", "value": "What is this?"}, {"from": "gpt", "value": "A cat."}]
@@ -407,7 +407,7 @@ class Bench:
         with contextlib.redirect_stdout(io.StringIO()):
             convert_data(
                 [self.folder / "data.json"],
-                Options(out=self.folder / "data", media_root=self.folder, workers=1),
+                ConversionOptions(out=self.folder / "data", media_root=self.folder, workers=1),
             )
         return self.folder / "data"
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_tools.convert import Options, convert
+from data_tools.convert import ConversionOptions, convert
 from megatron_vl.config import DataConfig
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.loader import build_loader
@@ -211,7 +211,7 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
     source = folder / "in.jsonl"
     source.write_bytes(b"\n".join(line_of(i, base, media, draw) for i in range(count)) + b"\n")
     lines = [i for i, line in enumerate(source.read_bytes().split(b"\n"), 1) if line.strip()]
-    options = Options(media, folder / "out", workers=workers, samples_per_shard=50)
+    options = ConversionOptions(media, folder / "out", workers=workers, samples_per_shard=50)
     start = time.monotonic()
     report = _guarded(lambda: convert([source], options), 60 + count * 0.2)
     listed = [json.loads(line) for line in (folder / "out/quarantine.jsonl").read_text().splitlines()]

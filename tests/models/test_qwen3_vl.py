@@ -13,12 +13,18 @@ from megatron_vl.models.deepstack import levels_before
 from megatron_vl.models.rotary_embedding import MRope
 from megatron_vl.models.vision import PositionTable
 from megatron_vl.spec.families import ConfigError, read_spec
-from megatron_vl.spec.positions import Grid, patch_positions
+from megatron_vl.spec.positions import GridTHW, patch_positions
 
 
 @pytest.mark.parametrize("side", [6, 48])
 def test_position_table_is_interpolated_as_in_transformers(side: int) -> None:
-    grids = [Grid(1, 2, 2), Grid(1, 48, 48), Grid(2, 6, 10, "video"), Grid(1, 2, 100), Grid(1, 64, 4)]
+    grids = [
+        GridTHW(1, 2, 2),
+        GridTHW(1, 48, 48),
+        GridTHW(2, 6, 10, "video"),
+        GridTHW(1, 2, 100),
+        GridTHW(1, 64, 4),
+    ]
     table = PositionTable(side, 5, torch.float32)
     torch.nn.init.normal_(table.weight)
     index, weight = get_vision_interpolation_indices_and_weights(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from toolkit.evaluate import cage
-from toolkit.evaluate.run import why_open
+from toolkit.evaluate.comparison import why_open
 
 REACH = """
 import socket, subprocess, sys
@@ -81,7 +81,7 @@ def test_it_cannot_open_itself_again(work, tmp_path):
 NOT_ALLOWED = """
 import sys
 from pathlib import Path
-from toolkit.evaluate.run import _isolation
+from toolkit.evaluate.comparison import _isolation
 print("said:", _isolation(Path(sys.argv[1]), False))
 """
 

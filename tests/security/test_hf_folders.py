@@ -17,7 +17,7 @@ from megatron_vl.data.chat import ChatEncoder, ChatError
 from megatron_vl.data.pixels import read_pixel_settings
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.weights.tensor_files import WeightsError
-from toolkit.demo.reference import Reference
+from toolkit.demo.reference import DemoReference
 from toolkit.evaluate.model import Checkpoint
 from toolkit.hf import check_folder, load_model, load_processor
 from toolkit.parity.reference import load_hf
@@ -44,7 +44,7 @@ def use_all_of(hf: Path, out: Path) -> None:
     ChatEncoder(hf, read_spec(hf)).encode(MESSAGES, [])
     read_pixel_settings(hf, DataConfig(path="unused"))
     load_hf(hf)
-    Reference(hf, video_fps=2.0, video_max_frames=4)
+    DemoReference(hf, video_fps=2.0, video_max_frames=4)
     picture = out / "picture.png"
     Image.new("RGB", (56, 56)).save(picture)
     Checkpoint(hf, ASKED, [out]).answer(

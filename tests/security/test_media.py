@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_tools.convert import Options, convert
+from data_tools.convert import ConversionOptions, convert
 from data_tools.media import inspect, resolve
 from data_tools.shards import ShardError
 from tests.data.media import encoded, video, write
@@ -38,7 +38,9 @@ def asked(kind: str, *references: str) -> list[dict]:
 def converted(tmp_path: Path, records: list[dict]) -> tuple[bytes, dict[str, int]]:
     """All that was written, and the reasons of what was refused."""
     (tmp_path / "in.json").write_text(json.dumps(records))
-    report = convert([tmp_path / "in.json"], Options(tmp_path / "media", tmp_path / "out", workers=1))
+    report = convert(
+        [tmp_path / "in.json"], ConversionOptions(tmp_path / "media", tmp_path / "out", workers=1)
+    )
     written = b"".join(path.read_bytes() for path in sorted((tmp_path / "out").rglob("*.tar")))
     return written, report.refused.get("in.json", {})
 

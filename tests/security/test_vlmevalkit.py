@@ -24,8 +24,8 @@ from tests.toolkit.evaluation import (
     write_video,
 )
 from toolkit.evaluate import cage
+from toolkit.evaluate.comparison import EvaluationOptions, Result, _scores, why_open
 from toolkit.evaluate.early import names, parts_of
-from toolkit.evaluate.run import Options, Result, _scores, why_open
 
 from .payload import Mark
 
@@ -231,7 +231,7 @@ def test_what_leads_away_is_refused(answers, folder):
 
 def test_what_a_language_model_must_judge_says_so(answers, folder):
     roles = dict(zip(("original", "converted"), UNJUDGED, strict=True))
-    options = Options({role: folder for role in roles}, "MMDU", folder, folder)
+    options = EvaluationOptions({role: folder for role in roles}, "MMDU", folder, folder)
     result = Result("MMDU", 2, {}, {role: {"metrics": {}, "problem": ""} for role in roles})
     gate = _scores(options, folder / "work" / "unjudged", roles, result)
     assert gate.passed is False and "no score of 2 of 2 checkpoints" in gate.measured

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from megatron_vl.data.assemble import pack_row
-from megatron_vl.spec.positions import Grid, mrope_positions
+from megatron_vl.spec.positions import GridTHW, mrope_positions
 from megatron_vl.training.generate import Prompt
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
 
-SHORT = Grid(3, 4, 6, "video", 0.75)
+SHORT = GridTHW(3, 4, 6, "video", 0.75)
 """2 x 3 merge units a frame; 1.5 seconds and more."""
-MINUTE = Grid(16, 32, 20, "video", 3.75)
+MINUTE = GridTHW(16, 32, 20, "video", 3.75)
 """16 x 10 merge units a frame; 60 seconds in 32 frames."""
-SMALL_MINUTE = Grid(16, 8, 8, "video", 3.75)
+SMALL_MINUTE = GridTHW(16, 8, 8, "video", 3.75)
 
 
 def positions_of(family, parts, rule="released"):
@@ -54,7 +54,7 @@ WORKED_OUT = {
     # text 16 and 17, start 18. Second video at 19: times 0 and int(2.5 x 2) = 5 -> 24. End 25, text 26 and
     # 27.
     ("qwen2_5_vl", "two with an image between"): (
-        [2, Grid(3, 4, 4, "video", 1.0), 1, Grid(1, 4, 8), 2, Grid(2, 4, 4, "video", 2.5), 2],
+        [2, GridTHW(3, 4, 4, "video", 1.0), 1, GridTHW(1, 4, 8), 2, GridTHW(2, 4, 4, "video", 2.5), 2],
         [0, 1, 2],
         [[3, 5, 7], [11], [19, 24]],
         [8, 9, 10, 15, 16, 17, 18, 25, 26, 27],
@@ -62,7 +62,7 @@ WORKED_OUT = {
     # First video at 3: times 0, 1, 2 -> 5. End 6, text 7, start 8. Image at 9 -> 12. End 13, text 14 and 15,
     # start 16. Second video at 17: times 0 and 1, two rows and columns -> 18. End 19, text 20 and 21.
     ("qwen2_vl", "two with an image between"): (
-        [2, Grid(3, 4, 4, "video", 1.0), 1, Grid(1, 4, 8), 2, Grid(2, 4, 4, "video", 2.5), 2],
+        [2, GridTHW(3, 4, 4, "video", 1.0), 1, GridTHW(1, 4, 8), 2, GridTHW(2, 4, 4, "video", 2.5), 2],
         [0, 1, 2],
         [[3, 4, 5], [9], [17, 18]],
         [6, 7, 8, 13, 14, 15, 16, 19, 20, 21],
@@ -70,14 +70,14 @@ WORKED_OUT = {
     # A video, then another one, with nothing but their tokens between: 1 + int(7 x 0.5 x 2) = 8; the second
     # one at 11, not at 4.
     ("qwen2_5_vl", "two in a row"): (
-        [Grid(8, 4, 4, "video", 0.5), Grid(2, 4, 4, "video", 0.5), 1],
+        [GridTHW(8, 4, 4, "video", 0.5), GridTHW(2, 4, 4, "video", 0.5), 1],
         [0],
         [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12]],
         [9, 10, 13, 14],
     ),
     # The same, but a group is 1 apart whatever its seconds.
     ("qwen2_vl", "two in a row"): (
-        [Grid(8, 4, 4, "video", 3.0), Grid(2, 4, 4, "video", 3.0), 1],
+        [GridTHW(8, 4, 4, "video", 3.0), GridTHW(2, 4, 4, "video", 3.0), 1],
         [0],
         [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12]],
         [9, 10, 13, 14],
@@ -99,7 +99,7 @@ def test_positions_are_those_worked_out_by_hand(family, name):
 
     media = positions[:, ~is_text]
     done = 0
-    for grid, starts in zip([part for part in parts if isinstance(part, Grid)], times, strict=True):
+    for grid, starts in zip([part for part in parts if isinstance(part, GridTHW)], times, strict=True):
         rows, columns, first = grid.h // 2, grid.w // 2, starts[0]
         for start in starts:
             frame = media[:, done : done + rows * columns]
@@ -124,7 +124,7 @@ def test_the_former_rule_is_kept_for_runs_that_began_under_it():
 
 def test_images_and_times_in_the_text_have_one_rule():
     for family, parts in (
-        ("qwen2_5_vl", [3, Grid(1, 8, 12), 2, Grid(1, 4, 4), 1]),
+        ("qwen2_5_vl", [3, GridTHW(1, 8, 12), 2, GridTHW(1, 4, 4), 1]),
         ("qwen3_vl", [2, MINUTE, 3]),
     ):
         assert torch.equal(positions_of(family, parts)[0], positions_of(family, parts, "transformers_5_3")[0])
@@ -134,8 +134,8 @@ def test_images_and_times_in_the_text_have_one_rule():
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 0.75, 0.9, 1.0, 1.3, 2.0, 2.9, 3.75, 60.0])
 def test_any_length_is_as_counted_one_by_one(family, seconds):
     spec = spec_of(family)
-    video = Grid(7, 4, 6, "video", torch.tensor(seconds, dtype=torch.float32).item())
-    sample = sample_of(spec, [3, video, 2, Grid(1, 6, 4), video, 4])
+    video = GridTHW(7, 4, 6, "video", torch.tensor(seconds, dtype=torch.float32).item())
+    sample = sample_of(spec, [3, video, 2, GridTHW(1, 6, 4), video, 4])
     grids = [item.grid for item in sample.media]
     counted = positions_one_by_one(sample.token_ids, grids, spec)
     assert mrope_positions(sample.token_ids, grids, spec).T.tolist() == counted
@@ -146,7 +146,7 @@ def test_any_length_is_as_counted_one_by_one(family, seconds):
 def test_an_answer_goes_on_where_the_training_has_it(family, rule):
     """The first new token of a prompt is where the same token is in a sample that holds the answer."""
     spec = spec_of(family)
-    whole = sample_of(spec, [2, SMALL_MINUTE, 1, Grid(1, 4, 8), 2, SHORT, 9])
+    whole = sample_of(spec, [2, SMALL_MINUTE, 1, GridTHW(1, 4, 8), 2, SHORT, 9])
     row = pack_row([whole], spec, 1024, video_positions=rule)
     length = len(whole) - 5
     assert Prompt(row, length).next_position == int(row.position_ids[0, length])

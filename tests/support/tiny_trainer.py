@@ -14,12 +14,12 @@ from typing import Any
 
 from megatron_vl.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_vl.data.assemble import pack_row
-from megatron_vl.models.build import build_chunks
-from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.training.feed import Feed
+from megatron_vl.training.model import HALF, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import train_step, wrap
 from toolkit.parity.batches import make_sample
@@ -36,7 +36,7 @@ class TinyTrainer:
     platform: Platform
     spec: ModelSpec
     layout: Layout
-    grid: Grid
+    grid: ProcessGrid
     config: TrainConfig
     chunks: list[Any]
     wrapped: list[Any]
@@ -55,8 +55,8 @@ class TinyTrainer:
 
     def new_chunks(self, config: TrainConfig | None = None) -> list[Any]:
         """The same model once more, with the same random weights."""
-        statistics = {"pixel_mean": (0.5,) * 3, "pixel_std": (0.5,) * 3}
-        return build_chunks(self.platform, self.spec, self.layout, config or self.config, **statistics)
+        config = config or self.config
+        return build_model(config, self.spec, self.layout, self.platform, self.grid, norm=HALF).chunks
 
 
 def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimizer: Any) -> TinyTrainer:

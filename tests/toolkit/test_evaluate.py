@@ -22,8 +22,8 @@ from converters.convert import convert, export, reshard
 from tests.tiny import tiny_checkpoint
 from tests.toolkit.evaluation import answers_letters, answers_of, damage, photograph_table, write_table
 from toolkit.cli import main
+from toolkit.evaluate.comparison import _gpus
 from toolkit.evaluate.early import UsageError, check_data, find_data
-from toolkit.evaluate.run import _gpus
 from toolkit.hf import load_model, load_processor
 
 pytestmark = pytest.mark.skipif(

@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from tests.toolkit.evaluation import photographs
+from toolkit.evaluate.comparison import Result
 from toolkit.evaluate.gates import Gate
 from toolkit.evaluate.report import SHOWN, write_html
-from toolkit.evaluate.run import Result
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\" & '{{ 7 * 7 }}"
 

@@ -12,7 +12,7 @@ from converters.convert import convert
 from data_tools.formats import RecordError, read_prompt
 from toolkit.cli import main
 from toolkit.demo.data import write_raw_data
-from toolkit.demo.reference import Reference, read_sample
+from toolkit.demo.reference import DemoReference, read_sample
 
 TOKENS = 12
 IDS = ("astronaut", "two_images", "text_only", "video")
@@ -56,7 +56,7 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
     assert main(["generate", *map(str, (*common, *sampling, *layout))]) == 0
     answers = json.loads(capsys.readouterr().out)
 
-    reference = Reference(hf, video_fps=2.0, video_max_frames=8)
+    reference = DemoReference(hf, video_fps=2.0, video_max_frames=8)
     for record, answer in zip(records, answers, strict=True):
         first = record | {"conversations": record["conversations"][:1]}
         messages, images, videos = read_sample(first, tmp_path / "raw" / "media")

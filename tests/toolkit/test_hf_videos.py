@@ -12,15 +12,15 @@ import torch
 from megatron_vl.config import DataConfig
 from megatron_vl.data.pixels import read_pixel_norm
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.positions import Grid
+from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
 from toolkit.hf import follow_video_positions, load_model, video_text
 from toolkit.parity.batches import make_sample
 from toolkit.parity.reference import hf_inputs, load_hf
 from toolkit.video_rules import VideoRuleOptions
 
-LONG = Grid(6, 4, 4, "video", 3.75)
-FAST = Grid(3, 4, 8, "video", 0.75)
+LONG = GridTHW(6, 4, 4, "video", 3.75)
+FAST = GridTHW(3, 4, 8, "video", 0.75)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
@@ -28,8 +28,8 @@ def test_positions_of_a_padded_batch(family: str) -> None:
     """Two prompts of different lengths with media of both kinds, padded in front; where new tokens go on."""
     spec = spec_of(family)
     samples = [
-        sample_of(spec, [2, LONG, 1, Grid(1, 8, 4), 2, FAST, 3]),
-        sample_of(spec, [1, Grid(1, 4, 4), FAST, 4]),
+        sample_of(spec, [2, LONG, 1, GridTHW(1, 8, 4), 2, FAST, 3]),
+        sample_of(spec, [1, GridTHW(1, 4, 4), FAST, 4]),
     ]
     longest = max(map(len, samples))
     ids, mask = torch.zeros(2, longest, dtype=torch.int64), torch.zeros(2, longest, dtype=torch.int64)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from converters.convert import convert
-from data_tools.convert import Options
+from data_tools.convert import ConversionOptions
 from data_tools.convert import convert as convert_data
 from tests.data.media import encoded
 from tests.support.ranks import run_module
@@ -47,7 +47,9 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
             record["image"] = name
         records.append(record)
     (folder / "data.json").write_text(json.dumps(records))
-    options = Options(out=folder / "data", media_root=folder / "media", workers=1, val_fraction=val_fraction)
+    options = ConversionOptions(
+        out=folder / "data", media_root=folder / "media", workers=1, val_fraction=val_fraction
+    )
     convert_data([folder / "data.json"], options)
     convert(hf, folder / "weights", {"tp": 1, "pp": 4})
     return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}

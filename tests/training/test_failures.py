@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from converters.convert import convert
-from data_tools.convert import Options
+from data_tools.convert import ConversionOptions
 from data_tools.convert import convert as convert_data
 from tests.training.small_run import command, environment
 
@@ -62,7 +62,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     ]
     for name, chosen, validation in (("half", records, 0.0), ("data", records[:24], 0.5)):
         (folder / f"{name}.json").write_text(json.dumps(chosen))
-        options = Options(
+        options = ConversionOptions(
             out=folder / name, media_root=folder, workers=1, samples_per_shard=12, val_fraction=validation
         )
         convert_data([folder / f"{name}.json"], options)

@@ -20,7 +20,7 @@ from megatron_vl.spec.tensors import Cut
 from megatron_vl.weights.reader import WeightReader
 from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
-from toolkit.demo.reference import Reference
+from toolkit.demo.reference import DemoReference
 
 pytestmark = pytest.mark.ranks
 
@@ -101,7 +101,7 @@ def test_validation_is_that_of_transformers_in_every_layout(
     ours = [metrics(evaluated, "eval.jsonl")[0], *metrics(run, "eval.jsonl")]
     assert [line["step"] for line in ours] == [0, 0, 1]
 
-    reference = Reference(prepared["hf"], video_fps=2.0, video_max_frames=8)
+    reference = DemoReference(prepared["hf"], video_fps=2.0, video_max_frames=8)
     records = json.loads((prepared["folder"] / "data.json").read_text())
     held_out = validation_records(prepared["data"])
     media = prepared["folder"] / "media"

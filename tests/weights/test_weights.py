@@ -18,7 +18,7 @@ from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, Cut, LayoutError, Tensor
 from megatron_vl.weights.blocks import Block, gather, shard, shard_blocks, unshard
 from megatron_vl.weights.manifest import MANIFEST, write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.tensor_files import TensorReader, WeightsError, Window, make_header, read_header
+from megatron_vl.weights.tensor_files import Region, TensorReader, WeightsError, make_header, read_header
 
 CONFIG = {
     "model_type": "qwen2_5_vl",
@@ -152,12 +152,12 @@ def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
     tensor = torch.arange(48 * 16).view(48, 16)
     shards = [shard(tensor, info, t, Cut(tp)) for t in range(tp)]
 
-    def read(part: str | int, w: Window) -> Tensor:
+    def read(part: str | int, w: Region) -> Tensor:
         return shards[int(part)][w.row : w.row_end, w.col : w.col_end]
 
-    for window in (Window(0, 48, 0, 16), Window(5, 29, 3, 13), Window(23, 25, 7, 9)):
-        expected = tensor[window.row : window.row_end, window.col : window.col_end]
-        assert torch.equal(gather(shard_blocks(info, Cut(tp)), window, read, tensor.dtype), expected)
+    for region in (Region(0, 48, 0, 16), Region(5, 29, 3, 13), Region(23, 25, 7, 9)):
+        expected = tensor[region.row : region.row_end, region.col : region.col_end]
+        assert torch.equal(gather(shard_blocks(info, Cut(tp)), region, read, tensor.dtype), expected)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -177,31 +177,31 @@ def test_experts_are_cut_one_by_one(split: str, cut: Cut) -> None:
             assert torch.equal(shards[part][expert % run], shard(tensor[expert], one, t, Cut(cut.etp)))
     assert torch.equal(unshard(shards, info, cut), tensor)
 
-    def read(part: str | int, w: Window) -> Tensor:
+    def read(part: str | int, w: Region) -> Tensor:
         return shards[int(part)].flatten(0, 1)[w.row : w.row_end, w.col : w.col_end]
 
-    for window in (Window(0, 192, 0, 12), Window(5, 100, 3, 11), Window(47, 49, 5, 7)):
-        expected = tensor.flatten(0, 1)[window.row : window.row_end, window.col : window.col_end]
-        assert torch.equal(gather(shard_blocks(info, cut), window, read, tensor.dtype), expected)
+    for region in (Region(0, 192, 0, 12), Region(5, 100, 3, 11), Region(47, 49, 5, 7)):
+        expected = tensor.flatten(0, 1)[region.row : region.row_end, region.col : region.col_end]
+        assert torch.equal(gather(shard_blocks(info, cut), region, read, tensor.dtype), expected)
 
 
 def test_transposed_blocks_read_both_ways() -> None:
-    """A whole of two transposed rectangles, windows of it, and the same rectangles inverted."""
+    """A whole of two transposed rectangles, regions of it, and the same rectangles inverted."""
     whole = torch.arange(8 * 5).view(8, 5)
     part = torch.cat([whole[:4].t(), whole[4:].t()])  # one below the other, as in a stack
     blocks = [Block("x", 4, 5, row=4 * i, part_row=5 * i, transposed=True) for i in (0, 1)]
     sources = {"x": part, "whole": whole}
 
-    def read(name: str | int, w: Window) -> Tensor:
+    def read(name: str | int, w: Region) -> Tensor:
         return sources[str(name)][w.row : w.row_end, w.col : w.col_end]
 
-    for window in (Window(0, 8, 0, 5), Window(1, 7, 2, 4), Window(5, 6, 0, 5)):
-        expected = whole[window.row : window.row_end, window.col : window.col_end]
-        assert torch.equal(gather(blocks, window, read, whole.dtype), expected)
+    for region in (Region(0, 8, 0, 5), Region(1, 7, 2, 4), Region(5, 6, 0, 5)):
+        expected = whole[region.row : region.row_end, region.col : region.col_end]
+        assert torch.equal(gather(blocks, region, read, whole.dtype), expected)
     back = [block.inverted("whole") for block in blocks]
-    for window in (Window(0, 10, 0, 4), Window(2, 9, 1, 3)):
-        expected = part[window.row : window.row_end, window.col : window.col_end]
-        assert torch.equal(gather(back, window, read, whole.dtype), expected)
+    for region in (Region(0, 10, 0, 4), Region(2, 9, 1, 3)):
+        expected = part[region.row : region.row_end, region.col : region.col_end]
+        assert torch.equal(gather(back, region, read, whole.dtype), expected)
     assert [block.inverted("x") for block in back] == blocks
 
 
@@ -209,7 +209,7 @@ def test_gather_fills_gaps_with_zero() -> None:
     part = torch.ones(2, 2)
     whole = gather(
         [Block("a", 2, 2, row=1, col=1)],
-        Window(0, 4, 0, 3),
+        Region(0, 4, 0, 3),
         lambda _, w: part[w.row : w.row_end, w.col : w.col_end],
         part.dtype,
     )
@@ -375,7 +375,7 @@ def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
     assert len(text) % 4 == 3
     reader = TensorReader(path)
     assert torch.equal(reader.tensor("x"), tensor)
-    assert torch.equal(reader.window("x", Window(2, 4, 1, 3)), tensor[2:4, 1:3])
+    assert torch.equal(reader.region("x", Region(2, 4, 1, 3)), tensor[2:4, 1:3])
 
 
 def test_slices_are_owned(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:

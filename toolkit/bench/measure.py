@@ -22,32 +22,32 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.data.row import Row, pin
-from megatron_vl.models.build import build_chunks
 from megatron_vl.models.moe.router import routers
-from megatron_vl.parallel.grid import Grid, init_distributed, make_grid
+from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.flops import peak_tflops
+from megatron_vl.training.model import HALF, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import StepResult, train_step, wrap
 
 from . import parts, report
-from .options import Options
+from .options import BenchRun
 from .workload import rows
 
 GIB = 2**30
 
 
 @dataclass
-class Live:
+class BenchModel:
     """A rank's part of the model, ready to train."""
 
-    options: Options
+    options: BenchRun
     spec: ModelSpec
     platform: Platform
-    grid: Grid
+    grid: ProcessGrid
     chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
     memory: dict[str, float]
@@ -55,7 +55,7 @@ class Live:
     step: int = 0
 
 
-def run(options: Options) -> None:
+def run(options: BenchRun) -> None:
     """Measures all workloads and reports them on rank 0. Collective."""
     config, spec, layout = options.config, options.spec(), options.layout()
     platform = get_platform(config.platform)
@@ -79,11 +79,13 @@ def run(options: Options) -> None:
     report.finish(options, figures)
 
 
-def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, layout: Layout) -> Live:
+def build(
+    options: BenchRun, spec: ModelSpec, platform: Platform, grid: ProcessGrid, layout: Layout
+) -> BenchModel:
     """Model, DDP and optimizer, with the memory that each takes."""
     config, memory = options.config, {}
     before = allocated(platform)
-    chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
+    chunks = build_model(config, spec, layout, platform, grid, norm=HALF).chunks
     if options.even_routing:
         for router in routers(chunks):
             router.config.moe_router_force_load_balancing = True
@@ -93,7 +95,7 @@ def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, lay
         # The distributed optimizer moves the weights into buffers of DDP: what is added are the gradients.
         memory = {"weights": (weights - before) / GIB, "gradients": (allocated(platform) - weights) / GIB}
     optimizer = build_optimizer(config, platform, wrapped)
-    return Live(options, spec, platform, grid, wrapped, optimizer, memory)
+    return BenchModel(options, spec, platform, grid, wrapped, optimizer, memory)
 
 
 def allocated(platform: Platform) -> int:
@@ -105,7 +107,7 @@ def allocated(platform: Platform) -> int:
     return torch.cuda.memory_allocated()
 
 
-def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[str, Any]:
+def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) -> dict[str, Any]:
     """Figures of one workload; the same on every rank. Collective."""
     o, platform = live.options, live.platform
     loader = make_loader(live, workload, micro_batches)
@@ -150,7 +152,7 @@ def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[
     return figures
 
 
-def one_step(live: Live, feed: Feed) -> tuple[StepResult, StepData]:
+def one_step(live: BenchModel, feed: Feed) -> tuple[StepResult, StepData]:
     """What the training loop does in a step."""
     data = feed.next_step()
     set_learning_rates(live.optimizer, live.options.config, live.step)
@@ -163,7 +165,7 @@ def _without_tensors(data: StepData) -> StepData:
     return dataclasses.replace(data, rows=[])
 
 
-def count(work: report.Work, live: Live, data: StepData) -> None:
+def count(work: report.Work, live: BenchModel, data: StepData) -> None:
     config = live.options.config
     for lengths, (full, window), loss_tokens in zip(
         data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True
@@ -172,7 +174,7 @@ def count(work: report.Work, live: Live, data: StepData) -> None:
     work.images += data.counts.get("images", 0)
 
 
-def make_loader(live: Live, workload: str, micro_batches: int) -> Iterator[Row] | None:
+def make_loader(live: BenchModel, workload: str, micro_batches: int) -> Iterator[Row] | None:
     """Rows of this replica, on the rank that owns its loader: distinct ones on each replica, since ranks
     straggle."""
     if not live.grid.owns_loader:
@@ -189,7 +191,7 @@ def make_loader(live: Live, workload: str, micro_batches: int) -> Iterator[Row] 
     return itertools.cycle([pin(row) for row in itertools.islice(source, number)])
 
 
-def memory(live: Live, held: int) -> dict[str, Any]:
+def memory(live: BenchModel, held: int) -> dict[str, Any]:
     """GiB on the rank with the highest peak, by part: what is held between steps is weights, gradients and
     optimizer."""
     mine: dict[str, Any] = {"peak_gib": live.platform.peak_memory_gib()}
@@ -204,7 +206,7 @@ def memory(live: Live, held: int) -> dict[str, Any]:
     }
 
 
-def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
+def measure_parts(live: BenchModel, feed: Feed, peak: float) -> dict[str, Any]:
     """The parts of a step over all ranks, in steps of their own, and its collectives in one more.
     Collective."""
     marks, work, waits = parts.Marks(live.platform), report.Work(), []
@@ -254,7 +256,7 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
     return result
 
 
-def _layout_note(live: Live) -> str:
+def _layout_note(live: BenchModel) -> str:
     g, c = live.grid, live.options.config
     experts = f" x ep {g.cut.ep} (etp {g.cut.etp})" if live.spec.language.moe else ""
     experts += ", experts chosen evenly" if live.options.even_routing else ""

@@ -65,7 +65,7 @@ class BenchOptions(CommandOptions):
 
 
 @dataclass(kw_only=True)
-class Options(BenchOptions):
+class BenchRun(BenchOptions):
     """One benchmark, of our program or (``peer``) of the other one: parsed and checked."""
 
     config: TrainConfig = dataclasses.field(default_factory=TrainConfig, metadata={"hidden": True})
@@ -101,7 +101,7 @@ class Options(BenchOptions):
             validate(self.config, ranks)
 
 
-def parse(argv: list[str], program: str = "python -m toolkit.bench") -> Options:
+def parse(argv: list[str], program: str = "python -m toolkit.bench") -> BenchRun:
     """Reads and checks the options of one benchmark, and the fields of a run.
 
     Raises:
@@ -110,7 +110,7 @@ def parse(argv: list[str], program: str = "python -m toolkit.bench") -> Options:
     return resolve(command_line.parse(BenchOptions, argv, program))
 
 
-def resolve(given: BenchOptions) -> Options:
+def resolve(given: BenchOptions) -> BenchRun:
     """Options with the fields of the run read. Raises as :func:`parse`."""
     fields = [*given.fields]
     if given.data:
@@ -121,14 +121,14 @@ def resolve(given: BenchOptions) -> Options:
     config.checkpoint.dir = ""  # nothing is saved
 
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(BenchOptions)}
-    options = Options(**values, config=config)
+    options = BenchRun(**values, config=config)
     options.hf = options.hf or config.model.hf
     options.rows = options.rows or ("data" if config.data.path else "images,text")
     _check(options)
     return options
 
 
-def _check(o: Options) -> None:
+def _check(o: BenchRun) -> None:
     if not o.hf:
         raise UsageError("--hf is missing; give a Hugging Face folder or a config.json")
     unknown = [name for name in o.workloads if name not in WORKLOADS]

@@ -35,7 +35,7 @@ from megatron_vl.training.flops import peak_tflops
 from toolkit.parity.reference import hf_pixels
 
 from . import report
-from .options import Options
+from .options import BenchRun
 from .workload import groups
 
 ATTENTION = "packed_flash"
@@ -121,7 +121,7 @@ def packed_attention(
     return attend(query, key, value, segments, cu_seq_lens_q is None)[None], None
 
 
-def hf_config(options: Options) -> Any:
+def hf_config(options: BenchRun) -> Any:
     """The Hugging Face config, with fewer layers where that is asked for."""
     from transformers import AutoConfig
 
@@ -222,7 +222,7 @@ def initialise(model: Any, config: Any) -> None:
 class Trainer:
     """Steps of the peer."""
 
-    def __init__(self, options: Options, model: Any, device: torch.device) -> None:
+    def __init__(self, options: BenchRun, model: Any, device: torch.device) -> None:
         o = options.config.optimizer
         self.options, self.model, self.device, self.clip = options, model, device, o.clip_grad or math.inf
         self.optimizer = torch.optim.AdamW(
@@ -261,7 +261,7 @@ class Trainer:
         return total / dist.get_world_size()
 
 
-def run(options: Options) -> None:
+def run(options: BenchRun) -> None:
     """Measures the seeded workloads and reports them on rank 0. Collective."""
     config, spec = options.config, options.spec()
     device = _init_distributed()

@@ -20,7 +20,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.flops import Flops, recompute_flops, row_flops
 
-from .options import Options
+from .options import BenchRun
 
 
 @dataclass
@@ -137,7 +137,7 @@ def headline(work: Work, step_seconds: list[float], world: int, peak: float) -> 
     }
 
 
-def machine(options: Options, device: torch.device, peak: float) -> dict[str, Any]:
+def machine(options: BenchRun, device: torch.device, peak: float) -> dict[str, Any]:
     """Where and with what the figures were taken."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return {
@@ -149,7 +149,7 @@ def machine(options: Options, device: torch.device, peak: float) -> dict[str, An
     }
 
 
-def model_facts(options: Options, spec: ModelSpec) -> dict[str, Any]:
+def model_facts(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
     """The model measured; its parameters are those of our checkpoints, the padding of the vision FFN
     included."""
     return {
@@ -161,7 +161,7 @@ def model_facts(options: Options, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def finish(options: Options, figures: dict[str, Any]) -> None:
+def finish(options: BenchRun, figures: dict[str, Any]) -> None:
     """Rank 0: adds the ratio of image rows to text rows, writes ``out``, prints."""
     if dist.get_rank() != 0:
         return

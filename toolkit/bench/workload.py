@@ -15,7 +15,7 @@ import torch
 from megatron_vl.data.assemble import MediaItem, Sample, pack_row
 from megatron_vl.data.row import Row
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.positions import Grid
+from megatron_vl.spec.positions import GridTHW
 
 COCO_SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (640, 360), (500, 375), (640, 640))
 """Width and height in pixels of pictures with a long side of (mostly) 640, as in COCO."""
@@ -27,7 +27,7 @@ def image_sample(spec: ModelSpec, rng: random.Random) -> Sample:
     unit = v.patch_size * v.spatial_merge_size
     width, height = rng.choice(COCO_SIZES)
     w, h = (max(1, round(side / unit)) * v.spatial_merge_size for side in (width, height))
-    grid = Grid(1, h, w)
+    grid = GridTHW(1, h, w)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     planes = torch.randint(
         0, 256, (1, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8

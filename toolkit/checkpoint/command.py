@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from .contents import describe, find_step, lineage_lines, lineage_of, verify_checkpoint
-from .options import ShowOptions, VerifyOptions
+from .options import CheckpointVerifyOptions, ShowOptions
 
 
 def show(options: ShowOptions) -> int:
@@ -37,7 +37,7 @@ def show(options: ShowOptions) -> int:
     return 1 if facts["missing"] else 0
 
 
-def verify(options: VerifyOptions) -> int:
+def verify(options: CheckpointVerifyOptions) -> int:
     """Every byte of a checkpoint against its hashes."""
     source = find_step(options.path)
     problems = verify_checkpoint(source)

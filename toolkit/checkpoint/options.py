@@ -20,6 +20,6 @@ class ShowOptions(CommandOptions):
 
 
 @dataclass(kw_only=True)
-class VerifyOptions(ShowOptions):
+class CheckpointVerifyOptions(ShowOptions):
     """Read every file of a checkpoint and compare it with the hashes written beside it. Exit code 1 when one
     differs."""

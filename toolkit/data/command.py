@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .options import ConvertOptions, VerifyOptions
+from .options import DataConvertOptions, DataVerifyOptions
 
 if TYPE_CHECKING:
-    from data_tools.convert import Report
+    from data_tools.convert import DataReport
 
 MOST_SHOWN = 10
 """Ignored keys of a place that the summary names; the report has all."""
@@ -29,11 +29,11 @@ TOO_MANY_QUARANTINED = 3
 """Exit code; 1 is a failure and 2 a wrong command line."""
 
 
-def convert(given: ConvertOptions) -> int:
+def convert(given: DataConvertOptions) -> int:
     """Conversations -> a data set."""
-    from data_tools.convert import ConvertError, Options, convert, default_workers
+    from data_tools.convert import ConversionOptions, ConvertError, convert, default_workers
 
-    options = Options(
+    options = ConversionOptions(
         media_root=given.media_root,
         out=given.out,
         workers=given.workers if given.workers is not None else default_workers(),
@@ -81,7 +81,7 @@ def _first_refusal(quarantine: Path) -> str:
     return f" (record {entry['record']}, {entry['reason']}: {entry['detail']})" if entry else ""
 
 
-def verify(options: VerifyOptions) -> int:
+def verify(options: DataVerifyOptions) -> int:
     """Every byte of a data set against what was written."""
     from data_tools.verify import verify
 
@@ -104,7 +104,7 @@ def _show(line: str) -> None:
     )
 
 
-def _print(report: Report, out: Path, quarantine: Path) -> None:
+def _print(report: DataReport, out: Path, quarantine: Path) -> None:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     reasons: Counter[str] = Counter()

@@ -14,7 +14,7 @@ noticed."""
 
 
 @dataclass(kw_only=True)
-class ConvertOptions(CommandOptions):
+class DataConvertOptions(CommandOptions):
     """Convert ShareGPT or OpenAI conversations into tar shards prepared for Energon.
 
     Every medium is decoded once. What cannot be used is counted by reason and listed with file, record and
@@ -50,7 +50,7 @@ class ConvertOptions(CommandOptions):
 
 
 @dataclass(kw_only=True)
-class VerifyOptions(CommandOptions):
+class DataVerifyOptions(CommandOptions):
     """Compare every shard of a data set with the size and SHA-256 that were written when it was converted.
 
     Exit code 1 when one differs.

@@ -20,7 +20,7 @@ from toolkit.hf import follow_video_positions, load_model, load_processor, video
 PLACEHOLDER = re.compile(r"(<image>|<video>)")
 
 
-class Reference:
+class DemoReference:
     """A Hugging Face folder in ``transformers``, float32 on CPU; videos as the released models know them."""
 
     def __init__(self, folder: Path, *, video_fps: float, video_max_frames: int) -> None:

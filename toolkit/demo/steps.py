@@ -23,7 +23,7 @@ from rich.table import Table
 
 from megatron_vl.errors import UserError
 from toolkit.demo import data
-from toolkit.demo.reference import Reference
+from toolkit.demo.reference import DemoReference
 from toolkit.processes import kill_tree
 from toolkit.tiny import TinySizes, write_tiny_checkpoint
 
@@ -352,12 +352,12 @@ def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
     return read_metrics(folder)[-1]
 
 
-def _reference(hf: Path) -> Reference:
-    return Reference(hf, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
+def _reference(hf: Path) -> DemoReference:
+    return DemoReference(hf, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
 
 
 def compare_losses(
-    demo: Demo, reference: Reference, when: str, evaluated: dict[str, Any], tolerance: float
+    demo: Demo, reference: DemoReference, when: str, evaluated: dict[str, Any], tolerance: float
 ) -> None:
     """The loss of all conversations in transformers against the trainer's; ``tolerance`` is relative, both
     are float32."""
@@ -374,7 +374,7 @@ def compare_losses(
     )
 
 
-def compare_answers(demo: Demo, reference: Reference) -> None:
+def compare_answers(demo: Demo, reference: DemoReference) -> None:
     """What the exported folder generates in transformers against what it was taught."""
     right = []
     for sample in _samples(demo):

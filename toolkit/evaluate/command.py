@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .options import EvaluateOptions
 
 if TYPE_CHECKING:
-    from toolkit.evaluate.run import Result
+    from toolkit.evaluate.comparison import Result
 
 MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-vl[eval]'"
 
@@ -47,15 +47,15 @@ def evaluate(options: EvaluateOptions) -> int:
 
 
 def _evaluate(given: EvaluateOptions, lmu_data: Path) -> Result:
-    """Raises as :func:`toolkit.evaluate.run.evaluate`."""
-    from toolkit.evaluate.run import Options, evaluate
+    """Raises as :func:`toolkit.evaluate.comparison.evaluate`."""
+    from toolkit.evaluate.comparison import EvaluationOptions, evaluate
 
     roles = {"original": given.original, "converted": given.converted, "trained": given.trained}
     same = (
         "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens"
         " logit_questions keep_going video_fps video_max_frames video_positions video_prompt"
     )
-    options = Options(
+    options = EvaluationOptions(
         checkpoints={role: folder for role, folder in roles.items() if folder is not None},
         judge_url=given.judge_base_url,
         scores=not given.no_scores,

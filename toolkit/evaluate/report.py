@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_vl.data.pixels import VideoInfo, open_image, video_frames
-from toolkit.evaluate.run import Result
+from toolkit.evaluate.comparison import Result
 
 SHOWN = 50
 """Questions on the page, those with differing answers first."""

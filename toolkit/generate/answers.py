@@ -22,7 +22,7 @@ from megatron_vl.weights.reader import WeightReader
 from toolkit.launch import end_of, run_group
 from toolkit.samples import SampleEncoder, write_samples
 
-from .worker import Job, write_job
+from .worker import GenerateJob, write_job
 
 TOLD = 10
 """Unusable records that are named; the rest is counted."""
@@ -33,7 +33,7 @@ Prompt = tuple[Conversation, Path, str]
 
 
 @dataclass
-class Request:
+class GenerateRequest:
     """What the command was asked for."""
 
     hf: Path
@@ -49,7 +49,9 @@ class Request:
     """Limits of pictures and videos."""
 
 
-def run_generate(request: Request, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
+def run_generate(
+    request: GenerateRequest, say: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
     """{"text", "tokens", "prompt_tokens"} of each conversation's next turn.
 
     Raises:
@@ -57,18 +59,14 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
     """
     encoder = SampleEncoder(request.hf, request.data)
     spec = WeightReader(request.checkpoint).spec
-    if (spec.family, spec.vision, spec.language) != (
-        encoder.spec.family,
-        encoder.spec.vision,
-        encoder.spec.language,
-    ):
+    if spec.differences(encoder.spec):
         raise UserError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
     layout = make_layout(spec, **request.layout)
     samples = _encode(encoder, request.conversations)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
         work = Path(folder)
         write_samples(samples, work / "samples.safetensors")
-        job = Job(
+        job = GenerateJob(
             hf=str(request.hf),
             checkpoint=str(request.checkpoint),
             samples=str(work / "samples.safetensors"),

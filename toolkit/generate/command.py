@@ -15,7 +15,7 @@ def generate(options: GenerateOptions) -> int:
     """Answers the prompts and prints what was said."""
     from megatron_vl.config import DataConfig
 
-    from .answers import Request, one_conversation, read_prompt_files, run_generate
+    from .answers import GenerateRequest, one_conversation, read_prompt_files, run_generate
 
     for path in (*options.image, *options.video, *options.prompt_file):
         if not path.is_file():
@@ -26,7 +26,7 @@ def generate(options: GenerateOptions) -> int:
     else:
         conversations = [(one_conversation(options.prompt[0], options.image, options.video), Path("/"), "")]
     platform = chosen_platform(options.platform)
-    request = Request(
+    request = GenerateRequest(
         hf=options.hf,
         checkpoint=options.checkpoint,
         conversations=conversations,

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m toolkit.generate.worker JOB.json OUT.json
 
-``JOB.json`` holds the fields of :class:`Job`; ``OUT.json`` gets the list of new tokens of each prompt.
+``JOB.json`` holds the fields of :class:`GenerateJob`; ``OUT.json`` gets the list of new tokens of each
+prompt.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ import torch.distributed as dist
 
 from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig, VideoPositions
 from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
-from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed, make_grid
+from megatron_vl.parallel.grid import ProcessGrid, end_distributed, init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.training import checkpoint
 from megatron_vl.training.generate import Prompt, generate
+from megatron_vl.training.model import build_model
 from megatron_vl.weights.reader import WeightReader
 from toolkit.samples import read_samples
 
@@ -35,7 +34,7 @@ ROW_UNIT = 64
 
 
 @dataclass
-class Job:
+class GenerateJob:
     """What to generate, and under which layout."""
 
     hf: str
@@ -55,7 +54,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    job = Job(**json.loads(Path(argv[0]).read_text()))
+    job = GenerateJob(**json.loads(Path(argv[0]).read_text()))
     answers = answer(job, read_samples(Path(job.samples)))
     if dist.get_rank() == 0:
         Path(argv[1]).write_text(json.dumps(answers))
@@ -63,13 +62,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
+def answer(job: GenerateJob, samples: list[Sample]) -> list[list[int]]:
     """The new tokens of each prompt. Collective over all ranks."""
     platform = get_platform(job.platform)
     spec = read_spec(job.hf)
     layout = make_layout(spec, **job.layout)
     init_distributed(platform)
-    grid, norm = make_grid(layout), read_pixel_norm(job.hf)
+    grid = make_grid(layout)
     attention: Any = "sdpa" if job.dtype == "float32" else "auto"  # the fused kernels of GPUs take no float32
     config = TrainConfig(
         model=ModelConfig(hf=job.hf, vision_attention=attention, language_attention=attention),
@@ -79,10 +78,8 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
         ),
         dtype=job.dtype,  # type: ignore[arg-type]
     )
-    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
-    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
-    check_tensors(spec, layout, tensors)
-    checkpoint.load_weights(WeightReader(job.checkpoint), tensors, grid)
+    weights = WeightReader(job.checkpoint)
+    chunks = build_model(config, spec, layout, platform, grid, weights=weights).chunks
     answers: list[list[int]] = []
     for start in range(0, len(samples), job.batch):
         given = samples[start : start + job.batch]
@@ -98,7 +95,7 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
     return answers
 
 
-def _all_answers(mine: list[list[int]], grid: Grid) -> list[list[int]]:
+def _all_answers(mine: list[list[int]], grid: ProcessGrid) -> list[list[int]]:
     """The answers of all replicas, in the order of the prompts. Collective over all ranks."""
     if grid.dp == 1:
         return mine
@@ -117,7 +114,7 @@ def prepare(
     return [Prompt(row, len(sample)) for row, sample in zip(rows, samples, strict=True)]
 
 
-def write_job(job: Job, path: Path) -> None:
+def write_job(job: GenerateJob, path: Path) -> None:
     path.write_text(json.dumps(dataclasses.asdict(job)))
 
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.feed import StepData
 
 from .gather import StoredTensors, gather_on_first
-from .places import EMBEDDED, LOGITS, MERGER, NORM, PATCH
+from .locations import EMBEDDED, LOGITS, MERGER, NORM, PATCH
 from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDING
 
 Keep = Callable[[str, Any], None]
@@ -105,7 +105,7 @@ class HfWatch(Watch):
 class Recorder(Watch):
     """Watches this rank's chunks during one step and compares on rank 0 with what ``transformers`` gave."""
 
-    def __init__(self, wrapped: list[Any], layout: Layout, grid: Grid) -> None:
+    def __init__(self, wrapped: list[Any], layout: Layout, grid: ProcessGrid) -> None:
         super().__init__()
         self.grid = grid
         chunks = [chunk.module for chunk in wrapped]

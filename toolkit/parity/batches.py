@@ -6,7 +6,7 @@ import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.positions import Grid, placeholder_runs
+from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 IMAGE_A, IMAGE_B = (1, 10, 14), (1, 4, 6)
 """Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a
@@ -62,7 +62,7 @@ def _medium(
 ) -> tuple[torch.Tensor, MediaItem]:
     v = spec.vision
     t, h, w = thw
-    grid = Grid(t, h, w, kind=kind, second_per_grid=SECONDS)  # type: ignore[arg-type]
+    grid = GridTHW(t, h, w, kind=kind, second_per_grid=SECONDS)  # type: ignore[arg-type]
     frames = t * v.temporal_patch_size if kind == "video" else 1
     planes = torch.randint(
         0, 256, (frames, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8

@@ -17,15 +17,13 @@ from megatron_vl.config import (
     TrainConfig,
 )
 from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import Grid, make_grid
+from megatron_vl.parallel.grid import ProcessGrid, make_grid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
-from megatron_vl.training import checkpoint
 from megatron_vl.training.feed import Feed, StepData
+from megatron_vl.training.model import build_model
 from megatron_vl.training.optimizer import build_optimizer
 from megatron_vl.training.step import wrap
 from megatron_vl.weights.reader import WeightReader
@@ -120,13 +118,13 @@ class Case:
 
 
 @dataclass
-class Live:
+class BuiltCase:
     """A case built in this process group, with the weights loaded."""
 
     config: TrainConfig
     spec: ModelSpec
     layout: Layout
-    grid: Grid
+    grid: ProcessGrid
     wrapped: list[Any]
     optimizer: Any
     """None when the case does without."""
@@ -140,20 +138,16 @@ class Live:
         ).next_step()
 
 
-def build(case: Case, platform: Platform) -> Live:
+def build(case: Case, platform: Platform) -> BuiltCase:
     """Collective."""
     config = case.config
     spec = read_spec(case.hf)
     layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp)
     grid = make_grid(layout, owners=config.data.balance)
-    norm = read_pixel_norm(case.hf)
-    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
-    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
-    check_tensors(spec, layout, tensors)
-    checkpoint.load_weights(WeightReader(case.weights), tensors, grid)
-    wrapped = wrap(config, chunks)
+    built = build_model(config, spec, layout, platform, grid, weights=WeightReader(case.weights))
+    wrapped = wrap(config, built.chunks)
     optimizer = build_optimizer(config, platform, wrapped) if case.optimizer else None
-    return Live(config, spec, layout, grid, wrapped, optimizer, tensors)
+    return BuiltCase(config, spec, layout, grid, wrapped, optimizer, built.tensors)
 
 
 def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> list[list[Sample]]:
@@ -173,7 +167,7 @@ def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> 
     return drawn
 
 
-def local_rows(samples: list[list[Sample]], grid: Grid, spec: ModelSpec, seq_len: int) -> list[Any]:
+def local_rows(samples: list[list[Sample]], grid: ProcessGrid, spec: ModelSpec, seq_len: int) -> list[Any]:
     share = len(samples) // grid.dp
     return [
         pack_row(row, spec, seq_len) for row in samples[grid.dp_rank * share : (grid.dp_rank + 1) * share]

@@ -18,7 +18,7 @@ def parity(options: ParityOptions) -> int:
     """Compares the layouts and shows the table; exit code 1 when one departs."""
     from rich.console import Console
 
-    from .compare import Request, run_parity
+    from .compare import ParityRequest, run_parity
 
     layouts = parse_layouts(options.layouts)
     platform = chosen_platform(options.platform)
@@ -28,7 +28,7 @@ def parity(options: ParityOptions) -> int:
         )
     if options.reference_device.startswith("cuda"):
         chosen_platform("cuda", "--reference-device")
-    request = Request(
+    request = ParityRequest(
         layouts=layouts,
         hf=options.hf,
         family=options.family or "",
@@ -53,7 +53,7 @@ def show(report: dict[str, Any], console: Any) -> None:
     from rich.table import Table
 
     from .compare import by_component, first_departure
-    from .places import COMPONENTS
+    from .locations import COMPONENTS
 
     differ, pixels = report["inputs"]["tokens_differ"], report["inputs"]["pixel_error"]
     if differ or pixels > 1e-5:

@@ -30,8 +30,8 @@ from toolkit.samples import SampleEncoder, write_samples
 from toolkit.tiny import FAMILIES, write_tiny_checkpoint
 
 from .case import Case, write_cases
-from .places import component_of, place_of
-from .stored import Job, write_job
+from .locations import component_of, location_of
+from .stored import ReferenceJob, write_job
 from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
 
 PHOTOGRAPHS = ("astronaut", "two_images", "image_between_texts", "text_only")
@@ -40,7 +40,7 @@ QUESTION, ANSWER = "<image>\nWhat is in this picture?", "This is what one can se
 
 
 @dataclass
-class Request:
+class ParityRequest:
     """What the command was asked for."""
 
     layouts: list[LayoutSpec]
@@ -57,7 +57,7 @@ class Request:
     """Device of ``transformers``; empty: that of the platform."""
 
 
-def run_parity(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Compares every layout with ``transformers``.
 
     Args:
@@ -82,7 +82,7 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
             f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens,"
             f" {request.dtype}"
         )
-        job = Job(
+        job = ReferenceJob(
             hf=str(hf),
             samples=str(work / "samples.safetensors"),
             conversations=str(work / "conversations.json"),
@@ -137,18 +137,16 @@ def _family(name: str) -> str:
     return name
 
 
-def _weights(request: Request, hf: Path, spec: ModelSpec, work: Path, say: Callable[[str], None]) -> Path:
+def _weights(
+    request: ParityRequest, hf: Path, spec: ModelSpec, work: Path, say: Callable[[str], None]
+) -> Path:
     """The Megatron weights that are compared."""
     if request.checkpoint is None:
         say(f"converting {hf}")
         convert(hf, work / "weights")
         return work / "weights"
     reader = WeightReader(request.checkpoint)
-    if (reader.spec.family, reader.spec.vision, reader.spec.language) != (
-        spec.family,
-        spec.vision,
-        spec.language,
-    ):
+    if reader.spec.differences(spec):
         raise UserError(
             f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than --hf"
             f" {hf}"
@@ -164,7 +162,7 @@ def _count(layouts: list[LayoutSpec]) -> int:
 
 def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list[Sample]:
     """At least as many samples as ``rows``, of the pictures or of the demo's photographs; also as the files
-    of a :class:`Job`.
+    of a :class:`ReferenceJob`.
 
     Raises:
         RecordError, FileNotFoundError: a picture cannot be used.
@@ -207,7 +205,12 @@ def _photographs(work: Path) -> tuple[list[dict[str, Any]], Path]:
 
 
 def run_layouts(
-    request: Request, hf: Path, weights: Path, samples: list[Sample], work: Path, say: Callable[[str], None]
+    request: ParityRequest,
+    hf: Path,
+    weights: Path,
+    samples: list[Sample],
+    work: Path,
+    say: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Layout -> result; one group of processes for each number of ranks."""
     rows = spread(len(samples), _count(request.layouts))
@@ -280,7 +283,7 @@ def by_component(places: dict[str, float]) -> dict[str, float]:
     return worst
 
 
-def differing_tensors(request: Request, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
+def differing_tensors(request: ParityRequest, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
     """Tensors of the first place that departs which are not what conversion makes of the Hugging Face
     folder."""
     place = first_departure(result).removeprefix("gradient of ")
@@ -293,5 +296,5 @@ def differing_tensors(request: Request, hf: Path, result: dict[str, Any], work: 
     return [
         n
         for n in tensor_table(ours.spec)
-        if place_of(n) == place and not torch.equal(ours.get(n), theirs.get(n))
+        if location_of(n) == place and not torch.equal(ours.get(n), theirs.get(n))
     ]

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_vl.parallel.grid import Grid
+from megatron_vl.parallel.grid import ProcessGrid
 
 
 def gather_on_first(
-    mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: Grid
+    mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: ProcessGrid
 ) -> dict[tuple[int, ...], StoredTensors]:
     """What each rank brings, by place, on rank 0; empty on the others. Collective.
 

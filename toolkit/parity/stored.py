@@ -3,8 +3,8 @@ is needed.
 
     python -m toolkit.parity.stored JOB.json
 
-``JOB.json`` holds the fields of :class:`Job`. Pictures and text go through the checkpoint's own processor in
-``transformers``; what it makes of them is compared with what the loader's functions made.
+``JOB.json`` holds the fields of :class:`ReferenceJob`. Pictures and text go through the checkpoint's own
+processor in ``transformers``; what it makes of them is compared with what the loader's functions made.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from toolkit.samples import read_samples
 
 from .activations import HfWatch, relative_error
 from .gather import StoredTensors
-from .places import forward_order
+from .locations import forward_order
 from .reference import backward, canonical, hf_inputs, load_hf
 from .training import reference_training
 
 
 @dataclass
-class Job:
+class ReferenceJob:
     """What to compute."""
 
     hf: str
@@ -54,7 +54,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    job = Job(**json.loads(Path(argv[0]).read_text()))
+    job = ReferenceJob(**json.loads(Path(argv[0]).read_text()))
     torch.set_num_threads(max(torch.get_num_threads(), 2) if job.device == "cpu" else 1)
     torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution there
     samples = read_samples(Path(job.samples))
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def one_pass(job: Job, samples: list[Sample]) -> dict[str, Any]:
+def one_pass(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
     """Loss, gradients and activations in fp32; for bf16 the loss in bf16, and how far bf16 alone takes the
     others."""
     spec, out = read_spec(job.hf), Path(job.out)
@@ -95,7 +95,11 @@ def _distance(got: Tensor, want: Tensor) -> float:
 
 
 def run(
-    job: Job, samples: list[Sample], inputs: list[dict[str, Tensor]], spec: ModelSpec, dtype: torch.dtype
+    job: ReferenceJob,
+    samples: list[Sample],
+    inputs: list[dict[str, Tensor]],
+    spec: ModelSpec,
+    dtype: torch.dtype,
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """(loss, canonical gradients, what each layer gives) of ``transformers`` in ``dtype``."""
     model = load_hf(job.hf, dtype, job.device)
@@ -109,7 +113,7 @@ def run(
 
 
 def processed(
-    job: Job, samples: list[Sample], spec: ModelSpec
+    job: ReferenceJob, samples: list[Sample], spec: ModelSpec
 ) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
     """What the checkpoint's own processor makes of the conversations, and how ours differs from it.
 
@@ -145,7 +149,7 @@ def _opened(path: str) -> Any:
     return ImageOps.exif_transpose(open_image(Path(path).read_bytes())).convert("RGB")
 
 
-def train(job: Job, samples: list[Sample]) -> dict[str, Any]:
+def train(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
     """Losses and gradient norms of a training; weights and moments at its end into
     ``training.safetensors``."""
     losses, norms, state = reference_training(job.hf, [samples] * job.steps, job.device)
@@ -160,7 +164,7 @@ def train(job: Job, samples: list[Sample]) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "inputs": inputs, "tokens": sum(map(len, samples))}
 
 
-def write_job(job: Job, path: Path) -> None:
+def write_job(job: ReferenceJob, path: Path) -> None:
     path.write_text(json.dumps(dataclasses.asdict(job)))
 
 

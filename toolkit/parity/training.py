@@ -30,7 +30,7 @@ from megatron_vl.training.step import train_step
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import step_folder
 
-from .case import ADAM, Case, Live, build, draw
+from .case import ADAM, BuiltCase, Case, build, draw
 from .gather import StoredTensors
 from .reference import backward, canonical, fingerprint, load_hf, remembered
 from .tolerances import LOSS_TOLERANCE
@@ -85,7 +85,7 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, floa
     return name, errors[name]
 
 
-def saved_state(live: Live, step: int) -> dict[str, dict[str, Tensor]]:
+def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
     """Kind -> name -> full tensor, read back from a checkpoint of this layout; on rank 0. Collective."""
     place: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
     dist.broadcast_object_list(place)

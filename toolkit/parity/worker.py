@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_vl.data.assemble import Sample
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import Grid, end_distributed, init_distributed
+from megatron_vl.parallel.grid import ProcessGrid, end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -37,7 +37,7 @@ from toolkit.parity.case import Case, build, draw
 
 from .activations import Recorder
 from .gather import StoredParts, StoredTensors, gather_on_first
-from .places import place_of
+from .locations import location_of
 from .reference import fingerprint, load_hf, reference, remembered
 from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
@@ -82,7 +82,7 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
 
 
 def collect_gradients(
-    wrapped: list[Any], tensors: list[LiveTensor], grid: Grid, spec: ModelSpec
+    wrapped: list[Any], tensors: list[LiveTensor], grid: ProcessGrid, spec: ModelSpec
 ) -> dict[str, list[Mapping[int, Tensor]]]:
     """Name -> for each copy (of a tied tensor: one on each of two stages) -> part (see :meth:`Cut.part`) ->
     gradient.
@@ -176,13 +176,13 @@ def by_place(errors: dict[str, float]) -> dict[str, float]:
     """The worst error of the tensors of each layer."""
     places: dict[str, float] = {}
     for name, error in errors.items():
-        places[place_of(name)] = max(places.get(place_of(name), 0.0), error)
+        places[location_of(name)] = max(places.get(location_of(name), 0.0), error)
     return places
 
 
 def make_reference(case: Case, platform: Platform) -> Any:
     """What gives (loss, fp32 gradients, bf16 noise) of samples: computed here, or read where it is stored."""
-    return StoredReference(Path(case.reference)) if case.reference else Reference(case, platform)
+    return StoredReference(Path(case.reference)) if case.reference else ComputedReference(case, platform)
 
 
 class StoredReference:
@@ -193,11 +193,11 @@ class StoredReference:
         self.gradients = StoredTensors(folder / "gradients.safetensors")
 
     def __call__(self, samples: list[Sample]) -> tuple[float, Mapping[str, Tensor], dict[str, float]]:
-        """As :meth:`Reference.__call__`."""
+        """As :meth:`ComputedReference.__call__`."""
         return self.facts["loss"], self.gradients, self.facts["gradient_noise"]
 
 
-class Reference:
+class ComputedReference:
     """``transformers`` for one case: the loss in the case's type, gradients in fp32, and how far bf16 alone
     takes them."""
 

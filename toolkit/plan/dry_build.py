@@ -92,8 +92,8 @@ def _build_rank(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     cpu = get_platform("cpu")
-    from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
     from megatron_vl.parallel.grid import make_grid
+    from megatron_vl.training.model import HALF, build_model
 
     platform = _MetaPlatform(cpu.name, cpu.backend, cpu.transformer_engine)
     rank = stage * world_size // layout.pp
@@ -102,10 +102,8 @@ def _build_rank(
         grid = make_grid(layout)
         assert (grid.pp_rank, grid.tp_rank, grid.dp_rank) == (stage, 0, 0)
         with _OnMeta():
-            chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
-        tensors = chunk_tensors(chunks, layout, stage)
-        check_tensors(spec, layout, tensors)
-        return [BuiltTensor(name, tuple(p.shape), p.requires_grad) for name, p, _ in tensors]
+            built = build_model(config, spec, layout, platform, grid, norm=HALF)
+        return [BuiltTensor(name, tuple(p.shape), p.requires_grad) for name, p, _ in built.tensors]
     finally:
         from megatron.core import parallel_state as mpu
 

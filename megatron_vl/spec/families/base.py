@@ -154,6 +154,23 @@ class ModelSpec:
     initializer_range: float = 0.02
     hf_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def differences(self, other: ModelSpec) -> list[tuple[str, Any, Any]]:
+        """(field, ours, the other's) of what makes two specs different models; empty for the same model.
+
+        Weights of one can be used as the other's when there is no difference. Special tokens and the
+        spread of random weights are no part of that, and neither is the coefficient of the balancing loss.
+        """
+        if self.family != other.family:
+            return [("family", self.family, other.family)]
+        found = []
+        for half in ("vision", "language"):
+            mine, others = getattr(self, half), getattr(other, half)
+            for f in dataclasses.fields(mine):
+                pair = getattr(mine, f.name), getattr(others, f.name)
+                if f.compare and pair[0] != pair[1]:
+                    found.append((f"{half} {f.name}", *pair))
+        return found
+
     def replace_layers(self, *, vision: int | None = None, language: int | None = None) -> ModelSpec:
         """A copy with other layer counts, for benchmarks and tests. DeepStack keeps what has a layer on both
         sides."""

@@ -38,7 +38,7 @@ NEEDS_JUDGE = (
 
 
 @dataclass(frozen=True)
-class Options:
+class EvaluationOptions:
     """What is evaluated, and how. Sizes of pictures in pixels; None: the checkpoint's own."""
 
     checkpoints: dict[str, Path]
@@ -93,7 +93,7 @@ class Result:
         return {"passed": self.passed} | rest
 
 
-def evaluate(options: Options, show: Callable[[str], None]) -> Result:
+def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
     """Evaluates all checkpoints of ``options`` and judges the conversion. The data set has passed
     :func:`early.check_data`.
 
@@ -138,7 +138,11 @@ def evaluate(options: Options, show: Callable[[str], None]) -> Result:
 
 
 def _answer_and_score(
-    options: Options, workers: _Workers, names: dict[str, str], result: Result, show: Callable[[str], None]
+    options: EvaluationOptions,
+    workers: _Workers,
+    names: dict[str, str],
+    result: Result,
+    show: Callable[[str], None],
 ) -> None:
     work = workers.work
     for name in names.values():
@@ -159,7 +163,7 @@ def _answer_and_score(
     ]
 
 
-def _scores(options: Options, work: Path, names: dict[str, str], result: Result) -> Gate:
+def _scores(options: EvaluationOptions, work: Path, names: dict[str, str], result: Result) -> Gate:
     judged = (work / JUDGED).read_text().splitlines() if (work / JUDGED).exists() else []
     for role, name in names.items():
         facts = result.checkpoints[role]
@@ -206,7 +210,7 @@ def folder_hash(folder: Path) -> str:
     return state.hexdigest()
 
 
-def _settings(options: Options) -> dict[str, Any]:
+def _settings(options: EvaluationOptions) -> dict[str, Any]:
     """What all checkpoints are run with, chosen where it was not given. Raises UsageError."""
     import torch
 
@@ -275,7 +279,7 @@ def _own_dtype(folder: Path) -> str:
     return dtype_name(DTYPES.get(max(set(codes), key=codes.count), next(iter(DTYPES.values()))))
 
 
-def _prepare(options: Options) -> Path:
+def _prepare(options: EvaluationOptions) -> Path:
     """A fresh work folder in ``--out``. Raises UsageError when ``--out`` holds something else."""
     out = options.out
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
@@ -308,7 +312,7 @@ def _isolation(work: Path, judged: bool) -> str:
 class _Workers:
     """The processes of :mod:`worker`; none is left behind."""
 
-    def __init__(self, options: Options, settings: dict[str, Any], work: Path) -> None:
+    def __init__(self, options: EvaluationOptions, settings: dict[str, Any], work: Path) -> None:
         self.options, self.work = options, work
         closed = settings["isolation"].startswith(CLOSED)
         self.python = cage.command(work, bool(options.judge_url)) if closed else [sys.executable]
@@ -397,7 +401,7 @@ def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool) -> None:
         process.wait()
 
 
-def _environment(options: Options, work: Path, rank: int) -> dict[str, str]:
+def _environment(options: EvaluationOptions, work: Path, rank: int) -> dict[str, str]:
     """Nothing of a torchrun around this command, no network, an empty folder of data sets, and a place for
     temporary files: a closed-in process has no other."""
     data = work / f"data_{rank}"

@@ -1,4 +1,4 @@
-"""The places of a model in forward order, by names that people read, and the components that they belong
+"""The parts of a model in forward order, by names that people read, and the components that they belong
 to."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAYERS = (
 )
 
 
-def place_of(tensor: str) -> str:
+def location_of(tensor: str) -> str:
     """The place that a canonical tensor belongs to; layers count from 0."""
     for pattern, place in _LAYERS:
         if match := pattern.match(tensor):

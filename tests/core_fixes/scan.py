@@ -1,0 +1,211 @@
+"""Finds where the packages reach into Megatron-core, Energon, Transformer Engine and torch, by reading their
+source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("megatron_vl", "converters", "data_tools", "toolkit")
+FOREIGN = ("megatron", "transformer_engine", "torch")
+SETTINGS = ("TransformerConfig", "ProcessGroupCollection")
+"""Classes of core whose objects are there to be filled in."""
+SWITCHES = "torch.backends."
+"""Torch's public switches."""
+OTHERS = {
+    "_replace": "of named tuples: public, with an underscore so that no field can have its name",
+    "_option_string_actions": "of argparse",
+    "_attn_implementation": "of transformers",
+}
+"""Private names of other packages and of Python, which the register does not list."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """One place that reaches into a dependency."""
+
+    module: str
+    line: int
+    scope: str
+    """The class or function at the top level of the module that it is in; empty outside of them."""
+    target: str
+    """The dotted name of what is reached; of an object that is not known, its attribute alone."""
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} ({self.scope}): {self.target}"
+
+
+@dataclass
+class Module:
+    """The source of one module and what its names stand for."""
+
+    name: str
+    tree: ast.Module
+    names: dict[str, str] = field(default_factory=dict)
+    """Name -> dotted name of what was imported under it, or assigned from that."""
+    returns: dict[str, str] = field(default_factory=dict)
+    """Function -> dotted name of what it returns."""
+    own: set[str] = field(default_factory=set)
+    """Names that the module itself defines."""
+
+    def __post_init__(self) -> None:
+        for node in ast.walk(self.tree):
+            self._learn_definition(node)
+            self._learn_import(node)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef):
+                self._learn_return(node)
+        for node in ast.walk(self.tree):
+            self._learn_assignment(node)
+
+    def _learn_definition(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            self.own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            self.own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            self.own.add(node.attr)
+
+    def _learn_import(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                self.names[name.asname or name.name.partition(".")[0]] = (
+                    name.name if name.asname else name.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                self.names[name.asname or name.name] = f"{node.module}.{name.name}"
+
+    def _learn_return(self, node: ast.FunctionDef) -> None:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Return) and isinstance(inner.value, ast.Name):
+                if inner.value.id in self.names:
+                    self.returns[node.name] = self.names[inner.value.id]
+
+    def _learn_assignment(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            pairs = [(node.target, node.value)]
+        else:
+            return
+        for target, value in pairs:
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs += zip(target.elts, value.elts, strict=True)
+                continue
+            known = self.dotted(value)
+            if isinstance(target, ast.Name) and known and target.id not in self.names:
+                self.names[target.id] = known
+
+    def dotted(self, node: ast.AST) -> str:
+        """What an expression stands for; empty where that is not known. An object has its class's name."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, "")
+        if isinstance(node, ast.Subscript):
+            return self.dotted(node.value)
+        if isinstance(node, ast.Attribute):
+            base = self.dotted(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        if not isinstance(node, ast.Call):
+            return ""
+        if isinstance(node.func, ast.Name) and node.func.id in self.returns:
+            return self.returns[node.func.id]
+        called = self.dotted(node.func)
+        if called == "sys.modules.get" and isinstance(node.args[0], ast.Constant):
+            return str(node.args[0].value)
+        return called if called.rpartition(".")[2].lstrip("_")[:1].isupper() else ""
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def is_foreign(name: str) -> bool:
+    return name.partition(".")[0] in FOREIGN
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def modules() -> Iterator[Module]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            yield Module(name, ast.parse(path.read_text()))
+
+
+def scoped(module: Module) -> Iterator[tuple[str, ast.AST]]:
+    """Every node with the top-level class or function that it is in."""
+    for top in module.tree.body:
+        scope = top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else ""
+        for node in ast.walk(top):
+            yield scope, node
+
+
+def subclasses() -> list[Reach]:
+    """Classes that are made from classes of core, Energon and Transformer Engine."""
+    found = []
+    for module in modules():
+        for scope, node in scoped(module):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            bases = [module.dotted(base) for base in node.bases]
+            found += [
+                Reach(module.name, node.lineno, scope, base)
+                for base in bases
+                if is_foreign(base) and not base.startswith("torch.")
+            ]
+    return found
+
+
+def assignments() -> list[Reach]:
+    """Attributes of the dependencies' modules, classes and objects that are set."""
+    found = []
+    for module in modules():
+        for scope, node in scoped(module):
+            target = _assigned(module, node)
+            public = target.startswith(SWITCHES) or any(f".{kind}." in target for kind in SETTINGS)
+            if is_foreign(target) and not public:
+                found.append(Reach(module.name, node.lineno, scope, target))  # type: ignore[attr-defined]
+    return found
+
+
+def _assigned(module: Module, node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        return module.dotted(node)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+        return module.dotted(node.args[0])
+    return ""
+
+
+def private_names() -> list[Reach]:
+    """Private names that are imported, or read of what is not defined in the same module."""
+    found = []
+    for module in modules():
+        for scope, node in scoped(module):
+            target = ""
+            if isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
+                target = next((f"{node.module}.{n.name}" for n in node.names if is_private(n.name)), "")
+                if any(map(is_private, node.module.split("."))):
+                    target = f"{node.module}.{node.names[0].name}"
+            elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in module.own:
+                known = module.dotted(node)
+                target = known if not known or is_foreign(known) else ""
+                target = target or ("" if known else node.attr)
+            if target and target not in OTHERS:
+                found.append(Reach(module.name, node.lineno, scope, target))  # type: ignore[attr-defined]
+    return found
+
+
+def silenced() -> list[Reach]:
+    """Modules that filter warnings, or set the level of a logger."""
+    found = []
+    for module in modules():
+        for scope, node in scoped(module):
+            if isinstance(node, ast.Attribute) and node.attr in ("filterwarnings", "setLevel"):
+                found.append(Reach(module.name, node.lineno, scope, node.attr))
+    return found
