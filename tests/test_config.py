@@ -32,7 +32,7 @@ def test_help_explains_every_field(capsys):
         assert f"--{name} " in shown
         assert explained[name] and len(explained[name]) > 10, f"{name} has no docstring"
     assert "Tensor parallel size (ranks)." in shown
-    assert "selective (language_modules)" in shown
+    assert "selective (what language_modules lists)" in shown
 
 
 @pytest.mark.parametrize(
