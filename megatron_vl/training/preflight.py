@@ -316,7 +316,7 @@ def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[s
             )
         elif rate == 0:
             found.append(
-                f"optimizer.{part}_lr 0 keeps those weights as they are, but still computes their gradients and"
+                f"optimizer.{part}_lr 0 keeps those weights as they are, but computes their gradients and"
                 f" keeps their moments; --model.freeze_{part} true spares both"
             )
     if platform == "cpu" and config.dtype == "bfloat16":
