@@ -1,12 +1,12 @@
-"""Everything in this project that replaces, or reaches into, what Megatron-core, Transformer Engine or torch
-keep to themselves.
+"""Lists everything in this project that replaces or uses internals of Megatron-core,
+Transformer Engine or torch.
 
 Each entry says what is touched, why, for which version it was written, when it can go, and which test fails
-when it is taken out or is no longer needed. ``tests/core_fixes/test_register.py`` checks that the entries are
-true and that none is missing.
+if it is removed or no longer needed. ``tests/core_fixes/test_register.py`` checks that the entries are true
+and that none is missing.
 
-A new version of Megatron-core may break any of them without a message, so an unknown version is refused at
-the start (:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
+A new version of Megatron-core may silently break any of them, so unknown versions are refused at the start
+(:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_vl.errors import UserError
 
 CORE = "megatron-core"
 TESTED_CORE = ("0.19.2",)
-"""The versions of Megatron-core that the whole test suite and the GPU runs were seen to pass with."""
+"""The versions of Megatron-core with which the whole test suite and the GPU runs have passed."""
 
 AT_OWN_RISK = "MEGATRON_VL_UNTESTED_CORE"
-"""Set to 1 in the environment, it lets any version of Megatron-core through."""
+"""Environment variable: if it is 1, any version of Megatron-core is accepted."""
 
 
 class CoreVersionError(UserError):
@@ -33,8 +33,7 @@ def check_core_version() -> None:
     """Refuses a version of Megatron-core that the fixes below were not written for.
 
     Raises:
-        CoreVersionError: another version is installed, or none, and ``MEGATRON_VL_UNTESTED_CORE`` is not set
-            to 1.
+        CoreVersionError: no version is installed, or another one without ``MEGATRON_VL_UNTESTED_CORE=1``.
     """
     try:
         installed = version(CORE)
@@ -50,18 +49,19 @@ def check_core_version() -> None:
 
 @dataclass(frozen=True)
 class Fix:
-    """One place where this project does not leave a dependency as it is."""
+    """One place where this project changes a dependency or uses its internals."""
 
     ours: str
-    """``module:name`` of what does it."""
+    """The code of the fix, as ``module:name``."""
     touches: tuple[str, ...]
-    """Dotted names of what is replaced, subclassed for its internals, or read although it is private."""
+    """Dotted names of what is replaced, subclassed because of its internals,
+    or read although it is private."""
     why: str
     written_for: str
-    """Package and version."""
+    """The package and version that the fix was written for."""
     goes_when: str
     test: str
-    """``file::test`` that fails when the fix is taken out, or is no longer needed."""
+    """The ``file::test`` that fails if the fix is removed or no longer needed."""
 
 
 _CORE = f"{CORE} {TESTED_CORE[-1]}"
@@ -107,7 +107,7 @@ FIXES: tuple[Fix, ...] = (
             "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",
         ),
         why=(
-            "Core's switch is for all linears at once, and its own output layer then wants a CUDA extension"
+            "Core's switch applies to all linears, and its own output layer then needs a CUDA extension"
             " of APEX."
         ),
         written_for=_CORE,
@@ -122,8 +122,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.tensor_parallel.random._set_cuda_rng_state",
         ),
         why=(
-            "Core asks torch.cuda for devices, streams and generators, and makes tensors on device 'cuda',"
-            " also on CPU."
+            "Core asks torch.cuda for devices, streams and generators, and creates tensors on device 'cuda',"
+            " even on CPU."
         ),
         written_for=_CORE,
         goes_when="core runs without a GPU",
@@ -133,8 +133,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.parallel.groups:kept_group",
         touches=("torch.distributed.new_group",),
         why=(
-            "Layouts that follow each other in one process share their groups; core makes some thirty for"
-            " each and keeps them."
+            "Successive layouts in one process share their groups; core makes some thirty for"
+            " each layout and keeps them."
         ),
         written_for=_CORE,
         goes_when="core ends the groups of a layout with it",
@@ -144,8 +144,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.parallel.ddp:ReplicaDDP",
         touches=("megatron.core.distributed.DistributedDataParallel",),
         why=(
-            "Gradients are scaled in the rank's own slice alone; reductions start in one order on all ranks,"
-            " so that a row without pictures may skip the tower; gathers are found by bucket and not by"
+            "Gradients are scaled only in the rank's own slice; reductions start in one order on all ranks,"
+            " so that a row without pictures may skip the tower; gathers are found by bucket instead of by"
             " parameter."
         ),
         written_for=_CORE,
@@ -157,7 +157,7 @@ FIXES: tuple[Fix, ...] = (
         touches=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
         ),
-        why="Core copies the weights of each parameter in a launch of its own: 1,650 a step with experts.",
+        why="Core copies the weights of each parameter in its own launch: 1,650 per step with experts.",
         written_for=_CORE,
         goes_when="core copies them together",
         test="tests/training/test_optimizer.py::test_weights_copied_together_are_those_that_core_copies_one_by_one",
@@ -166,8 +166,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.training.optimizer_state:optimizer_slices",
         touches=("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",),
         why=(
-            "Core writes optimizer state with bucket padding left out and slices it with padding, so moments"
-            " land at wrong offsets without a message; its files are pickled."
+            "Core writes optimizer state without bucket padding but slices it with padding, so moments"
+            " silently get wrong offsets; its files are pickled."
         ),
         written_for=_CORE,
         goes_when="core's checkpoints hold every moment and need no pickle",
@@ -176,7 +176,7 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.parallel.tp_overlap:paused",
         touches=("transformer_engine.pytorch.module.linear.Linear.ub_overlap_ag_fprop",),
-        why="Userbuffers move what the buffer holds, whatever the length of the row.",
+        why="Userbuffers always move a whole buffer, whatever the length of the row.",
         written_for=_TE,
         goes_when="Transformer Engine checks the length",
         test="tests/training/test_generate_rows.py::test_collectives_beside_products_pause",

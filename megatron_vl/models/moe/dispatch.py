@@ -221,9 +221,9 @@ class OncePerRankDispatcher(MoETokenDispatcher):
 
         Returns:
             Rows [rows, H] sorted by expert, the number of rows of each expert (int64 [local experts]), and
-        probabilities [rows].
+            probabilities [rows].
 
-                Without ``exact_rows`` there may be more rows than the sum of the counts. The rest is undefined.
+        Without ``exact_rows`` there may be more rows than the sum of the counts. The rest is undefined.
         """
         if self.ep_size > 1:
             rows, received = self._take()
