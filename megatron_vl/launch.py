@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 when all ranks ended well, otherwise the exit code of the first that failed (128 + N if signal N
-    ended it).
+        ended it).
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -394,7 +394,7 @@ def _too_many_skipped(reasons: list[str], step: int) -> str:
     where = f"in {len(reasons)} steps in a row, the last one step {step}"
     if NOT_FINITE not in reasons:
         return (
-            f"no token bore loss {where}; answers of the assistant alone do, so look for them in the data set"
+            f"no token bore loss {where}; only answers of the assistant do, so look for them in the data set"
         )
 
     told = "loss or gradient was not finite"

@@ -33,7 +33,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
 
     Raises:
         RunConfigError, LayoutError, ConfigError, CheckpointError: a check failed. The message names the
-        field, path or number.
+            field, path or number.
     """
     dp = validate(config, launched_world_size() if world_size is None else world_size)
     if not config.model.hf:
