@@ -224,7 +224,7 @@ def read_signed(path: Path, step: int) -> dict[str, Any]:
     return content
 
 
-# --- Checkpoints in a folder ---------------------------------------------------------------------------------
+# --- Checkpoints in a folder --------------------------------------------------------------------------------
 
 
 def saved_checkpoints(folder: Path) -> list[Saved]:
