@@ -3,8 +3,8 @@
 ``apply_chat_template`` renders the text (in transformers' sandbox), and the whole text is tokenized at once.
 The placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
 
-In a family that writes timestamps into the text (Qwen3-VL), each frame group of a video becomes ``<1.5
-seconds><|vision_start|>...<|vision_end|>``. The template also writes a ``<|vision_start|>`` and a
+In a family that writes timestamps into the text (Qwen3-VL), each frame group of a video becomes
+``<1.5 seconds><|vision_start|>...<|vision_end|>``. The template also writes a ``<|vision_start|>`` and a
 ``<|vision_end|>`` around the whole video. ``data.video_prompt`` decides whether they stay:
 
 * ``released``, the default: they are removed. So does the processor that Qwen added to transformers for the

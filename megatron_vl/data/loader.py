@@ -555,7 +555,7 @@ def build_loader(
 
     Args:
         data: the data set, and how rows are made from it.
-            hf_dir: folder of the tokenizer, chat template and image processor.
+        hf_dir: folder of the tokenizer, chat template and image processor.
         split: ``train`` (shuffled, endless) or ``val`` (in order, once).
         facts: facts of this split if another rank has read and checked the description; None: read it here.
 

@@ -7,9 +7,8 @@ so a resumed run packs the same rows.
 
 Each time, one row is made from the oldest sample of the buffer and those others that fill the row best. The
 oldest sample is always taken, so that none waits without end. Fill rates over 1,000 rows (lengths of COCO
-pictures at their own size
-plus text, 64 samples in the buffer, 4,096 / 8,192 tokens): 93.0 / 89.5 % when each buffer is packed first-fit
-decreasing and emptied, 96 % when the worst row is held back, above 99.99 % here.
+pictures at their own size plus text, 64 samples in the buffer, 4,096 / 8,192 tokens): 93.0 / 89.5 % when each
+buffer is packed first-fit decreasing and emptied, 96 % when the worst row is held back, above 99.99 % here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def fill_row(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -> lis
     Args:
         sizes: (tokens, patches) of each sample, the oldest first; none may exceed a budget.
         tokens: largest number of tokens in the row.
-            patches: largest number of patches in the row; 0: no limit.
+        patches: largest number of patches in the row; 0: no limit.
 
     Returns:
         Ascending indices, including 0. Among equally full rows, one with older samples.
@@ -68,7 +67,7 @@ def pack_greedily(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -
     Args:
         sizes: (tokens, patches) of each sample; none may exceed a budget.
         tokens: largest number of tokens in a row.
-            patches: largest number of patches in a row; 0: no limit.
+        patches: largest number of patches in a row; 0: no limit.
 
     Returns:
         Rows in the order of their earliest sample, with samples in order:

@@ -13,8 +13,8 @@ Frames of a video are sampled as in ``Qwen2VLVideoProcessor.sample_frames`` with
 ``min_frames`` (4), at most ``max_frames`` and the video's own number, rounded down to a multiple of
 ``temporal_patch_size``. Sampled frame ``i`` is frame ``int(i * total / n)`` of the video. A video with fewer
 frames than ``temporal_patch_size`` (where HF fails) keeps all of them, and its last frame is repeated. A
-frame group covers
-``temporal_patch_size / (n / total * fps_of_the_file)`` seconds, as in ``Qwen2_5_VLProcessor``.
+frame group covers ``temporal_patch_size / (n / total * fps_of_the_file)`` seconds,
+as in ``Qwen2_5_VLProcessor``.
 
 If the folder has Qwen3-VL's processor, ``Qwen3VLVideoProcessor`` is followed instead
 (``PixelSettings.video_spread``): ``n`` is not rounded to a multiple of ``temporal_patch_size`` (the last

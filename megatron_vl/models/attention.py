@@ -6,8 +6,8 @@ core gets ``sbhd`` with a batch of one, applies RoPE from the given position ids
 and calls :class:`PackedAttention`.
 
 The backends are ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2
-in
-torch), ``flash_attn`` (the package) and ``triton`` (:mod:`megatron_vl.kernels.tower_attention`, for towers).
+in torch), ``flash_attn`` (the package) and ``triton``
+(:mod:`megatron_vl.kernels.tower_attention`, for towers).
 """
 
 from __future__ import annotations

@@ -187,15 +187,15 @@ def aux_loss_reason(spec: ModelSpec, model: ModelConfig) -> str:
     if moe is None:
         return ""
 
-    told = f"coefficient {coefficient:g}" if coefficient else "none"
+    text = f"coefficient {coefficient:g}" if coefficient else "none"
     if model.freeze_language:
-        return f"{told} (model.freeze_language)"
+        return f"{text} (model.freeze_language)"
     if model.moe_aux_loss is not None:
-        return f"{told} (model.moe_aux_loss)"
+        return f"{text} (model.moe_aux_loss)"
     if moe.output_router_logits:
-        return f"{told} (router_aux_loss_coef, as output_router_logits is true in model.hf's config.json)"
+        return f"{text} (router_aux_loss_coef, as output_router_logits is true in model.hf's config.json)"
     advice = f"--model.moe_aux_loss {moe.aux_loss_coef:g} adds it"
-    return f"{told} (output_router_logits is not true in model.hf's config.json; {advice})"
+    return f"{text} (output_router_logits is not true in model.hf's config.json; {advice})"
 
 
 def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:

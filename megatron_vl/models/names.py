@@ -47,8 +47,8 @@ def canonical_name(
 
     Args:
         first_layer: global number of the chunk's first decoder layer.
-            tied: whether the output layer is the embedding.
-            router: whether the parameter's layer has experts; the norm before them stays separate.
+        tied: whether the output layer is the embedding.
+        router: whether the parameter's layer has experts; the norm before them stays separate.
     """
     name, expert = module_name, None
     for local, fused in _LOCAL_NORMS[: 1 if router else 2]:

@@ -4,8 +4,8 @@ The loader computes them with torch on the CPU, so that a training step never de
 on the device. The reference for M-RoPE is ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning
 code. They compute the same as ``get_rope_index`` of transformers when the models were released (4.45 for
 Qwen2-VL, 4.49 for Qwen2.5-VL, 4.57 for Qwen3-VL), and the same as vLLM. The reference for the tower is
-``get_vision_position_ids``, ``get_vision_window_index`` and ``get_vision_cu_seqlens``
-of ``transformers.vision_utils`` (5.17).
+``get_vision_position_ids``, ``get_vision_window_index`` and ``get_vision_cu_seqlens`` of
+``transformers.vision_utils`` (5.17).
 
 A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches
 are always in merge-unit order (frame, unit row, unit column, row in unit, column in unit),

@@ -168,8 +168,8 @@ class CheckpointSaver:
         keep: number of latest checkpoints to keep; 0 keeps all. Only checkpoints that the current weights
             were trained from are counted and deleted. Those that a roll-back abandoned are left to the user.
         keep_every: checkpoints of multiples of this step are never deleted; 0: none.
-        lineage: lineage of what is saved (see
-            :func:`megatron_vl.weights.run_folder.choose`); None: a new branch.
+        lineage: lineage of what is saved (see :func:`megatron_vl.weights.run_folder.choose`);
+            None: a new branch.
     """
 
     def __init__(

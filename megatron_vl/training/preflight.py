@@ -192,19 +192,19 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
 
     done = source.lineage.data_restart
     if done is not None and done.attempt >= c.attempt and _reads_the_same(source, run_facts(config, dp)):
-        told = (
+        line = (
             f"checkpoint.restart_data: the data set was read from its start at step {done.step}, as this"
             " checkpoint records; the run continues in it. To read it from its start once more, give"
             f" --checkpoint.attempt {done.attempt + 1}"
         )
-        return Start(source, lineage, False, (*choice.said, told))
+        return Start(source, lineage, False, (*choice.said, line))
 
-    told = (
+    line = (
         f"checkpoint.restart_data: the data set is read from its start at step {source.step}; once this run"
         " has saved, a start with the same option continues in it"
     )
     lineage = dataclasses.replace(lineage, data_restart=DataRestart(source.step, c.attempt))
-    return Start(source, lineage, True, (*choice.said, told))
+    return Start(source, lineage, True, (*choice.said, line))
 
 
 def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:

@@ -83,7 +83,7 @@ class WeightReader:
         manifest: content of the manifest.
         spec: the model.
         layout: the layout of the weights; None for unsplit weights.
-            cut: how the layout cuts the tensors of a stage.
+        cut: how the layout cuts the tensors of a stage.
         table: canonical name -> :class:`TensorInfo`.
 
     Raises:

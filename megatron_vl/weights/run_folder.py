@@ -347,8 +347,8 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     checkpoints = saved_checkpoints(folder)
     tip = _tip_for_roll_back(folder, checkpoints)
     if tip is not None and tip.lineage.rollback and _done(tip.lineage.rollback, step, branch, attempt):
-        told = _done_line(tip, tip.lineage.rollback, checkpoints)
-        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point), (told,))
+        line = _done_line(tip, tip.lineage.rollback, checkpoints)
+        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point), (line,))
 
     source = _find(folder, checkpoints, tip, step, branch)
     forks = (*source.lineage.forks, source.point)

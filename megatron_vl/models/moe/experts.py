@@ -7,8 +7,8 @@ nothing changes for checkpoints, optimizer and FP8. Only the products are ours
 waits for no counts unless ranks exchange tokens.
 
 A model has many experts, so the host avoids work per expert: the kernel adds weight gradients to
-``main_grad``, and Megatron-core's DDP learns that they are ready without one autograd node
-for each (:meth:`GroupedExperts.report_to`).
+``main_grad``, and Megatron-core's DDP learns that they are ready without one autograd node for each
+(:meth:`GroupedExperts.report_to`).
 """
 
 from __future__ import annotations
