@@ -1,9 +1,8 @@
-"""``python -m megatron_vl``, which is also the ``megatron-vl`` program: finds the tools and hands over to
-``toolkit.cli``.
+"""``python -m megatron_vl`` and the ``megatron-vl`` program: find the tools and start ``toolkit.cli``.
 
-The tools (``toolkit``, ``converters``, ``data_tools``) lie beside this package in a checkout, and in its
-folder ``_tools`` in a wheel, so that names as common as these are not put into everybody's site-packages. The
-library imports none of them; this program starts them.
+In a checkout, the tools (``toolkit``, ``converters``, ``data_tools``) lie beside this package. In a wheel
+they lie in its folder ``_tools``, so that such common names do not appear in site-packages. The library
+imports none of them; this program starts them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One dataclass tree = one YAML = the ``--help`` text of ``python -m megatron_vl.train``.
+"""The options of a run: one tree of dataclasses defines the YAML and the ``--help`` text.
 
-Every field has its unit in its help text. :func:`parse` reads the YAML and the dotted overrides;
-:func:`validate` refuses what cannot work before any process group starts.
+The docstring of a field is its help text and names its unit. :func:`parse` reads the YAML and the dotted
+overrides. :func:`validate` refuses impossible values before any process group starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VideoPositions = Literal["released", "transformers_5_3"]
 VideoPrompt = Literal["released", "transformers_5_10"]
 """The rules for the text around a video; :attr:`DataConfig.video_prompt` explains them."""
 RULES_BEFORE = {"video_positions": "transformers_5_3", "video_prompt": "transformers_5_10"}
-"""The rules of checkpoints that name none: of the time before these fields of :class:`DataConfig`."""
+"""The rules of checkpoints that were written before these fields of :class:`DataConfig` existed."""
 
 
 class RunConfigError(UserError, ValueError):
@@ -39,55 +39,57 @@ class RunConfigError(UserError, ValueError):
 
 @dataclass
 class ModelConfig:
-    """The model and what of it is trained."""
+    """The model, and which of its parts are trained."""
 
     checkpoint: str = ""
-    """Megatron weights to start from (output of `megatron-vl convert` or `split`, any layout). Empty: random
-    weights."""
+    """Megatron weights to start from (output of `megatron-vl convert` or `split`, in any layout).
+    Empty: random weights."""
     hf: str = ""
-    """Hugging Face folder of origin: config, tokenizer, chat template and image processor are read from
-    it."""
+    """Hugging Face folder that the model comes from.
+    Its config, tokenizer, chat template and image processor are read."""
     freeze_vision: bool = False
-    """Keep the vision tower (patch embedding and blocks) as it is."""
+    """Do not train the vision tower (patch embedding and blocks)."""
     freeze_merger: bool = False
-    """Keep the merger (vision features to language width) as it is."""
+    """Do not train the merger (vision features to language width)."""
     freeze_language: bool = False
-    """Keep the language model as it is."""
+    """Do not train the language model."""
     moe_aux_loss: float | None = None
-    """Coefficient of the experts' load-balancing loss, averaged over the layers (transformers: of the layers'
-    average; equal for one layer); 0: none; empty: router_aux_loss_coef of the Hugging Face config where its
-    output_router_logits is true, none otherwise."""
+    """Coefficient of the experts' load-balancing loss, which is the mean of the layers' losses (transformers
+    takes one loss of the layers' mean; both are equal for one layer). 0: no such loss.
+    Empty: router_aux_loss_coef of the Hugging Face config if its output_router_logits is true,
+    otherwise no such loss."""
     vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te", "triton"] = "auto"
-    """Packed attention of the vision tower; auto: the fastest measured on the platform (CPU: sdpa); triton:
-    our kernels, RoPE included (CUDA, bfloat16)."""
+    """Implementation of packed attention in the vision tower. auto: the fastest one measured on the platform
+    (CPU: sdpa). triton: the kernels of this project, which also apply RoPE (CUDA, bfloat16)."""
     window_attention: Literal["auto", "fused", "backend"] = "auto"
-    """Window layers of the vision tower: fused (one kernel, RoPE included; CUDA, bfloat16) or backend (as
-    vision_attention); auto: fused on CUDA."""
+    """Implementation of the vision tower's window layers. fused: one kernel, which also applies RoPE (CUDA,
+    bfloat16). backend: the same as vision_attention. auto: fused on CUDA, otherwise backend."""
     language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
-    """Packed attention of the language model; auto: the fastest measured on the platform (CPU: sdpa)."""
+    """Implementation of packed attention in the language model.
+    auto: the fastest one measured on the platform (CPU: sdpa)."""
 
 
 @dataclass
 class ParallelConfig:
-    """How the model is spread over ranks; data parallel is what is left of the world size."""
+    """How the model is spread over ranks. The data-parallel size is the world size divided by tp * pp."""
 
     tp: int = 1
     """Tensor parallel size (ranks)."""
     pp: int = 1
     """Pipeline parallel size (stages)."""
     vpp: int = 1
-    """Virtual chunks of each pipeline stage (interleaved 1F1B when above 1)."""
+    """Virtual chunks of each pipeline stage. Above 1, the schedule is interleaved 1F1B."""
     layers: list[int] | None = None
-    """Decoder layers of each of the pp * vpp chunks, in model order; empty: even."""
+    """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty: spread evenly."""
     ep: int = 1
-    """Expert parallel size (ranks that share a layer's experts); 1 for models without experts."""
+    """Expert parallel size (ranks that share a layer's experts). Leave at 1 for models without experts."""
     etp: int = 1
-    """Expert tensor parallel size (ranks that share each expert's matrices); independent of tp."""
+    """Expert tensor parallel size (ranks that share each expert's matrices). It is independent of tp."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel blocks along the sequence (needs tp > 1)."""
     tp_comm_overlap: bool = False
-    """Run the decoder layers' tensor-parallel collectives beside their matrix products (CUDA; needs
-    sequence_parallel)."""
+    """Overlap the tensor-parallel collectives of decoder layers
+    with their matrix products (CUDA; needs sequence_parallel)."""
     distributed_optimizer: bool = True
     """Spread optimizer state over data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = True
@@ -95,92 +97,94 @@ class ParallelConfig:
     overlap_param_gather: bool = True
     """Gather updated parameters while the next forward pass runs (needs distributed_optimizer)."""
     bucket_size: int | None = None
-    """Gradient bucket size in parameters; empty: Megatron-core's default."""
+    """Gradient bucket size in parameters. Empty: Megatron-core's default."""
 
 
 @dataclass
 class RecomputeConfig:
-    """Activation recompute, for the language model and the vision tower apart."""
+    """Activation recompute, set separately for the language model and the vision tower."""
 
     language: Literal["none", "selective", "full"] = "none"
-    """none; selective (language_modules); full (every layer)."""
+    """Language model: none, selective (what language_modules lists) or full (every layer)."""
     language_modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP, nearly
-    free; of experts on CUDA only), layernorm (needs Transformer Engine)."""
+    """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP: costs
+    almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine)."""
     vision: Literal["none", "activation", "full"] = "none"
-    """none, activation (of the MLP; nearly free) or full (every vision layer)."""
+    """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
 
 
 @dataclass
 class Fp8Config:
-    """Matrix products of the layers in FP8 (Transformer Engine on Hopper or later); weights and gradients
-    stay as they are."""
+    """Compute the layers' matrix products in FP8 (Transformer Engine on Hopper or later). Weights and
+    gradients keep their types."""
 
     recipe: Literal["none", "tensorwise", "delayed", "blockwise"] = "none"
-    """How tensors are scaled: tensorwise (by their present maximum), delayed (by earlier maxima), blockwise
-    (128 elements)."""
+    """How tensors are scaled: tensorwise (by their current maximum), delayed (by earlier maxima) or blockwise
+    (blocks of 128 elements). none: no FP8."""
     vision: bool = False
-    """The vision tower's layers too, which gains nothing: casts cost what products win. Off: the language
-    model's alone."""
+    """Use FP8 in the vision tower too. This gains nothing: the casts cost as much time as the products save.
+    Off: FP8 in the language model only."""
 
 
 @dataclass
 class DataConfig:
-    """The data set and how rows are made of it."""
+    """The data set, and how rows are made from it."""
 
     path: str = ""
     """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML."""
     seq_len: int = 4096
     """Tokens of a row."""
     pack: bool = True
-    """Put several samples into a row; off: one sample a row."""
+    """Put several samples into a row. Off: one sample per row."""
     packing_buffer: int = 64
-    """Samples among which the packer chooses."""
+    """Number of samples among which the packer chooses."""
     max_patches: int = 0
-    """Upper bound of vision patches in a row; 0: none but seq_len."""
+    """Largest number of vision patches in a row. 0: limited by seq_len only."""
     min_pixels: int = 0
-    """Smallest image area in pixels after resizing; 0: the checkpoint's image processor decides."""
+    """Smallest image area in pixels after resizing. 0: the checkpoint's image processor decides."""
     max_pixels: int = 0
-    """Largest image area in pixels after resizing; 0: the checkpoint's image processor decides."""
+    """Largest image area in pixels after resizing. 0: the checkpoint's image processor decides."""
     video_fps: float = 2.0
-    """Frames a second taken from a video."""
+    """Frames taken from each second of a video."""
     video_max_frames: int = 32
-    """Most frames taken from a video."""
+    """Largest number of frames taken from a video."""
     video_max_pixels: int = 0
-    """Largest frame area in pixels after resizing (Qwen3-VL: of all frames together); 0: as for images
-    (Qwen3-VL: the checkpoint's video processor decides)."""
+    """Largest area of a video frame in pixels after resizing (Qwen3-VL: of all frames together). 0: the same
+    as for images (Qwen3-VL: the checkpoint's video processor decides)."""
     video_positions: VideoPositions = "released"
-    """M-RoPE positions at videos of Qwen2-VL and Qwen2.5-VL. released: text goes on after the video's largest
-    position, its time included, as in the released models' own code and in vLLM. transformers_5_3: text goes
-    on after the video's height and width alone, and the seconds of a frame group are cut to whole ones, as in
-    transformers 5.3 to 5.17; for runs that began before this field existed."""
+    """M-RoPE positions at videos, for Qwen2-VL and Qwen2.5-VL. released: text continues after the largest
+    position of the video, time included, as in the released models' own code and in vLLM. transformers_5_3:
+    text continues after the video's height and width only, and the time of a frame group is truncated to
+    whole seconds, as in transformers 5.3 to 5.17. Choose it for runs that began before this field existed."""
     video_prompt: VideoPrompt = "released"
-    """Text at videos of Qwen3-VL. released: <|vision_start|> and <|vision_end|> stand around each frame group
-    only, as the processor writes them that the model was released with (transformers 4.57).
-    transformers_5_10: a second pair stands around the whole video, as in transformers from 5.10 on; for runs
-    that began before this field existed."""
+    """Text around videos, for Qwen3-VL. released: <|vision_start|> and <|vision_end|> surround each frame
+    group only, as the processor released with the model writes them (transformers 4.57). transformers_5_10: a
+    second pair surrounds the whole video, as in transformers 5.10 and later. Choose it for runs that began
+    before this field existed."""
     num_workers: int = 2
-    """Loader processes of each data-parallel rank; 0: in the training process."""
+    """Loader processes of each data-parallel rank. 0: load in the training process."""
     shuffle_buffer: int = 1000
-    """Most samples in the shuffle buffer of each loader process; 0: the order of the data set."""
+    """Largest number of samples in the shuffle buffer of each loader process.
+    0: keep the order of the data set."""
     shuffle_buffer_gib: float = 2.0
-    """Most GiB of samples, with their media as stored, in the shuffle buffer of each loader process: long
-    videos reach this before shuffle_buffer. 0: no bound in bytes."""
+    """Largest size of the shuffle buffer of each loader process in GiB, with media as they are stored. Long
+    videos reach this limit before shuffle_buffer. 0: no limit in bytes."""
     balance: bool = False
-    """Swap rows between data-parallel ranks so that all have about as many patches in a step: for data in
-    which rows differ much in their pictures. Each of these ranks holds a connection to every other one, so it
-    takes as many open files."""
+    """Swap rows between data-parallel ranks so that all have about the same number of patches in a step. Use
+    it for data whose rows differ much in their pictures. Each data-parallel rank then holds a connection, and
+    so an open file, to every other one."""
     max_bad_share: float = 0.01
-    """Stop when more than this share of the samples could not be used (0 to 1)."""
+    """Stop the run when more than this share of the samples could not be used (0 to 1)."""
     seed: int = 1234
     """Seed of the sample order."""
 
 
 def video_rule(data: DataConfig, timestamps: bool) -> dict[str, str]:
-    """The field, with its value, of the rule that a model's videos follow; the other one means nothing to it.
+    """The field and value of the rule that a model's videos follow.
+    The other rule does not apply to the model.
 
     Args:
-        timestamps: whether the family writes times into the text (``VisionSpec.video_timestamps``).
+        timestamps: whether the family writes timestamps into the text (``VisionSpec.video_timestamps``).
     """
     name = "video_prompt" if timestamps else "video_positions"
     return {name: getattr(data, name)}
@@ -188,23 +192,23 @@ def video_rule(data: DataConfig, timestamps: bool) -> dict[str, str]:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW, schedules, and learning rates of the model's parts."""
+    """AdamW, its schedules, and the learning rates of the model's parts."""
 
     lr: float = 1e-5
     """Peak learning rate of the language model (and of the parts below when they are not set)."""
     vision_lr: float | None = None
-    """Peak learning rate of the vision tower; 0: it stays as it is (model.freeze_vision also saves its
-    gradients and moments); empty: lr."""
+    """Peak learning rate of the vision tower. Empty: lr. 0: its weights do not change (model.freeze_vision
+    also saves the memory of its gradients and moments)."""
     merger_lr: float | None = None
-    """Peak learning rate of the merger; 0: it stays as it is; empty: lr."""
+    """Peak learning rate of the merger. Empty: lr. 0: its weights do not change."""
     min_lr_ratio: float = 0.1
-    """Final learning rate as a part of the peak (cosine)."""
+    """Final learning rate as a fraction of the peak (cosine)."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape after warm-up."""
+    """Shape of the learning rate after warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     weight_decay: float = 0.1
-    """Applied to matrices, not to biases and norms."""
+    """Weight decay of matrices; biases and norms have none."""
     beta1: float = 0.9
     """Adam: decay of the first moment."""
     beta2: float = 0.95
@@ -212,74 +216,76 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Adam: term added to the denominator."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Largest global gradient norm. 0: no clipping."""
     cpu_offload: bool = False
-    """Keep optimizer state in host memory and update there (CUDA only)."""
+    """Keep optimizer state in host memory and update weights there (CUDA only)."""
     cpu_offload_fraction: float = 1.0
-    """Part of the optimizer state that is kept in host memory."""
+    """Fraction of the optimizer state that cpu_offload keeps in host memory (0 to 1)."""
 
 
 @dataclass
 class CheckpointConfig:
-    """Saving and resuming one's own run."""
+    """Saving and resuming the run."""
 
     dir: str = ""
-    """Folder of the run's checkpoints; empty: nothing is saved."""
+    """Folder for the run's checkpoints. Empty: save nothing."""
     interval: int = 0
-    """Steps between checkpoints; 0: at the end only."""
+    """Steps between checkpoints. 0: save at the end only."""
     keep: int = 2
-    """Latest checkpoints kept; 0: all. Those that a roll-back left behind are not counted and not deleted."""
+    """Number of latest checkpoints to keep. 0: keep all.
+    Checkpoints that a roll-back abandoned are neither counted nor deleted."""
     keep_every: int = 0
-    """Checkpoints of multiples of this step are kept for good; 0: only the latest ones."""
+    """Never delete checkpoints of multiples of this step. 0: keep only the latest ones."""
     resume: bool = True
-    """Go on from the latest checkpoint in dir, the one saved last, when there is one."""
+    """Resume from the checkpoint in dir that was saved last, if there is one."""
     step: int | None = None
-    """Roll back to this step's checkpoint; what the run then saves becomes the latest. Done once: a start
-    with the same step goes on with what was saved since."""
+    """Roll back to this step's checkpoint. What the run saves from then on becomes the latest. This happens
+    once: a later start with the same step resumes from what was saved since."""
     branch: str = ""
-    """Branch of step, as `megatron-vl checkpoint show` names it, where several have saved that step; empty:
-    the present one's, else the one saved last."""
+    """Branch of step, as `megatron-vl checkpoint show` names it, if several branches have saved that step.
+    Empty: the current branch if it has saved the step, otherwise the one saved last."""
     restart_data: bool = False
-    """When resuming, read the data set from its start: for a changed number of data-parallel ranks, workers
-    or rows. Done once: a later start with the option on goes on in the data."""
+    """When resuming, read the data set from its start. Use it after a change of the number of data-parallel
+    ranks, workers or rows. This happens once: a later start with the option on continues in the data."""
     attempt: int = 1
-    """Raise this number to have step or restart_data done once more."""
+    """Raise this number to apply step or restart_data once more."""
     background: bool = True
-    """Write checkpoints while training goes on; off: wait for each."""
+    """Writes checkpoints while training continues. Off: wait until each is written."""
 
 
 @dataclass
 class EvalConfig:
-    """Validation while the training runs: before the first step, every so many steps, and at the end."""
+    """Validation during training: before the first step, every `interval` steps, and at the end."""
 
     interval: int = 0
-    """Steps between evaluations; 0: none."""
+    """Steps between evaluations. 0: do not evaluate."""
     split: str = "val"
-    """Split of the data set (`megatron-vl data convert --val-fraction` makes val)."""
+    """Split of the data set to evaluate on (`megatron-vl data convert --val-fraction` creates val)."""
     rows: int = 64
-    """Rows whose loss is taken, the first ones of the split, over all ranks; they stay in host memory (pixels
-    included)."""
+    """Number of rows to compute the loss on, over all ranks: the first ones of the split. They stay in host
+    memory, pixels included."""
     samples: int = 0
-    """Prompts of the split that are answered each time, the first ones; in eval.jsonl beside the checkpoints
-    and as text in TensorBoard."""
+    """Number of prompts to answer at each evaluation: the first ones of the split. The answers go to
+    eval.jsonl beside the checkpoints and to TensorBoard as text."""
     max_new_tokens: int = 64
-    """Most tokens of an answer."""
+    """Largest number of tokens in an answer."""
 
 
 @dataclass
 class LogConfig:
-    """What is shown and written."""
+    """What the run prints and writes."""
 
     interval: int = 1
-    """Steps between printed lines. In them, of models with experts: busiest expert 3.44x = its tokens are
-    3.44 times the mean of its layer's experts, in the layer where that is most (1: even; padding is not
-    counted)."""
+    """Steps between printed lines. For models with experts, a line says for instance "busiest expert 3.44x":
+    in the least even layer, the busiest expert gets 3.44 times the mean number of tokens
+    (1: even; padding is not counted)."""
     tensorboard: str = ""
-    """Folder of TensorBoard events; empty: none."""
+    """Folder for TensorBoard events. Empty: write none."""
     samples: bool = False
-    """Write the keys of each step's samples to samples.jsonl in checkpoint.dir."""
+    """Writes the keys of each step's samples to samples.jsonl in checkpoint.dir."""
     peak_tflops: float = 0.0
-    """Peak of one accelerator in TFLOP/s for MFU; 0: known by the device's name (989 for H100/H200 bf16)."""
+    """Peak of one accelerator in TFLOP/s, for MFU.
+    0: look it up by the device's name (989 for H100 and H200 in bf16)."""
 
 
 @dataclass
@@ -296,34 +302,34 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 100
-    """Optimizer steps of the whole run; the schedule ends here."""
+    """Optimizer steps of the whole run. The schedule ends here."""
     stop_after: int | None = None
-    """Stop (and save) at this step although the schedule goes on to `steps`."""
+    """Save and stop at this step; the schedule still ends at `steps`."""
     global_batch_size: int = 8
-    """Rows of one optimizer step, over all data-parallel ranks."""
+    """Rows in one optimizer step, over all data-parallel ranks."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Computation type; bfloat16 keeps float32 master weights and gradients."""
+    """Type of computation. With bfloat16, master weights and gradients are float32."""
     platform: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: cuda when there is a GPU."""
+    """Where to run. auto: cuda if there is a GPU, otherwise cpu."""
     seed: int = 1234
-    """Seed of random weights."""
+    """Seed of the random initial weights."""
     max_bad_steps: int = 10
-    """Steps in a row with a non-finite loss or gradient, or without any token that bears loss, after which
-    the run stops. Each is skipped: weights and moments stay, data and schedules go on."""
+    """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss token.
+    Each such step is skipped: weights and moments do not change, data and schedules advance."""
 
 
 PROGRAM = "python -m megatron_vl.train"
 
 
 def build_parser() -> ArgumentParser:
-    """The command line: ``--config RUN.yaml`` and one dotted option a field, each explained by the field's
-    docstring."""
-    # Off by default: without it the docstrings below the fields do not reach --help.
+    """The command line: ``--config RUN.yaml`` and one dotted option per field.
+    A field's docstring is its help."""
+    # This is off by default. Without it the docstrings below the fields do not reach --help.
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --config RUN.yaml [--section.field value ...]",
-        description="Train a Qwen-VL model. Start it with torchrun, one process a GPU.",
+        description="Train a Qwen-VL model. Start it with torchrun, one process per GPU.",
         exit_on_error=False,
         allow_abbrev=False,  # a field added later must not change what a shortened name means
     )
@@ -351,8 +357,8 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
     """Reads ``--config RUN.yaml`` and ``--section.field value`` overrides.
 
     Raises:
-        RunConfigError: a field is unknown or its value has the wrong type; the message says what would be
-            valid.
+        RunConfigError: a field is unknown or its value has the wrong type;
+            the message says what would be valid.
         SystemExit: ``--help`` was asked for.
     """
     parser = build_parser()
@@ -362,8 +368,11 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
 
 
 def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
-    """What a parser that holds the fields of a run reads; raises RunConfigError as :func:`parse_config`
-    does."""
+    """Parses ``argv`` with a parser that holds the fields of a run.
+
+    Raises:
+        RunConfigError: as :func:`parse_config` does.
+    """
     argv = sys.argv[1:] if argv is None else argv
     for path in _config_files(argv):
         _check_file(parser, path)
@@ -381,14 +390,14 @@ def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
 
 
 def _config_files(argv: list[str]) -> list[str]:
-    """What is given as ``--config``; jsonargparse takes YAML in place of a file's name too."""
+    """The files given as ``--config``. jsonargparse also takes YAML text in place of a file name."""
     given = [after for word, after in zip(argv, argv[1:], strict=False) if word == "--config"]
     given += [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
     return [path for path in given if "\n" not in path and len(path) < 4096 and Path(path).is_file()]
 
 
 def _check_file(parser: ArgumentParser, path: str) -> None:
-    """Reads one YAML by itself, so that what is wrong in it is told with its name and the line."""
+    """Reads one YAML file alone, so that an error message can name the file and the line."""
     lines: dict[str, int] = {}
     try:
         lines = field_lines(Path(path), sections())
@@ -404,8 +413,8 @@ def _check_file(parser: ArgumentParser, path: str) -> None:
 
 
 def parse(argv: list[str] | None = None) -> TrainConfig:
-    """:func:`parse_config` for the entry point: prints what is wrong, once for all ranks, and exits with code
-    2."""
+    """:func:`parse_config` for the entry point:
+    on an error, rank 0 prints it and every rank exits with code 2."""
     try:
         return parse_config(argv)
     except RunConfigError as error:
@@ -415,9 +424,10 @@ def parse(argv: list[str] | None = None) -> TrainConfig:
 
 
 def _explain(message: str) -> tuple[str, str]:
-    """jsonargparse's message in one line, and the field's name; with the nearest names where a field is
-    unknown."""
+    """jsonargparse's message in one line, and the field's name.
+    For an unknown field it suggests the nearest names."""
     known = fields()
+
     unknown = re.search(
         r"unrecognized arguments: --([\w.]+)|'([\w.]+)' is not accepted|not accept option '(\w+)'", message
     )
@@ -431,29 +441,30 @@ def _explain(message: str) -> tuple[str, str]:
         section = [field for field in known if field.startswith(name.split(".")[0] + ".")]
         advice = f"did you mean {', '.join(near)}?" if near else f"valid: {', '.join(section or known)}"
         return f"field {name!r} is unknown; {advice}", name
+
     positional = re.match(r"unrecognized arguments: ([^-\s]\S*\.ya?ml)$", message)
     if positional:
         return f"unrecognized argument: {positional[1]}; did you mean --config {positional[1]}?", ""
+
     empty = re.match(r"argument --([\w.]+): expected one argument", message)
     if empty:
         return (
-            f"--{empty[1]} needs a value behind it, as in --{empty[1]} VALUE (switches too: true or false)",
+            f"--{empty[1]} needs a value after it, as in --{empty[1]} VALUE (switches too: true or false)",
             empty[1],
         )
+
     ill_typed = re.match(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
     if not ill_typed:
         return " ".join(message.split()), ""
     name, rest = ill_typed[1], " ".join(ill_typed[2].split())
     if name in known:
         section_of, _, leaf_name = name.rpartition(".")
-        hint = typing.get_type_hints(type(getattr(TrainConfig(), section_of)) if section_of else TrainConfig)[
-            leaf_name
-        ]
+        holder = type(getattr(TrainConfig(), section_of)) if section_of else TrainConfig
+        hint = typing.get_type_hints(holder)[leaf_name]
+
         value = re.search(r".*(?:Got|Given) value: (.*)", rest)
-        return (
-            f"field {name!r}: expected {_in_words(hint)}" + (f", got {value[1]}" if value else f"; {rest}"),
-            name,
-        )
+        found = f", got {value[1]}" if value else f"; {rest}"
+        return f"field {name!r}: expected {_in_words(hint)}{found}", name
     if name in sections():
         return f"field {name!r} is a section; give its fields, as in --{name}.FIELD value", name
     rest = re.sub(r"typing\.Literal\[(.*?)\]\.", r"one of \1.", rest).replace("<class 'int'>", "whole number")
@@ -473,7 +484,7 @@ _WORDS: dict[Any, str] = {
 
 
 def _in_words(hint: Any) -> str:
-    """A field's type as a user would say it."""
+    """A field's type in a user's words."""
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
     if hint in _WORDS:
@@ -488,6 +499,7 @@ def validate(config: TrainConfig, world_size: int) -> int:
         RunConfigError: names the field and what would be valid.
     """
     _check_ranges(config)
+
     p = config.parallel
     ranks = p.tp * p.pp
     if world_size % ranks:
@@ -506,6 +518,7 @@ def validate(config: TrainConfig, world_size: int) -> int:
         raise RunConfigError(
             f"global_batch_size {config.global_batch_size} must be a multiple of the data-parallel size {dp}"
         )
+
     micro_batches = config.global_batch_size // dp
     if p.vpp > 1 and (p.pp < 2 or micro_batches % p.pp):
         raise RunConfigError(
@@ -528,6 +541,7 @@ def validate(config: TrainConfig, world_size: int) -> int:
             f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs"
             f" {p.pp * p.vpp}"
         )
+
     if config.optimizer.warmup_steps >= config.steps and config.optimizer.warmup_steps:
         raise RunConfigError(
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} must be below steps {config.steps}"
@@ -536,6 +550,7 @@ def validate(config: TrainConfig, world_size: int) -> int:
         raise RunConfigError(
             f"stop_after {config.stop_after} must not be above steps {config.steps}; raise steps to go on"
         )
+
     c = config.checkpoint
     if c.step is not None and not (c.dir and c.resume):
         raise RunConfigError(
@@ -545,9 +560,11 @@ def validate(config: TrainConfig, world_size: int) -> int:
         raise RunConfigError(
             f"checkpoint.branch {c.branch} needs checkpoint.step, the step of that branch to go back to"
         )
-    pixels = config.data.min_pixels, config.data.max_pixels
-    if min(pixels) > 0 and pixels[0] > pixels[1]:
-        raise RunConfigError(f"data.min_pixels {pixels[0]} must not be above data.max_pixels {pixels[1]}")
+
+    low, high = config.data.min_pixels, config.data.max_pixels
+    if min(low, high) > 0 and low > high:
+        raise RunConfigError(f"data.min_pixels {low} must not be above data.max_pixels {high}")
+
     m = config.model
     if m.freeze_vision and m.freeze_merger and m.freeze_language:
         raise RunConfigError(
@@ -588,7 +605,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     (0, math.inf, "optimizer.clip_grad checkpoint.interval checkpoint.keep log.peak_tflops"),
     (0, 1, "optimizer.min_lr_ratio optimizer.beta1 optimizer.beta2 optimizer.cpu_offload_fraction"),
 )
-"""Smallest and largest value of fields; an empty (None) field is not checked."""
+"""Smallest and largest valid values of fields. An empty (None) field is not checked."""
 
 
 def _check_ranges(config: TrainConfig) -> None:

@@ -1,5 +1,5 @@
-"""The YAML of a run before its values are read: on which line each field stands, and what is no YAML of
-fields at all."""
+"""The YAML of a run before its values are read:
+the line of each field, and files that are not such a YAML."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PLAIN = {
 
 
 class ConfigFileError(UserError, ValueError):
-    """A file that holds no fields of a run; the message names it, and the line where one is to blame."""
+    """A file that does not hold fields of a run. The message names the file and, if known, the line."""
 
 
 def field_lines(path: Path, sections: Collection[str]) -> dict[str, int]:
-    """Dotted name -> line (from 1) of all that the file sets.
+    """The fields that the file sets: dotted name -> line (counted from 1).
 
     Args:
         sections: fields that hold fields.
 
     Raises:
-        ConfigFileError: broken YAML, no mapping of fields, or a field that stands there twice.
-        OSError: it cannot be read.
+        ConfigFileError: the YAML is broken, is not a mapping of fields, or sets a field twice.
+        OSError: the file cannot be read.
     """
     lines: dict[str, int] = {}
     for name, line, value in _entries(_composed(path)):
@@ -46,7 +46,7 @@ def field_lines(path: Path, sections: Collection[str]) -> dict[str, int]:
 
 
 def _composed(path: Path) -> MappingNode:
-    """The file's tree, nothing of it constructed."""
+    """The file's node tree, without constructing any values."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
@@ -63,22 +63,23 @@ def _composed(path: Path) -> MappingNode:
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigFileError(f"{path}: broken YAML: {' '.join(str(error).split())}") from error
     if not isinstance(root, MappingNode):
-        raise ConfigFileError(f"{path}: no fields in it; expected lines such as `steps: 100`")
+        raise ConfigFileError(f"{path}: the file has no fields; expected lines such as `steps: 100`")
     _check_nodes(path, root, set(), set())
     return root
 
 
 def _check_nodes(path: Path, node: Node, above: set[int], seen: set[int]) -> None:
-    """Refuses tags, and aliases of what they are part of, which jsonargparse follows for ever.
+    """Refuses tags, and aliases of a node that contains them, which jsonargparse would follow without end.
 
     Args:
-        above: the nodes that this one is within. seen: those that were looked at.
+        above: ids of the nodes that contain this one.
+        seen: ids of the nodes that were already checked.
     """
     where = f"{path}, line {node.start_mark.line + 1}"
     if id(node) in above:
-        raise ConfigFileError(f"{where}: broken YAML: an alias within what it stands for")
+        raise ConfigFileError(f"{where}: broken YAML: an alias inside the value that it stands for")
     if node.tag not in PLAIN:
-        raise ConfigFileError(f"{where}: YAML tags such as {node.tag!r} are not read")
+        raise ConfigFileError(f"{where}: YAML tags such as {node.tag!r} are not supported")
     if id(node) in seen or not isinstance(node, CollectionNode):
         return
     seen.add(id(node))
@@ -88,13 +89,13 @@ def _check_nodes(path: Path, node: Node, above: set[int], seen: set[int]) -> Non
 
 
 def _entries(mapping: MappingNode) -> Iterator[tuple[str, int, Node]]:
-    """(key, line, value) in order; what a merge (``<<``) brings along has no line of its own."""
+    """(key, line, value) of each entry in order. What a merge (``<<``) adds has no line of its own."""
     for key, value in mapping.value:
         if key.tag != "tag:yaml.org,2002:merge":
             yield str(key.value), key.start_mark.line + 1, value
 
 
 def _add(path: Path, lines: dict[str, int], name: str, line: int) -> None:
-    if name in lines:  # YAML's readers take the last one, in silence
+    if name in lines:  # YAML readers silently take the last one
         raise ConfigFileError(f"{path}, line {line}: field {name!r} is in line {lines[name]} already")
     lines[name] = line

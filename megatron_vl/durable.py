@@ -1,9 +1,9 @@
-"""Files that survive a power cut.
+"""Files that survive a power failure.
 
 Two rules: a file's bytes are on the disk before it gets its name, and a name is on the disk before anything
-refers to it. On POSIX that takes ``fsync`` of the file, a rename, and ``fsync`` of the folder that holds the
-new name; each of these functions returns when that is done. A file under a name has its old content or the
-new one at any moment.
+refers to it. On POSIX this takes ``fsync`` of the file, a rename, and ``fsync`` of the folder that holds the
+new name. Each of these functions returns when all of this is done. At any moment, a file has either its old
+content or its new content.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""What a file's name ends in until the file is whole."""
+"""The end of a file's name until the file is complete."""
 
 
 def sync(path: Path) -> None:
-    """Puts the content of a file, or the names in a folder, on the disk."""
+    """Flushes the content of a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Puts a folder with all that is in it on the disk."""
+    """Flushes a folder and everything in it to the disk."""
     for path in folder.iterdir():
         if path.is_dir():
             sync_tree(path)
@@ -35,19 +35,19 @@ def sync_tree(folder: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Gives another name, in place of what may have it, to a file or folder that is on the disk already."""
+    """Renames a file or folder that is already on the disk, replacing whatever has the new name."""
     os.replace(old, new)
     sync(new.parent)
 
 
 def put(partial: Path, path: Path) -> None:
-    """Gives its name to a file that was just written."""
+    """Flushes a file that was just written and gives it its final name."""
     sync(partial)
     rename(partial, path)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes a whole file under ``NAME.partial``, then gives it its name."""
+    """Writes a file as ``NAME.partial``, then gives it its final name."""
     partial = path.with_name(path.name + PARTIAL)
 
     with partial.open("wb") as file:
@@ -59,7 +59,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder and those above it, where they are missing."""
+    """Creates a folder and the missing ones above it."""
     if path.is_dir():
         return
     make_folder(path.parent)

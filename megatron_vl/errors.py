@@ -1,5 +1,7 @@
-"""What a user can fix, and how every entry point shows it: one line and an exit code. All else is a bug, with
-its traceback."""
+"""Errors that a user can fix, and how every entry point shows them: one line and an exit code.
+
+Any other error is a bug and is shown with its traceback.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +10,37 @@ import re
 import traceback
 
 TRACEBACK = "MEGATRON_VL_TRACEBACK"
-"""Environment variable: set to anything, users' errors are shown with their traceback too."""
+"""Environment variable: if it is set, errors that a user can fix are shown with a traceback too."""
 
 
 class UserError(Exception):
-    """Something that a user can fix. The message names the file, sample, option or field, and says what to
-    do."""
+    """An error that a user can fix.
+
+    The message names the file, sample, option or field, and says what to do.
+    """
 
     exit_code = 1
 
 
 class UsageError(UserError):
-    """The command line itself cannot be used."""
+    """The command line is invalid."""
 
     exit_code = 2
 
 
 _OF_TORCH = {"OutOfMemoryError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Errors of torch that are about the machine; compared by name, because importing torch takes seconds."""
+"""Errors of torch that are about the machine.
+They are compared by name, because importing torch takes seconds."""
 _LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|NCCL")
-"""What a collective says on the ranks that are left when another rank has ended."""
+"""What a collective reports on the remaining ranks when another rank has ended."""
 
 
 def is_fixable(error: BaseException) -> bool:
-    """Whether a user can fix it: our refusals, files and disks, memory, and a rank or a network that is
-    gone."""
+    """Whether a user can fix the error.
+
+    Fixable errors are our own refusals, errors of files and disks,
+    lack of memory, and a lost rank or network.
+    """
     if isinstance(error, UserError | OSError | MemoryError):
         return True
     if type(error).__name__ in _OF_TORCH:
@@ -41,8 +49,8 @@ def is_fixable(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """What is shown of an error: its message, or the traceback of a bug with a line on what to do about
-    it."""
+    """The text to show for an error:
+    its message, or for a bug its traceback and a line that says what to do."""
     message = str(error) or type(error).__name__
     if is_fixable(error) and not os.environ.get(TRACEBACK):
         return message
@@ -56,5 +64,5 @@ def describe(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for a command line that cannot be used, else 1."""
+    """2 for an invalid command line, otherwise 1."""
     return error.exit_code if isinstance(error, UserError) else 1

@@ -1,4 +1,4 @@
-"""JSON files that survive a crash whole, and the digest that tells whether one is as it was written."""
+"""JSON files that a crash cannot truncate, and a digest that shows whether a file was changed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_vl import durable
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of everything in a manifest but its digest, as JSON without spaces and with sorted keys.
+    """SHA-256 of a manifest without its digest, as JSON without spaces and with sorted keys.
 
-    It finds damage and edits by hand, not forgery: who can write the folder can write a digest.
+    It detects damage and manual edits but not forgery: whoever can write to the folder can write a digest.
     """
     content = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
-    """Atomic and synced: the name appears with the whole content. Returns size and hash."""
+    """Writes a JSON file atomically and flush it to the disk. Returns its size in bytes and its hash."""
     data = json.dumps(value).encode()
     durable.write(path, data)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

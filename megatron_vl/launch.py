@@ -1,11 +1,11 @@
-"""Starts the ranks of a training on this node, as torchrun does: same options, fewer surprises.
+"""Starts the ranks of a training run on this node, with torchrun's options. Two things differ from torchrun.
 
     python -m megatron_vl.launch --standalone --nproc-per-node 8 -m megatron_vl.train --config RUN.yaml
 
-* When a rank stops with a message, that message is all that is shown; torchrun would print a traceback of its
-  own behind it.
-* SIGTERM and SIGUSR1 ask the ranks to save and end, and the exit code is 0 then; torchrun would kill them
-  after 30 seconds.
+* When a rank stops with a message, only that message is shown.
+  torchrun would print a traceback of its own after it.
+* SIGTERM and SIGUSR1 ask the ranks to save and end, and the exit code is then 0. torchrun would kill the
+  ranks after 30 seconds.
 """
 
 from __future__ import annotations
@@ -24,20 +24,28 @@ RANK_PROGRAM = "megatron_vl.train"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 when all ranks ended well, else the exit code of the first that failed (128 + N when signal N
-    ended it)."""
+    """Runs the ranks and waits for them.
+
+    Returns:
+        0 when all ranks ended well, otherwise the exit code of the first that failed (128 + N if signal N
+        ended it).
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    raise_open_files()  # torchrun's process serves the store of all ranks
+    raise_open_files()  # this process serves the store of all ranks
+
     args = parse_args(sys.argv[1:] if argv is None else argv)
-    # What is left of the signals that torchrun kills the ranks for.
+    # The signals on which torchrun may still kill the ranks.
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _ask_ranks)
-    # torchrun logs each failure and each signal that it sends; the ranks have said what was wrong.
+
+    # torchrun logs each failure and each signal that it sends,
+    # but the ranks have already said what was wrong.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
     try:
         run(args)
         return 0
@@ -54,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _ask_ranks(number: int, frame: FrameType | None) -> None:
-    """Passes the wish to stop on to the ranks, and waits for them as before."""
+    """Passes the request to stop on to the ranks. The main program goes on waiting for them."""
     print(
         f"megatron_vl.launch: {signal.Signals(number).name}: the ranks save and end",
         file=sys.stderr,

@@ -1,4 +1,4 @@
-"""The processes that another one has started."""
+"""The child processes of a process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import psutil
 
 
 def children(parent: int) -> dict[int, tuple[str, ...]]:
-    """The living children of a process: id -> words of the command line. One that ends meanwhile is left
-    out."""
+    """The living children of a process: id -> words of the command line.
+
+    A child that ends during the call is left out.
+    """
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(parent).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # a dead one that nobody waited for, too
+            with contextlib.suppress(psutil.NoSuchProcess):  # also raised for a zombie
                 found[process.pid] = tuple(process.cmdline())
     return found

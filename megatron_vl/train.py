@@ -1,9 +1,9 @@
-"""One rank of a training; ``megatron-vl train`` starts them. By hand:
+"""One rank of a training run. ``megatron-vl train`` starts the ranks; to start them by hand:
 
     torchrun --nproc-per-node N -m megatron_vl.train --config RUN.yaml [--section.field value ...]
 
-SIGTERM or SIGUSR1 to any rank: all ranks save after the step under way and end with exit code 0. torchrun
-kills its ranks 30 seconds after SIGTERM; ``python -m megatron_vl.launch`` in its place waits for them.
+On SIGTERM or SIGUSR1 to any rank, all ranks finish the current step, save and end with exit code 0. torchrun
+kills its ranks 30 seconds after SIGTERM; ``python -m megatron_vl.launch`` waits for them instead.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from megatron_vl.signals import take_stop_signals
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses, checks, trains. Returns the exit code: 0 done, 1 stopped with a message.
+    """Parses and checks the options, then trains.
+    Returns the exit code: 0 when done, 1 when stopped with a message.
 
-    Where several ranks run and one fails, all of them end with its message (see
+    If one of several ranks fails, all of them end with its message (see
     :mod:`megatron_vl.parallel.failures`).
     """
     config = parse(argv)
-    faulthandler.enable()  # a crash in native code tells where Python was
+    faulthandler.enable()  # a crash in native code then prints the Python stack
     try:
         from megatron_vl.training.preflight import check
 
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         return _failed(error)
     finally:
-        # Without torch there is no process group, and importing it takes seconds.
+        # If torch was not imported there is no process group, and importing it takes seconds.
         if "torch" in sys.modules:
             from megatron_vl.parallel.groups import end_groups
 
@@ -45,8 +46,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Prints why the training ends: this rank's error, or that of the rank which failed first. Returns the
-    exit code."""
+    """Prints why the training ends: this rank's error, or that of the rank that failed first.
+
+    Returns the exit code.
+    """
     failures.tell_once(failures.report(describe(error), is_fixable(error)))
     failures.leave()
     return exit_code(error)

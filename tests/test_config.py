@@ -32,7 +32,7 @@ def test_help_explains_every_field(capsys):
         assert f"--{name} " in shown
         assert explained[name] and len(explained[name]) > 10, f"{name} has no docstring"
     assert "Tensor parallel size (ranks)." in shown
-    assert "selective (language_modules)" in shown
+    assert "selective (what language_modules lists)" in shown
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_help_explains_every_field(capsys):
         (["--config", "no_such.yaml"], r"no_such.yaml"),
         (["--confg", "run.yaml"], r"'confg' is unknown; did you mean config"),
         (["run.yaml"], r"unrecognized argument: run.yaml; did you mean --config run.yaml\?$"),
-        (["--model.freeze_vision"], r"--model.freeze_vision needs a value behind it.*true or false"),
+        (["--model.freeze_vision"], r"--model.freeze_vision needs a value after it.*true or false"),
         (["--recompute.language_modules", "mlp"], r"expected a list of words such as \[one,two\], got mlp$"),
     ],
 )
@@ -85,14 +85,14 @@ def test_unknown_or_ill_typed(arguments, message):
         ("steps: 3\nseed: 3\nsteps: 4", 3, r"field 'steps' is in line 1 already"),
         ("parallel: {tp: 2\nsteps: 3", 2, r"column 6: broken YAML: expected ',' or '}'.*from line 1"),
         ("steps: 3\n\tseed: 3", 2, r"column 1: broken YAML"),
-        ("model: &a {hf: *a}", 1, r"broken YAML: an alias within what it stands for"),
+        ("model: &a {hf: *a}", 1, r"broken YAML: an alias inside the value that it stands for"),
         (
             "seed: 3\nmodel: {hf: !!python/name:os.system ''}",
             2,
-            r"YAML tags such as .*os.system. are not read",
+            r"YAML tags such as .*os.system. are not supported",
         ),
-        ("- steps", None, r"no fields in it"),
-        ("# steps: 3", None, r"no fields in it"),
+        ("- steps", None, r"the file has no fields"),
+        ("# steps: 3", None, r"the file has no fields"),
         ("steps: \udcff", None, r"not UTF-8 text"),
     ],
 )

@@ -1,8 +1,8 @@
-"""Core's small functions stay uncompiled where there is no GPU.
+"""Keeps core's small functions uncompiled if there is no GPU.
 
 Megatron-core 0.19.2 wraps some forty of them in ``torch.compile`` while it is imported. Making the wrappers
-imports inductor: two of the six seconds of processor time that each rank needs to start, for kernels that a
-CPU run does not gain from.
+imports inductor. That takes two of the six seconds of processor time that each rank needs to start, and a CPU
+run gains nothing from the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CORE = "megatron.core"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds core as others would, and has it loaded by :class:`_Loader`."""
+    """Finds core as usual and lets :class:`_Loader` load it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,16 +50,16 @@ class _Loader(importlib.abc.Loader):
             self.loader.exec_module(module)
         finally:
             torch.compile = compile_
-        # The parts of core that are imported later ask for the wrapper there.
+        # Parts of core that are imported later get the wrapper from there.
         sys.modules[f"{CORE}.jit"].disable_jit_fuser()
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """In place of ``torch.compile``, with or without options."""
+    """Replaces ``torch.compile``, with or without options."""
     return function if function is not None else _as_it_is
 
 
 def install() -> None:
-    """Before core is imported; later it does nothing."""
+    """Installs the finder. It must run before core is imported; later it does nothing."""
     if CORE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

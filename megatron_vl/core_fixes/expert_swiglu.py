@@ -1,8 +1,8 @@
-"""Experts' SwiGLU without torch.compile (Megatron-core 0.19.2).
+"""Runs experts' SwiGLU without torch.compile (Megatron-core 0.19.2).
 
-The grouped experts call core's jitted SwiGLU, whose backward is several times slower than memory allows (see
-:mod:`megatron_vl.kernels.swiglu`) and is compiled again when the number of routed tokens changes. Can go when
-core has a kernel of its own on this path.
+The grouped experts call core's jitted SwiGLU. Its backward pass is several times slower than memory allows
+(see :mod:`megatron_vl.kernels.swiglu`) and is compiled again when the number of routed tokens changes. This
+fix can go when core has its own kernel on this path.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def use_fused_swiglu() -> None:
-    """Lets core's grouped experts take our kernel. Idempotent."""
+    """Makes core's grouped experts use our kernel. Idempotent."""
     experts.weighted_bias_swiglu_impl = _weighted_swiglu
 
 
 def _weighted_swiglu(
     x: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False
 ) -> Tensor:
-    """Core's signature: x [T, 2 * F], weights [T, 1] -> [T, F]."""
+    """SwiGLU with core's signature: x [T, 2 * F], weights [T, 1] -> [T, F]."""
     from megatron_vl.kernels.swiglu import swiglu
 
     if bias is not None or fp8_input_store:

@@ -1,14 +1,14 @@
-"""One worker thread for each gloo group (torch 2.11.0).
+"""Gives each gloo group only one worker thread (torch 2.11.0).
 
-A gloo group has two worker threads by default. At the end of each operation a worker assigns the group's
+A gloo group has two worker threads by default. At the end of each operation, a worker assigns the group's
 ``lastCompletedWorkName``, a ``std::string`` that both share, without a lock (``ProcessGroupGloo::runLoop``).
 Names of up to 15 characters are stored inside the string. ``ALLGATHER_COALESCED``, which Megatron-core's
-overlapped parameter gather issues, has 19 and is stored on the heap: two such operations that end at the same
-time free one buffer twice, and the rank dies with ``malloc(): unaligned tcache chunk detected`` or a
-segmentation fault. With one worker there is nobody to race with.
+overlapped parameter gather issues, has 19 and is stored on the heap. If two such operations end at the same
+time, they free one buffer twice, and the rank dies with ``malloc(): unaligned tcache chunk detected`` or a
+segmentation fault. With one worker there is no race.
 
-NCCL is not affected: one watchdog thread writes its name. Can go when torch assigns the name under a lock, or
-no longer keeps it. tests/parallel/test_groups.py reads the number of threads off the groups.
+NCCL is not affected, because only one watchdog thread writes its name. This fix can go when torch assigns the
+name under a lock or no longer keeps it. tests/parallel/test_groups.py checks the groups' numbers of threads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 
 def use_one_worker() -> None:
-    """Lets every gloo group that is made from now on have one worker thread. Idempotent.
+    """Gives every gloo group that is made from now on one worker thread. Idempotent.
 
-    Megatron-core and torch make their groups by themselves, and torch takes no options for gloo: the
-    constructor is the only place that all of them pass.
+    Megatron-core and torch make groups themselves, and torch accepts no options for gloo. All groups have
+    only the constructor in common.
     """
     gloo = _gloo()
     original = gloo.__init__
@@ -49,7 +49,7 @@ def _gloo() -> Any:
 
 
 def _options(timeout: timedelta | None) -> Any:
-    """What torch's own constructor takes, but for the number of threads."""
+    """The options that torch's own constructor uses, except for the number of threads."""
     from torch.distributed.distributed_c10d import default_pg_timeout
 
     options = _gloo()._Options()
@@ -60,8 +60,10 @@ def _options(timeout: timedelta | None) -> Any:
 
 
 def _devices() -> list[Any]:
-    """One for each network interface of ``GLOO_SOCKET_IFNAME`` (names with commas between); else that of the
-    host's name."""
+    """A device for each network interface in ``GLOO_SOCKET_IFNAME`` (names separated by commas).
+
+    If the variable is empty, the interface of the host's name is used.
+    """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not names:
         return [_gloo().create_default_device()]

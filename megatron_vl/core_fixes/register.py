@@ -1,12 +1,12 @@
-"""Everything in this project that replaces, or reaches into, what Megatron-core, Transformer Engine or torch
-keep to themselves.
+"""Lists everything in this project that replaces or uses internals of Megatron-core,
+Transformer Engine or torch.
 
 Each entry says what is touched, why, for which version it was written, when it can go, and which test fails
-when it is taken out or is no longer needed. ``tests/core_fixes/test_register.py`` checks that the entries are
-true and that none is missing.
+if it is removed or no longer needed. ``tests/core_fixes/test_register.py`` checks that the entries are true
+and that none is missing.
 
-A new version of Megatron-core may break any of them without a message, so an unknown version is refused at
-the start (:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
+A new version of Megatron-core may silently break any of them, so unknown versions are refused at the start
+(:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_vl.errors import UserError
 
 CORE = "megatron-core"
 TESTED_CORE = ("0.19.2",)
-"""The versions of Megatron-core that the whole test suite and the GPU runs were seen to pass with."""
+"""The versions of Megatron-core with which the whole test suite and the GPU runs have passed."""
 
 AT_OWN_RISK = "MEGATRON_VL_UNTESTED_CORE"
-"""Set to 1 in the environment, it lets any version of Megatron-core through."""
+"""Environment variable: if it is 1, any version of Megatron-core is accepted."""
 
 
 class CoreVersionError(UserError):
@@ -33,8 +33,7 @@ def check_core_version() -> None:
     """Refuses a version of Megatron-core that the fixes below were not written for.
 
     Raises:
-        CoreVersionError: another version is installed, or none, and ``MEGATRON_VL_UNTESTED_CORE`` is not set
-            to 1.
+        CoreVersionError: no version is installed, or another one without ``MEGATRON_VL_UNTESTED_CORE=1``.
     """
     try:
         installed = version(CORE)
@@ -50,18 +49,19 @@ def check_core_version() -> None:
 
 @dataclass(frozen=True)
 class Fix:
-    """One place where this project does not leave a dependency as it is."""
+    """One place where this project changes a dependency or uses its internals."""
 
     ours: str
-    """``module:name`` of what does it."""
+    """The code of the fix, as ``module:name``."""
     touches: tuple[str, ...]
-    """Dotted names of what is replaced, subclassed for its internals, or read although it is private."""
+    """Dotted names of what is replaced, subclassed because of its internals,
+    or read although it is private."""
     why: str
     written_for: str
-    """Package and version."""
+    """The package and version that the fix was written for."""
     goes_when: str
     test: str
-    """``file::test`` that fails when the fix is taken out, or is no longer needed."""
+    """The ``file::test`` that fails if the fix is removed or no longer needed."""
 
 
 _CORE = f"{CORE} {TESTED_CORE[-1]}"
@@ -465,7 +465,7 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
         ),
-        why="Core copies the weights of each parameter in a launch of its own: 1,650 a step with experts.",
+        why="Core copies the weights of each parameter in its own launch: 1,650 per step with experts.",
         written_for=_CORE,
         goes_when="core copies them together",
         test=(

@@ -1,9 +1,9 @@
 """Gradient-accumulation fusion without APEX (Megatron-core 0.19.2).
 
-Core's config switch is for all linears at once, and its own ColumnParallelLinear (the output layer of
-GPTModel) then wants a CUDA extension of APEX. Transformer Engine's linears can add weight gradients into
-``main_grad`` by themselves, so the switch stays off and only they are told. Can go when GPTModel takes a
-Transformer Engine output layer.
+Core's config switch applies to all linears, and its own ColumnParallelLinear (the output layer of GPTModel)
+then needs a CUDA extension of APEX. Transformer Engine's linears can add weight gradients to ``main_grad``
+without it, so the switch stays off and only they are set.
+This fix can go when GPTModel takes a Transformer Engine output layer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from torch import nn
 
 
 def fuse_weight_gradients(model: nn.Module) -> int:
-    """Lets every Transformer Engine linear of ``model`` accumulate into ``main_grad``. Returns how many there
-    are.
+    """Makes every Transformer Engine linear of ``model`` accumulate into ``main_grad``.
+
+    Returns the number of these linears.
 
     ``main_grad`` must exist before the first backward pass: wrap the model in Megatron-core's DDP.
     """

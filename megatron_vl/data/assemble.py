@@ -1,6 +1,6 @@
-"""Samples -> one packed :class:`~megatron_vl.data.row.Row`.
+"""Packs samples into one :class:`~megatron_vl.data.row.Row`.
 
-Everything that depends on the data is computed here, on the CPU. Nothing is decoded here: the samples bring
+Everything that depends on the data is computed here, on the CPU. Nothing is decoded here: samples come with
 their pixel planes (see :mod:`megatron_vl.data.pixels`).
 """
 
@@ -29,7 +29,7 @@ from megatron_vl.spec.positions import (
 
 
 class PackError(UserError, ValueError):
-    """Samples that do not make a row; the message says which number does not fit."""
+    """The samples do not make a row. The message says which number does not fit."""
 
 
 @dataclass
@@ -38,19 +38,19 @@ class MediaItem:
 
     grid: GridTHW
     planes: Tensor
-    """uint8 [F, h * w, channels * patch * patch]: the frames, patches in merge-unit order. An image is one
-    frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``: the last frame is repeated, as HF's
-    processors do."""
+    """uint8 [F, h * w, channels * patch * patch]: the frames, with patches in merge-unit order. An image has
+    one frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``:
+    the last frame is repeated, as in HF's processors."""
 
 
 @dataclass
 class Sample:
-    """One conversation, tokenized, placeholders expanded."""
+    """One tokenized conversation with expanded placeholders."""
 
     token_ids: Tensor
     """int64 [n]"""
     loss_mask: Tensor
-    """bool [n]: tokens that are to be learnt (not shifted)."""
+    """bool [n]: the tokens to learn (not shifted)."""
     media: list[MediaItem] = field(default_factory=list)
     """In the order of the text."""
 
@@ -59,8 +59,11 @@ class Sample:
 
 
 def pad_token(spec: ModelSpec) -> int:
-    """The token that fills the end of a row: the config's ``pad_token_id``, else its ``bos_token_id`` (Qwen's
-    ``<|endoftext|>``), else 0. It is never learnt and never attended to by a sample."""
+    """The token that fills the end of a row.
+
+    It is the config's ``pad_token_id``, else its ``bos_token_id`` (Qwen's ``<|endoftext|>``), else 0. It is
+    never learnt, and no sample attends to it.
+    """
     fields = {**spec.hf_config, **text_config(spec.hf_config)}
     for name in ("pad_token_id", "bos_token_id"):
         value = fields.get(name)
@@ -76,15 +79,14 @@ def pack_row(
     pad_token_id: int | None = None,
     video_positions: VideoPositions = "released",
 ) -> Row:
-    """Puts whole samples behind each other into a row of ``seq_len`` tokens; the padded tail is one more
-    segment.
+    """Concatenates whole samples into a row of ``seq_len`` tokens. The padded tail is one more segment.
 
     Args:
-        pad_token_id: fills the tail; None: the model's own.
+        pad_token_id: token that fills the tail; None: that of the model.
         video_positions: as in :func:`~megatron_vl.spec.positions.mrope_positions`.
 
     Raises:
-        PackError: no sample, or more tokens than ``seq_len``.
+        PackError: there is no sample, or there are more tokens than ``seq_len``.
         PositionError: placeholders and media of a sample do not match.
     """
     lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
@@ -93,15 +95,18 @@ def pack_row(
         raise PackError(
             f"{len(samples)} samples of {lengths.tolist()} tokens do not make a row of {seq_len} tokens"
         )
+
     filler = pad_token(spec) if pad_token_id is None else pad_token_id
     tail = seq_len - used
     tokens = pad(torch.cat([sample.token_ids for sample in samples]), (0, tail), value=filler)
     labels, loss_mask = _targets(samples, seq_len)
+
     grids = [[item.grid for item in sample.media] for sample in samples]
     positions = [
         mrope_positions(sample.token_ids, own, spec, video_positions)
         for sample, own in zip(samples, grids, strict=True)
     ]
+
     segments = lengths if not tail else torch.cat([lengths, torch.tensor([tail])])
     media = [item for sample in samples for item in sample.media]
     return Row(
@@ -119,8 +124,10 @@ def pack_row(
 
 
 def _targets(samples: Sequence[Sample], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Labels int64 [S] and loss mask float32 [S]: the next token of the same sample, where it is to be
-    learnt."""
+    """Labels int64 [S] and loss mask float32 [S].
+
+    A label is the next token of the same sample if it is to be learnt.
+    """
     labels = torch.zeros(seq_len, dtype=torch.int64)
     mask = torch.zeros(seq_len, dtype=torch.float32)
     start = 0
@@ -134,7 +141,7 @@ def _targets(samples: Sequence[Sample], seq_len: int) -> tuple[Tensor, Tensor]:
 
 
 def _placeholders(samples: Sequence[Sample], lengths: Tensor, spec: ModelSpec) -> Tensor:
-    """int64 [N]: the place in the row of each placeholder, media in the order of the text."""
+    """int64 [N]: the position in the row of each placeholder, with media in the order of the text."""
     offsets = pad(lengths.cumsum(0), (1, 0)).tolist()
     places = []
     for sample, offset in zip(samples, offsets[:-1], strict=True):
@@ -150,10 +157,12 @@ def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -
     grids = [item.grid for item in media]
     order = window_order(grids, vision)
     patches = order.patches(vision.merge_unit)
+
     indices, first = [], 0
     for item in media:
         indices.append(_plane_index(item, vision.temporal_patch_size) + first)
         first += item.planes.shape[0] * item.planes.shape[1]
+
     position_hw = torch.cat([patch_positions(grid, vision.spatial_merge_size) for grid in grids])
     frame_hw = torch.cat([torch.tensor([[grid.h, grid.w]]).expand(grid.patches, 2) for grid in grids])
     return VisionBatch(
@@ -170,8 +179,8 @@ def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -
 
 
 def _plane_index(item: MediaItem, temporal: int) -> Tensor:
-    """int64 [patches, temporal]: the planes of each patch in merge-unit order, counted from the item's
-    first."""
+    """int64 [patches, temporal]: the planes of each patch in merge-unit order,
+    counted from the item's first plane."""
     grid, frames, per_frame = item.grid, item.planes.shape[0], item.grid.h * item.grid.w
     if item.planes.shape[1] != per_frame:
         raise PackError(
@@ -182,8 +191,10 @@ def _plane_index(item: MediaItem, temporal: int) -> Tensor:
 
 
 def dummy_vision(spec: ModelSpec) -> VisionBatch:
-    """One black merge unit without a place in the text: keeps the vision tower's backward running in
-    text-only rows."""
+    """One black merge unit that has no place in the text.
+
+    It keeps the vision tower's backward pass running in text-only rows.
+    """
     vision = spec.vision
     grid = GridTHW(1, vision.spatial_merge_size, vision.spatial_merge_size)
     segment = torch.tensor([0, grid.patches], dtype=torch.int32)

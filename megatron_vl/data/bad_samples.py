@@ -1,4 +1,4 @@
-"""Samples that training could not use: listed, counted by reason, and a limit on their share."""
+"""Samples that training could not use: lists them, counts them by reason, and limits their share."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 LISTED_PER_ROW = 256
-"""Most samples that one row names; further ones are in its counts only."""
+"""Largest number of samples that one row lists. Further ones are only counted."""
 
 
 @dataclass(frozen=True)
 class DroppedSample:
-    """One sample that is left out, or (a medium that does not decode) stays in the row grey and without
-    loss."""
+    """One unusable sample.
+
+    It is left out; but if a medium does not decode, the sample stays in the row, grey and without loss.
+    """
 
     key: str
-    """Key in the data set; ``SHARD[i]``, from 0, where not even that could be read."""
+    """Key in the data set; ``SHARD[i]``, with i counted from 0, if the key could not be read."""
     shard: str
-    """Name of the tar file; empty when it is not known."""
+    """Name of the tar file; empty if not known."""
     source: str
-    """Input file and record that the sample was converted from; empty when it is not known."""
+    """Input file and record that the sample was converted from; empty if not known."""
     reason: str
-    """What it is counted under."""
+    """Reason that the sample is counted under."""
     detail: str
 
     def as_json(self) -> dict[str, str]:
@@ -31,18 +33,18 @@ class DroppedSample:
 
 
 class BadSampleMeter:
-    """Says when too large a share of the samples cannot be used.
+    """Detects when too large a share of the samples could not be used.
 
-    The share is ``bad / max(seen, minimum)``: a few bad samples at the start stop nothing, and a data set
-    that is bad from the start is noticed before ``minimum`` samples were read.
+    The share is ``bad / max(seen, minimum)``. A few bad samples at the start do not stop a run, and a data
+    set that is bad from the start is noticed before ``minimum`` samples were read.
 
     Args:
-        max_share: largest share that is accepted, 0 (none) to 1 (any).
-        minimum: samples that the share is counted of while fewer were seen. To tolerate that a whole shard is
-            gone where it is a small part of the data, give the number of samples of the data set.
+        max_share: largest accepted share, from 0 (none) to 1 (any).
+        minimum: divisor of the share while fewer samples were seen. To tolerate a missing shard that is a
+            small part of the data, give the number of samples of the data set.
 
     Raises:
-        ValueError: impossible limits.
+        ValueError: the limits are impossible.
     """
 
     def __init__(self, max_share: float, minimum: int = 1000) -> None:
@@ -55,8 +57,8 @@ class BadSampleMeter:
         self.reasons: Counter[str] = Counter()
 
     def add(self, samples: int, dropped: Mapping[str, int]) -> None:
-        """Counts ``samples`` in rows and ``dropped`` ones by reason (``Row.num_samples`` and
-        ``Row.dropped``)."""
+        """Counts ``samples`` in rows and ``dropped`` ones
+        by reason (``Row.num_samples`` and ``Row.dropped``)."""
         self.used += samples
         self.reasons.update(dropped)
 
@@ -69,17 +71,17 @@ class BadSampleMeter:
         return self.bad / max(self.used + self.bad, self.minimum)
 
     def problem(self) -> str:
-        """Why the run has to stop; empty while the share is within the limit."""
+        """Why the run must stop; empty while the share is within the limit."""
         if not self.bad or self.share <= self.max_share:
             return ""
         return (
             f"{self.bad} of {self.used + self.bad} samples could not be used, more than data.max_bad_share"
-            f" {self.max_share:g} (of {max(self.used + self.bad, self.minimum)}): {self.by_reason()}. Mend or"
+            f" {self.max_share:g} (of {max(self.used + self.bad, self.minimum)}): {self.by_reason()}. Fix or"
             " convert the data again, or raise data.max_bad_share"
         )
 
     def by_reason(self) -> str:
-        """The counts, the most frequent first."""
+        """The counts by reason, the largest first."""
         return ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,14 +92,14 @@ class BadSampleMeter:
 
 
 DROPPED = "dropped/"
-"""Prefix of a reason in the counts of rows."""
+"""Prefix of a reason in the counts of a row."""
 
 
 def add_pending(state: Mapping[str, Any], pending: Iterable[Mapping[str, int]]) -> dict[str, Any]:
-    """The state of a meter (:meth:`BadSampleMeter.state_dict`) with what single ranks have counted since.
+    """Adds what single ranks have counted since to the state of a meter (:meth:`BadSampleMeter.state_dict`).
 
     Args:
-        pending: of each rank, ``samples`` and ``dropped/REASON``; other counts are left out.
+        pending: counts of each rank by name: ``samples`` and ``dropped/REASON``. Other names are ignored.
     """
     meter = BadSampleMeter(1.0)
     meter.load_state_dict(state)

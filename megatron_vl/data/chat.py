@@ -1,22 +1,23 @@
-"""Conversation -> tokens and loss mask, with the checkpoint's own tokenizer and chat template.
+"""Turns a conversation into tokens and a loss mask with the checkpoint's own tokenizer and chat template.
 
-The text is what ``apply_chat_template`` renders (in transformers' sandbox) and the tokens are those of the
-whole text; the placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
+``apply_chat_template`` renders the text (in transformers' sandbox), and the whole text is tokenized at once.
+The placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repeats them.
 
-Where the family writes times into the text (Qwen3-VL), a video becomes, for each frame group,
-``<1.5 seconds><|vision_start|>...<|vision_end|>``. The template writes a ``<|vision_start|>`` and a
-``<|vision_end|>`` around the whole video too; whether they stay is a rule, ``data.video_prompt``:
+In a family that writes timestamps into the text (Qwen3-VL), each frame group of a video becomes
+``<1.5 seconds><|vision_start|>...<|vision_end|>``. The template also writes a ``<|vision_start|>`` and a
+``<|vision_end|>`` around the whole video. ``data.video_prompt`` decides whether they stay:
 
-* ``released``, the default: they go away. The processor does so that Qwen added to transformers for the
-  release (4.57, which the model's README and fine-tuning code ask for), and so did Qwen's code in vLLM.
-* ``transformers_5_10``: they stay. The processors of transformers keep them since they were rewritten in
-  5.10, and vLLM follows where it finds 5.10 or later (its issue 46817).
+* ``released``, the default: they are removed. So does the processor that Qwen added to transformers for the
+  release (4.57, which the model's README and fine-tuning code require), and so did Qwen's code in vLLM.
+* ``transformers_5_10``: they stay. The processors of transformers have kept them since they were rewritten in
+  5.10, and vLLM does the same with 5.10 or later (its issue 46817).
 
-Loss mask: of each assistant turn, its content and the token that ends the turn; not its header, not the
-newline behind it. Released templates have no ``{% generation %}`` marks, so the turn is the difference of the
-text rendered with and without it. A token that begins in the header (content that starts with a newline melts
-into it) is not learnt, because nobody could have to predict it. Placeholders of media inside an assistant
-turn, and what stands for a video there, are not learnt: they are no text of the assistant's.
+The loss mask covers the content of each assistant turn and the token that ends the turn, but neither its
+header nor the newline after it. Released templates have no ``{% generation %}`` marks, so a turn is the
+difference of the texts rendered with and without it. A token that begins in the header is not learnt, because
+the model never has to predict it (this happens if the content starts with a newline, which merges with the
+header). Placeholders of media inside an assistant turn, and the text of a video there, are not learnt because
+the assistant did not write them.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 
 class ChatError(UserError, ValueError):
-    """A conversation that cannot be rendered, or whose media do not match its text."""
+    """A conversation cannot be rendered, or its media do not match its text."""
 
 
 class ChatEncoder:
     """Tokenizes conversations for one checkpoint.
 
     Args:
-        hf_dir: folder with tokenizer and chat template.
+        hf_dir: folder with the tokenizer and the chat template.
         spec: the model (its placeholder tokens and merge size).
-        video_prompt: what stands around a video, for families that write times into the text.
+        video_prompt: rule for the text around a video, for families that write timestamps into the text.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer or no chat template.
@@ -68,7 +69,7 @@ class ChatEncoder:
 
         around = self.tokenizer.convert_ids_to_tokens([spec.vision_start_token_id, spec.vision_end_token_id])
         self._group = f"{around[0]}{self.video_token}{around[1]}"
-        # Frame groups take the place of the video with its pair, where it has one, or of the placeholder.
+        # Frame groups replace the video with the pair around it, if it has one, or else the placeholder.
         whole = [self._group] if video_prompt == "released" else []
         self._replaced = re.compile("|".join(map(re.escape, (*whole, self.image_token, self.video_token))))
 
@@ -76,7 +77,7 @@ class ChatEncoder:
         self.pad_token_id: int | None = pad if pad is not None and pad < spec.language.vocab_size else None
 
     def render(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = False) -> str:
-        """The conversation as the checkpoint's template writes it, one placeholder a medium."""
+        """The conversation as the checkpoint's template renders it, with one placeholder for each medium."""
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
@@ -90,7 +91,7 @@ class ChatEncoder:
             ) from error
 
     def assistant_spans(self, messages: Sequence[dict[str, Any]], text: str) -> list[tuple[int, int]]:
-        """Start and end in ``text`` (the rendered conversation) of what is learnt of each assistant turn.
+        """Start and end in ``text`` (the rendered conversation) of the part of each assistant turn to learn.
 
         Raises:
             ChatError: the template renders a turn differently depending on what follows it.
@@ -117,48 +118,52 @@ class ChatEncoder:
         return spans
 
     def encode(self, messages: Sequence[dict[str, Any]], grids: Sequence[GridTHW]) -> tuple[Tensor, Tensor]:
-        """Token ids int64 [n], placeholders expanded, and loss mask bool [n] (not shifted).
+        """Token ids int64 [n] with expanded placeholders, and loss mask bool [n] (not shifted).
 
         Args:
             messages: HF messages: ``role`` and ``content`` (a string, or parts of type text, image, video).
             grids: the media in the order of the text.
 
         Raises:
-            ChatError: the placeholders in the text are not those of the media.
+            ChatError: the placeholders in the text do not match the media.
         """
         text = self.render(messages)
         self._check_placeholders(text, grids)
         spans = self.assistant_spans(messages, text)
         text, spans, inserted = self._write_times(text, spans, grids)
+
         encoded = self.tokenizer(text, return_offsets_mapping=True)
         ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
         offsets = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).view(-1, 2)
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
+
         learnt = torch.zeros(len(ids), dtype=torch.bool)
         for start, end in spans:
             learnt |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])
         for start, end in inserted:
             learnt &= (offsets[:, 1] <= start) | (offsets[:, 0] >= end)
         learnt &= ~is_media
+
         repeats = self._repeats(is_media, grids)
         return ids.repeat_interleave(repeats), learnt.repeat_interleave(repeats)
 
     def encode_prompt(self, messages: Sequence[dict[str, Any]], grids: Sequence[GridTHW]) -> Tensor:
-        """Token ids int64 [n] up to the header of the assistant's next turn, placeholders expanded; else as
-        :meth:`encode`."""
+        """Token ids int64 [n] with expanded placeholders, up to the header of the assistant's next turn.
+
+        Arguments and errors are those of :meth:`encode`.
+        """
         text = self.render(messages, generation_prompt=True)
         self._check_placeholders(text, grids)
-        ids = torch.tensor(
-            self.tokenizer(self._write_times(text, [], grids)[0])["input_ids"], dtype=torch.int64
-        )
+        text, _, _ = self._write_times(text, [], grids)
+        ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.int64)
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
         return ids.repeat_interleave(self._repeats(is_media, grids))
 
     def _repeats(self, is_media: Tensor, grids: Sequence[GridTHW]) -> Tensor:
-        """How often each token stands: a placeholder once for each merge unit of its medium, int64 [n].
+        """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.
 
-        Repeating the ids equals tokenizing the repeated text: special tokens are cut out before anything is
-        merged.
+        Repeating the ids equals tokenizing the repeated text,
+        because special tokens are split off before merging.
         """
         repeats = torch.ones(len(is_media), dtype=torch.int64)
         counts = [
@@ -170,24 +175,33 @@ class ChatEncoder:
     def _write_times(
         self, text: str, spans: list[tuple[int, int]], grids: Sequence[GridTHW]
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-        """The text with one placeholder for each frame group of a video, after its time; the spans in the new
-        text; and the spans of what was written. For families without times, the text as it is."""
+        """Replaces each video by one placeholder with a timestamp for each of its frame groups.
+
+        Returns the new text, the spans in it, and the spans of what was written. For families without
+        timestamps, the text does not change.
+        """
         if not self.spec.vision.video_timestamps:
             return text, spans, []
-        parts, inserted, moves, done, length = [], [], [], 0, 0
+
+        parts, inserted, moves = [], [], []
+        done = length = 0  # characters of the old text that were handled, and of the new text
         for match, grid in zip(self._replaced.finditer(text), grids, strict=True):
             if grid.kind != "video":
                 continue
             if len(grid.timestamps) != grid.t:
-                raise ChatError(f"a video of {grid.t} frame groups brings {len(grid.timestamps)} times")
+                raise ChatError(f"a video of {grid.t} frame groups has {len(grid.timestamps)} timestamps")
             written = "".join(f"<{time:.1f} seconds>{self._group}" for time in grid.timestamps)
             parts += [text[done : match.start()], written]
             start = length + match.start() - done
             inserted.append((start, start + len(written)))
             moves.append((match.end(), len(written) - len(match.group())))
             done, length = match.end(), start + len(written)
-        moved = [tuple(at + sum(by for end, by in moves if end <= at) for at in span) for span in spans]
-        return "".join([*parts, text[done:]]), moved, inserted  # type: ignore[return-value]
+
+        def moved(at: int) -> int:
+            return at + sum(by for end, by in moves if end <= at)
+
+        new_spans = [(moved(start), moved(end)) for start, end in spans]
+        return "".join([*parts, text[done:]]), new_spans, inserted
 
     def _check_placeholders(self, text: str, grids: Sequence[GridTHW]) -> None:
         written = [
@@ -196,24 +210,23 @@ class ChatEncoder:
         given: list[str] = [grid.kind for grid in grids]
         if written != given:
             raise ChatError(
-                f"the text has placeholders for {_listed(written)}, the conversation brings {_listed(given)}"
+                f"the text has placeholders for {_listed(written)}; the conversation has {_listed(given)}"
             )
 
 
 def _listed(kinds: list[str]) -> str:
-    return (
-        ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
-        if kinds
-        else "nothing"
-    )
+    if not kinds:
+        return "nothing"
+    more = f" and {len(kinds) - 8} more" if len(kinds) > 8 else ""
+    return ", ".join(kinds[:8]) + more
 
 
 def read_chat_template(hf_dir: str | Path) -> str:
-    """The chat template of an HF folder: ``chat_template.jinja``, ``chat_template.json`` or the tokenizer's
-    config.
+    """The chat template of an HF folder:
+    ``chat_template.jinja``, ``chat_template.json`` or the tokenizer's config.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the folder has no chat template.
     """
     folder = Path(hf_dir)
     if (folder / "chat_template.jinja").is_file():
@@ -229,11 +242,12 @@ def read_chat_template(hf_dir: str | Path) -> str:
 
 
 def stop_tokens(hf_dir: str | Path) -> list[int]:
-    """The tokens that end a turn: ``eos_token_id`` of ``generation_config.json``, else of ``config.json``, as
-    in HF's generate.
+    """The tokens that end a turn, as in HF's generate.
+
+    They are ``eos_token_id`` of ``generation_config.json``, else of ``config.json``.
 
     Raises:
-        ChatError: neither file says one.
+        ChatError: neither file has an ``eos_token_id``.
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(hf_dir) / name

@@ -1,13 +1,12 @@
-"""What a data set says about itself, read before Energon acts on it.
+"""Reads and checks the description of a data set before Energon acts on it.
 
-Energon 7.4.1 imports whatever module ``dataset.yaml`` or a metadataset names, calls what it names there, and
-runs Python files beside it (``sample_loader``, ``part_filter``); names of shards may lead anywhere. A data
-set may come from anybody, and all that this project's loader needs of a description is that there is nothing
-special about it.
+Energon 7.4.1 imports whatever module ``dataset.yaml`` or a metadataset names, calls what is named there, and
+runs Python files beside it (``sample_loader``, ``part_filter``). Names of shards may lead anywhere. A data
+set may come from anybody, and this project's loader needs only plain descriptions, so all others are refused.
 
-Reading it is linear in the number of shards, and opens none of them: one listing of the folder shows which
-names are links. One rank of a training reads it (:func:`read_description`) and sends the others what a loader
-needs (:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
+Reading is linear in the number of shards and opens none of them: one listing of the folder shows which names
+are links. One rank of a training run reads the description (:func:`read_description`) and sends the others
+what a loader needs (:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from megatron_vl.errors import UserError
 
 META = ".nv-meta"
 MOST_SHARDS = 4_000_000
-"""Of a data set; the converter refuses to write more. Energon 7.4.1 keeps about 740 bytes of memory for each
-shard on every rank that owns a loader: 2.8 GiB of it at this bound, which is a data set of a petabyte in
-shards of 256 MB."""
+"""Largest number of shards in a data set; the converter refuses to write more. Energon 7.4.1 keeps about 740
+bytes of memory for each shard on every rank that owns a loader. That is 2.8 GiB at this limit, which a data
+set of a petabyte reaches in shards of 256 MB."""
 LARGEST = 48 * MOST_SHARDS
-"""Bytes of a description file; the converter writes at most 39 about a shard."""
+"""Largest size of a description file in bytes; the converter writes at most 39 bytes per shard."""
 DEEPEST_YAML = 100
-"""Mappings and lists within each other."""
+"""Largest depth of nested mappings and lists."""
 NAMING = ("__module__", "__class__", "__function__")
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 METADATASETS = ("Metadataset", "MetadatasetV2")
@@ -53,10 +52,10 @@ METADATASET_KEYS = {
     ),
     *("shuffle_over_epochs_multiplier", "subset", "range"),
 }
-"""What a split of a metadataset may say; the rest (joins, other description files, auxiliary data) names code
-or leads elsewhere."""
+"""The keys that a split of a metadataset may have. All others (joins, other description files, auxiliary
+data) name code or lead elsewhere."""
 DEFAULTS = {"weight": 1, "repetitions": 1, "shuffle_over_epochs_multiplier": 1, "subset": None}
-"""What Energon takes where a metadataset says nothing."""
+"""Energon's defaults for keys that a metadataset does not set."""
 KINDS = {
     "content": "one data set",
     "mixture": "a metadataset",
@@ -66,36 +65,35 @@ KINDS = {
     "datasets": "a list of datasets",
     "concat": "a row of datasets",
 }
-"""What a part of an identity is, by the field that says so."""
+"""The kind of a part of an identity, by the field that marks it."""
 DEEPEST = 8
-"""Metadatasets within each other."""
+"""Largest depth of nested metadatasets."""
 MEASURED = 16
-"""Shards by whose size in bytes a data set's samples are estimated."""
+"""Number of shards whose sizes serve to estimate the size of a data set's samples."""
 
 
 class DescriptionError(UserError, ValueError):
-    """A description that is refused; the message names the file and what is wrong with it."""
+    """A description that is refused. The message names the file and what is wrong with it."""
 
 
 class LoaderError(UserError, ValueError):
-    """A data set or a setting that cannot be loaded; the message says what to change."""
+    """A data set or a setting that cannot be loaded. The message says what to change."""
 
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What a loader needs to know of one split; as small for a million shards as for one."""
+    """What a loader needs to know of one split. Its size does not depend on the number of shards."""
 
     identity: dict[str, Any]
-    """What the order of samples follows from, as JSON values; compare with :func:`difference`."""
+    """What determines the order of samples, as JSON values. Compare identities with :func:`difference`."""
     former: str
-    """What versions before 2026-11-22 took for the identity: ``index.uuid``, else the name of the folder or
-    file."""
+    """The identity in versions before 2026-11-22: ``index.uuid``, else the name of the folder or file."""
     samples: int | None
-    """Over all ranks; None for a metadataset, whose parts begin anew at different times."""
+    """Number of samples over all ranks; None for a metadataset, whose parts start over at different times."""
     largest_shard: int
-    """Samples of the largest shard."""
+    """Number of samples in the largest shard."""
     sample_bytes: float
-    """Mean size of a sample with its media as stored, of the part where it is largest; an estimate."""
+    """Estimated mean size of a stored sample with its media, of the part where it is largest."""
 
 
 @dataclass(frozen=True)
@@ -104,21 +102,20 @@ class DataSet:
 
     path: Path
     splits: dict[str, list[str]]
-    """Names of shards by split, braces written out, without excluded shards."""
+    """Names of shards by split, with braces expanded, without excluded shards."""
     excluded: list[str]
     """Shards and samples (``shard/key``) that are left out."""
     counts: dict[str, int]
     """Samples of each shard."""
     uuid: str
-    """Made by the converter from the SHA-256 of all shards; empty where a data set was prepared without
-    one."""
+    """An id that the converter makes from the SHA-256 of all shards;
+    empty if the data set was prepared without one."""
 
     def identity(self, split: str) -> dict[str, Any]:
-        """By content; without the path, so that the folder can be moved."""
+        """The identity by content. It does not contain the path, so that the folder can be moved."""
         names = self._shards(split)
-        listed = "".join(f"{name} {self.counts.get(name)}\n" for name in names) + "".join(
-            f"-{name}\n" for name in self.excluded
-        )
+        listed = "".join(f"{name} {self.counts.get(name)}\n" for name in names)
+        listed += "".join(f"-{name}\n" for name in self.excluded)
         digest = hashlib.sha256(listed.encode()).hexdigest()[:16]
         return {
             "content": self.uuid,
@@ -129,7 +126,7 @@ class DataSet:
         }
 
     def facts(self, split: str) -> SplitFacts:
-        """Raises :class:`LoaderError` when the split is empty."""
+        """The facts of a split. Raises :class:`LoaderError` if it is empty."""
         names = self._shards(split)
         identity, former = self.identity(split), self.uuid or self.path.name
         largest = max(self.counts.get(name, 0) for name in names)
@@ -152,7 +149,7 @@ class DataSet:
             return None
 
     def _sample_bytes(self, names: list[str]) -> float:
-        """From the sizes of some shards, evenly spaced; 0 where none is there."""
+        """An estimate from the sizes of some evenly spaced shards; 0 if none of them exists."""
         samples = size = 0
         for name in names[:: -(-len(names) // MEASURED)]:
             try:
@@ -169,17 +166,21 @@ class Metadataset:
 
     path: Path
     splits: dict[str, Any]
-    """As written."""
+    """The splits as the file has them."""
     inner: dict[str, DataSet | Metadataset]
-    """By the path as written."""
+    """The data sets that the file names, by their path in it."""
 
     def identity(self, split: str) -> dict[str, Any]:
-        """The mixture's structure and weights with the identity of each part; ``name`` is for messages
-        only."""
+        """The mixture's structure and weights, and the identity of each part.
+        ``name`` is for messages only."""
         return {"mixture": self._identity(self._split(split), split)}
 
     def facts(self, split: str) -> SplitFacts:
-        """Raises :class:`LoaderError` when there is no such split, or it is empty in one of the parts."""
+        """The facts of a split.
+
+        Raises:
+            LoaderError: there is no such split, or it is empty in one of the parts.
+        """
         parts = [data.facts(part) for data, part in self._parts(self._split(split), split)]
         largest = max((part.largest_shard for part in parts), default=0)
         sample_bytes = max((part.sample_bytes for part in parts), default=0.0)
@@ -227,21 +228,26 @@ Description = DataSet | Metadataset
 
 
 def read_description(path: Path) -> Description:
-    """The description of a data set, or of a metadataset with all that it names.
+    """Reads the description of a data set, or of a metadataset and all data sets that it names.
 
     Raises:
-        LoaderError: ``path`` is neither.
-        DescriptionError: one of them does more than list shards.
+        LoaderError: ``path`` is not such a data set.
+        DescriptionError: a description does more than list shards.
     """
     if not path.is_file() and not (path / META / "split.yaml").is_file():
         raise LoaderError(
-            f"data.path {path} is no data set; give a folder written by `megatron-vl data convert`"
+            f"data.path {path} is not a data set; give a folder written by `megatron-vl data convert`"
         )
     return _described(path, 0, {})
 
 
 def _described(path: Path, depth: int, read: dict[Path, Description]) -> Description:
-    """``read``: what was read already; a data set that several splits name is read once."""
+    """The description of one folder or file.
+
+    Args:
+        depth: number of metadatasets around it.
+        read: descriptions that were already read, so that each is read only once.
+    """
     found = read.get(path)
     if found is None:
         found = read[path] = _metadataset(path, depth, read) if path.is_file() else _data_set(path)
@@ -291,15 +297,13 @@ def _uuid(path: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A YAML or JSON object as Energon reads it, without tags, aliases or a size that only harm has use
-    for."""
+    """A YAML or JSON object as Energon reads it. Tags, aliases and huge files are refused."""
     if not path.is_file():
         raise DescriptionError(f"{path} is missing; convert the data with `megatron-vl data convert`")
     if path.stat().st_size > LARGEST:
         raise DescriptionError(f"{path} has {path.stat().st_size} bytes; {LARGEST} are allowed")
-    from megatron.energon.eyaml import (
-        load_yaml,
-    )  # on the rank that reads alone: Energon's import takes seconds
+    # Only the rank that reads a description imports Energon, which takes seconds.
+    from megatron.energon.eyaml import load_yaml
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -312,20 +316,20 @@ def _read(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # parsers raise what they like on foreign bytes
         raise DescriptionError(f"{path} cannot be read: {error}") from error
+
     if not isinstance(content, dict):
-        raise DescriptionError(f"{path} holds no mapping")
+        raise DescriptionError(f"{path} does not hold a mapping")
     return content
 
 
 def _check_yaml(path: Path, text: str) -> None:
-    """Refuses what is no YAML, more than one document of it, and what makes values that are not written
-    there.
+    """Refuses invalid YAML, more than one document, and tags and aliases.
 
-    Energon's own parser is lenient and knows neither tags nor aliases. PyYAML is fast enough through libyaml.
+    Energon's own parser is lenient and does not support tags or aliases. PyYAML with libyaml is fast enough.
     """
     depth = documents = 0
     for number, event in enumerate(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
-        # An alias is how a few lines become billions of values.
+        # With aliases, a few lines can expand to billions of values.
         if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
             raise DescriptionError(f"{path} uses YAML tags or aliases")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -338,22 +342,23 @@ def _check_yaml(path: Path, text: str) -> None:
 
 
 def _names_code(value: Any) -> bool:
-    """Whether a mapping at any depth has one of the keys by which Energon finds code."""
+    """Whether a mapping at any depth has one of the keys that tell Energon to load code."""
     if isinstance(value, dict):
         return any(key in NAMING or _names_code(inner) for key, inner in value.items())
     return isinstance(value, list) and any(map(_names_code, value))
 
 
 def _expanded(path: Path, patterns: Any) -> list[str]:
-    """Names of shards with their braces written out."""
+    """The names of shards, with braces expanded."""
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise DescriptionError(f"{path}: a split is a list of shard names")
+
     names: list[str] = []
     for pattern in patterns:
         if not re.search(r"[{}\\]", pattern):
             names.append(pattern)
             continue
-        # Each range is made whole before the first name comes out of it.
+        # braceexpand builds each whole range before it returns the first name.
         for first, last in re.findall(r"(\d+)\.\.(\d+)", pattern):
             if abs(int(last) - int(first)) > MOST_SHARDS:
                 raise DescriptionError(f"{path}: more than {MOST_SHARDS} shards")
@@ -366,9 +371,9 @@ def _expanded(path: Path, patterns: Any) -> list[str]:
 
 
 def _check_shards(folder: Path, names: set[str]) -> None:
-    """Every name is that of a file inside the folder, links followed; the reader deals with a missing one.
+    """Refuses names that do not lie inside the folder, with links resolved. Files need not exist.
 
-    A folder that holds shards is listed once, which tells its links; only these are followed one by one.
+    Each folder of shards is listed once to find its links. Only links are resolved one by one.
     """
     root = folder.resolve()
 
@@ -392,13 +397,13 @@ def _check_shards(folder: Path, names: set[str]) -> None:
 
 
 def _links(folder: Path, names: list[str]) -> list[str]:
-    """Those of ``names`` that are links in ``folder``."""
+    """The ``names`` that are links in ``folder``."""
     try:
         with os.scandir(folder) as entries:
             links = {entry.name for entry in entries if entry.is_symlink()}
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except OSError:  # a folder that may be entered and not listed
+    except OSError:  # a folder that can be entered but not listed
         return [name for name in names if os.path.islink(folder / name)]
     return [name for name in names if name in links]
 
@@ -408,6 +413,7 @@ def _metadataset(path: Path, depth: int, read: dict[Path, Description]) -> Metad
         raise DescriptionError(f"{path} is neither a data set's folder nor a metadataset (.yaml)")
     if depth > DEEPEST:
         raise DescriptionError(f"{path}: metadatasets are nested deeper than {DEEPEST}")
+
     content = _read(path)
     if (
         content.pop("__module__", None) != "megatron.energon"
@@ -416,11 +422,13 @@ def _metadataset(path: Path, depth: int, read: dict[Path, Description]) -> Metad
         raise DescriptionError(
             f"{path} must say __module__: megatron.energon and __class__: {' or '.join(METADATASETS)}"
         )
+
     splits = content.get("splits")
     if content.keys() != {"splits"} or not isinstance(splits, dict) or _names_code(content):
         raise DescriptionError(
             f"{path} may only have splits of data sets, and none of {', '.join(NAMING)} in them"
         )
+
     named = dict.fromkeys(_references(path, splits, named=True))
     return Metadataset(
         path, splits, {name: _described(path.parent / name, depth + 1, read) for name in named}
@@ -428,7 +436,11 @@ def _metadataset(path: Path, depth: int, read: dict[Path, Description]) -> Metad
 
 
 def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
-    """Paths of the data sets that a part of a metadataset names; ``named``: its keys are names of splits."""
+    """Paths of the data sets that a part of a metadataset names.
+
+    Args:
+        named: whether the keys of ``value`` are names of splits.
+    """
     if isinstance(value, list):
         return [found for inner in value for found in _references(path, inner)]
     if not isinstance(value, dict):
@@ -445,16 +457,15 @@ def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
     return [*inner, value["path"]]
 
 
-# ------------------------------------------------------------------------------------------ comparing
-# identities
+# --- Comparing identities
 
 
 def difference(saved: Any, now: Any, name: str = "the data set") -> str:
-    """What differs between two identities of :class:`SplitFacts`, in a clause for a message; empty when
-    nothing does.
+    """The difference between two identities of :class:`SplitFacts`, as a clause for a message;
+    empty if they are equal.
 
     Args:
-        name: of the part that is compared.
+        name: name of the compared part.
     """
     if isinstance(saved, dict) and isinstance(now, dict):
         return _fields_differ(saved, now, str(now.get("name", name)))
@@ -486,11 +497,9 @@ def _data_sets_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> 
     )
     if saved["content"] != now["content"]:
         return f"{name} was converted or prepared again (its {now['split']} was {amounts})"
-    return (
-        ""
-        if saved.get("list") == now["list"]
-        else f"{name} lists other shards or counts for {now['split']} (was {amounts})"
-    )
+    if saved.get("list") != now["list"]:
+        return f"{name} lists other shards or counts for {now['split']} (was {amounts})"
+    return ""
 
 
 def _lists_differ(saved: list[Any], now: list[Any], name: str) -> str:
@@ -499,7 +508,8 @@ def _lists_differ(saved: list[Any], now: list[Any], name: str) -> str:
     if len(saved) != len(now):
         return mixes
     pairs = enumerate(zip(saved, now, strict=True))
-    found = next((told for i, (a, b) in pairs if (told := difference(a, b, f"part {i + 1} of {name}"))), "")
+    clauses = (difference(old, new, f"part {number + 1} of {name}") for number, (old, new) in pairs)
+    found = next(filter(None, clauses), "")
     return mixes if found and before != after and sorted(before) == sorted(after) else found
 
 

@@ -1,15 +1,15 @@
-"""Energon loader: shards written by ``megatron-vl data convert`` -> packed rows.
+"""The loader: reads shards written by ``megatron-vl data convert`` with Energon and packs rows.
 
-Order of work in a worker: tokens, loss mask and grids from the stored sizes, without decoding
-(``preencode_sample``); packing on two budgets (``select_samples_to_pack``); pixels only then
-(``postencode_sample``); one :class:`Row` (``pack_selected_samples``). Nothing vanishes: what cannot be used
-is logged, counted in ``Row.dropped`` of the next row and listed in its ``Row.dropped_samples``. A sample that
-cannot be read or encoded still goes through Energon, marked, until rows are chosen: so it also does when a
-state is restored whose samples can no longer be read.
+A worker first computes tokens, loss mask and grids from the stored sizes, without decoding
+(``preencode_sample``). It then packs on two budgets (``select_rows``), decodes pixels (``postencode_sample``)
+and makes one :class:`Row` (``pack_selected_samples``). No sample is lost silently: one that cannot be used is
+logged, counted in ``Row.dropped`` of the next row and listed in its ``Row.dropped_samples``. A sample that
+cannot be read or encoded is marked and still goes through Energon until rows are chosen, so that a restored
+state stays valid when some of its samples can no longer be read.
 
-A medium that fails to decode after packing leaves its sample in the row, grey and without loss, so that all
-ranks see the same row. One loader serves a data-parallel replica. (A validation pass ends: what is dropped
-behind its last row has no row to be counted in, and is logged only.)
+If a medium does not decode after packing, its sample stays in the row, grey and without loss, so that all
+ranks see the same row. One loader serves a data-parallel replica. (A validation pass ends: samples dropped
+after its last row have no row to be counted in and are only logged.)
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ log = logging.getLogger(__name__)
 __all__ = ["BadSampleMeter", "DroppedSample", "LoaderError", "RowLoader", "build_loader", "pack_greedily"]
 
 MOST_REFUSED_IN_A_ROW = 1000
-"""Unusable samples one after the other at which a worker stops instead of searching for ever; three times the
-largest shard when that is more, so that shards which vanished do not end a run that has others."""
+"""Number of consecutive unusable samples at which a worker stops instead of searching without end. It is
+three times the largest shard if that is more, so that missing shards do not end a run that has others."""
 GREY = 128
 PIXEL_FIELDS = (
     "min_pixels",
@@ -82,12 +82,18 @@ PIXEL_FIELDS = (
     "video_max_frames",
 )
 STATE_VERSION = 2
-"""Of what the order of samples follows from: another packing reads the same state differently."""
+"""Version of what determines the order of samples:
+another way of packing reads the same state differently."""
 
 
 class UnusableError(Exception):
-    """A sample that is left out: what it is counted under, the detail, and its tokens or patches where they
-    are too many."""
+    """A sample that is left out.
+
+    Args:
+        reason: what the sample is counted under.
+        detail: what is wrong with it.
+        size: its number of tokens or patches, if that is too large.
+    """
 
     def __init__(self, reason: str, detail: str, size: int = 0) -> None:
         super().__init__(detail)
@@ -96,18 +102,18 @@ class UnusableError(Exception):
 
 @dataclasses.dataclass(kw_only=True)
 class RawSample(Sample):
-    """A sample as it is in the shard: its JSON and the bytes of its media, nothing decoded."""
+    """A sample as the shard stores it: its JSON and the bytes of its media, not decoded."""
 
     text: bytes | None
     members: dict[str, bytes]
     shard: str = ""
     broken: tuple[str, str] | None = None
-    """Reason and detail of a sample that could not be read."""
+    """Reason and detail if the sample could not be read."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class EncodedSample(Sample):
-    """Tokenized, grids known, pixels still in their files; or ``refused``, and empty."""
+    """A tokenized sample with known grids and undecoded media; or a ``refused`` one, which is empty."""
 
     token_ids: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     loss_mask: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
@@ -117,24 +123,27 @@ class EncodedSample(Sample):
     shard: str = ""
     source: str = ""
     refused: tuple[str, str] | None = None
-    """Reason and detail."""
+    """Reason and detail if the sample is unusable."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Tokens and patches."""
+        """Number of tokens and of patches."""
         return len(self.token_ids), sum(grid.patches for grid in self.grids)
 
 
 @dataclasses.dataclass(kw_only=True)
 class DecodedSample(Sample):
-    """Ready for a row; None: refused."""
+    """A sample that is ready for a row; None if it was refused."""
 
     sample: assemble.Sample | None
 
 
 @stateless
 def cook(crude: dict[str, Any]) -> RawSample:
-    """Energon's crude sample -> :class:`RawSample`. Never fails: what is missing is counted when encoding."""
+    """Turns Energon's crude sample into a :class:`RawSample`.
+
+    It never fails: missing parts are found and counted when encoding.
+    """
     members = {name: data for name, data in crude.items() if not name.startswith("__") and name != "json"}
     shard, broken = crude.get("__shard__", ""), crude.get(BROKEN)
     return RawSample(
@@ -143,7 +152,7 @@ def cook(crude: dict[str, Any]) -> RawSample:
 
 
 def stored_bytes(sample: RawSample) -> int:
-    """Bytes of a sample as it waits in the shuffle buffer."""
+    """Size in bytes of a sample in the shuffle buffer."""
     return len(sample.text or b"") + sum(map(len, sample.members.values()))
 
 
@@ -152,8 +161,8 @@ class RowEncoder(DefaultTaskEncoder):
 
     cookers = [Cooker(cook)]
     decoder = None  # raw bytes: Energon's decoder would decode every picture before packing
-    # Energon's own limits (100 failures in a row) would end the process before the run's rule on bad samples
-    # does.
+    # Energon's own limit (100 consecutive failures)
+    # would end the process before the run's limit on bad samples.
     __default_failure_tolerance__ = 0
 
     def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
@@ -166,8 +175,8 @@ class RowEncoder(DefaultTaskEncoder):
         self.logged: Counter[str] = Counter()
         self.refused_in_a_row = 0
         self.smallest: dict[str, int] = {}
-        """By reason, the tokens or patches of the smallest sample that was too large since the last usable
-        one."""
+        """The smallest number of tokens or patches, by reason,
+        of the too large samples since the last usable one."""
         self.most_refused = MOST_REFUSED_IN_A_ROW
         self.shielded = False
         self.shuffles = False
@@ -178,7 +187,7 @@ class RowEncoder(DefaultTaskEncoder):
         return built
 
     def build_encode_sample(self, dataset: Any, *, worker_config: WorkerConfig) -> Any:
-        """Puts our shuffle buffer where Energon's would be, which has no bound in bytes."""
+        """Uses our shuffle buffer in place of Energon's, which has no limit in bytes."""
         if self.shuffles and self.data.shuffle_buffer > 1:
             most_bytes = int(self.data.shuffle_buffer_gib * GIB)
             size = self.data.shuffle_buffer
@@ -203,14 +212,13 @@ class RowEncoder(DefaultTaskEncoder):
             refused = (error.reason, str(error))
             if error.size:
                 self.smallest[error.reason] = min(error.size, self.smallest.get(error.reason, error.size))
-        except (
-            Exception
-        ) as error:  # the sample came from outside: whatever it makes the code below raise is about it
+        except Exception as error:  # a sample from outside may cause any error
             refused = ("cannot be encoded", f"{type(error).__name__}: {error}")
         else:
             self.refused_in_a_row = 0
             self.smallest.clear()
             return encoded
+
         self.refused_in_a_row += 1
         self.logged[refused[0]] += 1
         if self.refused_in_a_row >= self.most_refused:
@@ -220,6 +228,7 @@ class RowEncoder(DefaultTaskEncoder):
                 f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last:"
                 f" {sample.__key__}: {detail}{self._advice()}"
             )
+
         self._log(sample, *refused)
         return EncodedSample.derive_from(
             sample, shard=sample.shard, source=_source(sample.text), refused=refused
@@ -234,11 +243,13 @@ class RowEncoder(DefaultTaskEncoder):
             )
         if crc_differs(sample.text):
             raise UnusableError("text changed since conversion", "the CRC-32 of the sample's JSON differs")
+
         record = json.loads(sample.text)
         media = record["media"]
         missing = [item["key"] for item in media if item["key"] not in sample.members]
         if missing:
             raise UnusableError("medium missing", f"the shard has no {', '.join(missing)} of the sample")
+
         grids = [grid_of(item, self.settings) for item in media]
         token_ids, loss_mask = self.chat.encode(record["messages"], grids)
         encoded = EncodedSample.derive_from(
@@ -265,20 +276,19 @@ class RowEncoder(DefaultTaskEncoder):
             raise UnusableError("more than max_patches", detail, patches)
 
     def _advice(self) -> str:
-        """For samples that were too large: which field to raise, and how far at least."""
+        """For samples that were too large: the field to raise, and the value that is needed at least."""
         units = {
             "longer than seq_len": ("tokens", "data.seq_len"),
             "more than max_patches": ("patches", "data.max_patches"),
         }
-        told = [
+        if not self.smallest:
+            return ""
+
+        found = [
             f"the smallest {reason} has {size} {units[reason][0]}" for reason, size in self.smallest.items()
         ]
         fields = " and ".join(units[reason][1] for reason in self.smallest)
-        return (
-            f". Of these, {', '.join(told)}: raise {fields}, or lower data.max_pixels where pictures fill it"
-            if told
-            else ""
-        )
+        return f". Of these, {', '.join(found)}: raise {fields}, or lower data.max_pixels if pictures fill it"
 
     def _log(self, sample: Sample, reason: str, detail: str) -> None:
         if self.logged[reason] <= 10:
@@ -286,7 +296,7 @@ class RowEncoder(DefaultTaskEncoder):
             log.warning("sample %s: %s: %s%s", sample.__key__, reason, detail, last)
 
     def _drop(self, sample: EncodedSample, reason: str, detail: str) -> None:
-        """Counts a sample for the next row and lists it there."""
+        """Counts and lists a sample as dropped; the next row reports it."""
         self.dropped[reason] += 1
         if len(self.dropped_samples) < LISTED_PER_ROW:
             self.dropped_samples.append(
@@ -296,24 +306,26 @@ class RowEncoder(DefaultTaskEncoder):
     def select_rows(
         self, samples: list[EncodedSample], last: bool
     ) -> tuple[list[list[EncodedSample]], list[EncodedSample]]:
-        """Of a buffer: the rows to make now and the samples that wait (see :class:`RowPacking`)."""
+        """From a buffer: the rows to make now and the samples that wait (see :class:`RowPacking`)."""
         usable = [sample for sample in samples if not sample.refused]
         for sample in samples:
             if sample.refused:
                 self._drop(sample, *sample.refused)
+
         sizes = [sample.size for sample in usable]
         if not self.data.pack:
             return [[sample] for sample in usable], []
         if last or not usable:
             bins = pack_greedily(sizes, self.data.seq_len, self.data.max_patches)
             return [[usable[i] for i in bin_] for bin_ in bins], []
+
         row = fill_row(sizes, self.data.seq_len, self.data.max_patches)
         taken = set(row)
         return [[usable[i] for i in row]], [sample for i, sample in enumerate(usable) if i not in taken]
 
     @stateless
     def postencode_sample(self, sample: EncodedSample) -> DecodedSample:
-        if sample.refused:  # only from a restored state: it was usable when its row was chosen
+        if sample.refused:  # only after a restore: it was usable when its row was chosen
             self._drop(sample, *sample.refused)
             return DecodedSample.derive_from(sample, sample=None)
         problem: tuple[str, str] | None = None
@@ -326,6 +338,7 @@ class RowEncoder(DefaultTaskEncoder):
                 shape = (1, grid.h * grid.w, 3 * self.settings.patch_size**2)
                 planes = torch.full(shape, GREY, dtype=torch.uint8)
             items.append(assemble.MediaItem(grid, planes))
+
         loss_mask = sample.loss_mask
         if problem:
             loss_mask = torch.zeros_like(loss_mask)
@@ -340,41 +353,49 @@ class RowEncoder(DefaultTaskEncoder):
             raise UnusableError(f"{item['kind']} changed since conversion", f"the CRC-32 of {name} differs")
         try:
             return planes_of(item, data, grid, self.settings)
-        except Exception as error:  # decoders raise what they like on foreign bytes
+        except Exception as error:  # decoders raise all kinds of errors on invalid bytes
             raise UnusableError(f"{item['kind']} does not decode", f"{name}: {error}") from error
 
     @stateless
     def pack_selected_samples(self, samples: list[DecodedSample]) -> Row:
         ready = [(s.__key__, s.sample) for s in samples if s.sample is not None]
         if not ready:
-            raise SkipSample  # the next row tells
-        chosen, rule = [sample for _, sample in ready], self.data.video_positions
+            raise SkipSample  # the next row reports them
+
+        chosen = [sample for _, sample in ready]
+        rule = self.data.video_positions
         row = assemble.pack_row(chosen, self.spec, self.data.seq_len, self.chat.pad_token_id, rule)
         row.keys = [key for key, _ in ready]
-        row.dropped, self.dropped = dict(self.dropped), Counter()
-        row.dropped_samples, self.dropped_samples = self.dropped_samples, []
+
+        row.dropped = dict(self.dropped)
+        row.dropped_samples = self.dropped_samples
+        self.dropped = Counter()
+        self.dropped_samples = []
         return row
 
 
 def _source(text: bytes | None) -> str:
-    """Where a stored sample was converted from; empty when it does not say."""
+    """The input file and record that a stored sample was converted from; empty if it does not name them."""
     try:
         source = json.loads(text or b"")["source"]
         return f"{source['file']} record {source['record']}"
-    except Exception:  # the text is what a damaged shard holds
+    except Exception:  # a damaged shard may hold any text
         return ""
 
 
 def grid_of(item: dict[str, Any], settings: PixelSettings) -> GridTHW:
-    """The grid of a stored medium from its stored size."""
+    """The grid of a stored medium, from its stored size."""
     if item["kind"] == "image":
         return image_grid(item["height"], item["width"], settings)
     return video_grid(VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), settings)
 
 
 def planes_of(item: dict[str, Any], data: bytes, grid: GridTHW, settings: PixelSettings) -> Tensor:
-    """Decodes a stored medium. Raises :class:`PixelError`; a picture larger than the stored one is not
-    decoded."""
+    """Decodes a stored medium. A picture larger than its stored size is refused.
+
+    Raises:
+        PixelError: the medium does not decode.
+    """
     if item["kind"] == "image":
         return image_planes(data, grid, settings, item["height"] * item["width"])
     return video_planes(
@@ -382,8 +403,7 @@ def planes_of(item: dict[str, Any], data: bytes, grid: GridTHW, settings: PixelS
     )
 
 
-# ---------------------------------------------------------------------------------------------------- the
-# loader
+# --- The loader
 
 
 WAYS_OUT = {
@@ -410,15 +430,17 @@ WAYS_OUT = {
 
 
 class RowLoader:
-    """Iterator of rows of one data-parallel replica. Training repeats for ever, validation ends after one
-    pass."""
+    """Iterator over the rows of one data-parallel replica.
+
+    Training repeats the data set without end; validation ends after one pass.
+    """
 
     def __init__(self, loader: Any, identity: dict[str, Any], facts: SplitFacts, notes: list[str]) -> None:
         self._loader, self._identity, self._former = loader, identity, facts.former
         self.samples = facts.samples
-        """Samples of the split, over all ranks; None for a metadataset."""
+        """Number of samples in the split, over all ranks; None for a metadataset."""
         self.notes = notes
-        """Lines to show once at the start of a run."""
+        """Lines to print once at the start of a run."""
         self._rows: Iterator[Row] | None = None
 
     def __iter__(self) -> RowLoader:
@@ -432,28 +454,28 @@ class RowLoader:
         try:
             return next(self._rows)
         except FatalSampleError as error:
-            found = re.search(
-                r"\d+ samples in a row cannot be used [^\n]*", str(error)
-            )  # without Energon's wrapping
+            # Energon wraps our message in lines of its own.
+            found = re.search(r"\d+ samples in a row cannot be used [^\n]*", str(error))
             raise LoaderError(found.group() if found else str(error)) from error
 
     @property
     def dataset(self) -> Any:
-        """What identifies the data set in this loader's states."""
+        """The data set's identity in this loader's states."""
         return self._identity["dataset"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as JSON values; the next row after :meth:`load_state_dict` is the next row
-        here."""
+        """The loader's state as JSON values.
+
+        After :meth:`load_state_dict`, the next row is the one that would come next here.
+        """
         return {"identity": self._identity, "energon": to_json(self._loader.save_state_rank())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where ``state`` was saved; before the first row is read.
+        """Continues where ``state`` was saved. Call it before the first row is read.
 
         Raises:
-            StateError: the state is of another data set, rank, number of ranks or workers, or of other
-                packing (Energon would restore some of these without a word, and wrong), or rows were read
-                already.
+            StateError: the state belongs to another data set, rank, number of ranks or workers, or to other
+                packing (Energon would silently restore some of these wrongly), or rows were already read.
         """
         if self._rows is not None:
             raise StateError("a loader state must be loaded before the first row is read")
@@ -468,11 +490,12 @@ class RowLoader:
                     f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
                     f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
                 )
+
         energon = from_json(state["energon"])
         self._loader.restore_state_rank(energon)
         if energon is not None and self._identity["num_workers"]:
-            # Energon 7.4.1 ignores the offset here: a worker that has not spoken since would be rewound by
-            # the next save.
+            # Energon 7.4.1 ignores the offset here,
+            # so the next save would rewind a worker that has not sent a row since.
             counters = [
                 (w.state.sample_index + w.offset - 1) if w.state is not None else -1
                 for w in energon.worker_states
@@ -480,17 +503,19 @@ class RowLoader:
             self._loader._worker_sample_counters = counters
 
     def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """An identity that an earlier version saved; what it lacks is taken to be as it is now, with a
-        note."""
+        """An identity that an earlier version saved.
+
+        Missing fields get their current value, with a note.
+        """
         saved, now = dict(saved), self._identity
 
         if "shuffle_buffer_gib" not in saved:
             saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
             if now["shuffle_buffer_gib"]:
                 self.notes.append(
-                    "the loader state is from before the shuffle buffer had a bound in bytes: the order of"
-                    f" samples stays what it was where the buffer never holds {now['shuffle_buffer_gib']:g}"
-                    " GiB (data.shuffle_buffer_gib; 0 keeps it)"
+                    "the loader state is from before the shuffle buffer had a limit in bytes: the order of"
+                    f" samples stays the same if the buffer never holds {now['shuffle_buffer_gib']:g}"
+                    " GiB (data.shuffle_buffer_gib; 0 keeps the order in any case)"
                 )
 
         if isinstance(saved.get("dataset"), str):
@@ -502,8 +527,8 @@ class RowLoader:
             saved["dataset"] = now["dataset"]
             if not now["dataset"].get("content"):
                 self.notes.append(
-                    "the loader state is from before mixtures were known by their content: it says"
-                    f" {self._former} and no more. If weights or parts have changed since it was saved, stop"
+                    "the loader state is from before mixtures were identified by content: it says"
+                    f" only {self._former}. If weights or parts have changed since it was saved, stop"
                     " here and start with --checkpoint.restart_data true"
                 )
         return saved
@@ -529,14 +554,15 @@ def build_loader(
     """The loader of data-parallel rank ``dp_rank``.
 
     Args:
-        data: the data set and how rows are made. hf_dir: tokenizer, chat template and image processor are
-            read from it.
+        data: the data set, and how rows are made from it.
+        hf_dir: folder of the tokenizer, chat template and image processor.
         split: ``train`` (shuffled, endless) or ``val`` (in order, once).
-        facts: of this split, where another rank has read and checked the description; None: it is read here.
+        facts: facts of this split if another rank has read and checked the description; None: read it here.
 
     Raises:
-        LoaderError: the folder is no data set, the split is empty, or has fewer samples than ranks x workers.
-        DescriptionError: the data set's description could run code, or leads out of its folder.
+        LoaderError: the folder is not a data set,
+            or the split is empty or has fewer samples than ranks x workers.
+        DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
     facts = facts or read_description(Path(data.path)).facts(split)
@@ -547,21 +573,24 @@ def build_loader(
             f" workers need at least {dp_size * workers}; lower data.num_workers or the number of ranks, or"
             " add samples"
         )
-    # Workers fork; the tokenizer's own threads would not survive it.
+
+    # Workers are forked, which the tokenizer's own threads would not survive.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     encoder = RowEncoder(data, spec, hf_dir)
     encoder.most_refused = max(MOST_REFUSED_IN_A_ROW, 3 * facts.largest_shard)
     _check_patches(encoder.settings, spec, hf_dir)
+
     config = WorkerConfig(
         rank=dp_rank,
         world_size=dp_size,
         num_workers=data.num_workers,
         seed_offset=data.seed,
-        # An error that is not one of ours ends the run; Energon's default prints it and goes on.
+        # An error that is not ours ends the run. Energon's default would print it and continue.
         global_error_handler=reraise_exception,
     )
+
     dataset = _dataset(data, encoder, config, split)
-    # A state after every row: a save then needs no rows to be read again.
+    # Energon keeps a state after every row, so that no rows must be read again after a save.
     loader = get_savable_loader(
         dataset,
         checkpoint_every_sec=0,
@@ -569,9 +598,9 @@ def build_loader(
         n_checkpoints=4 * workers + 4,
         watchdog_timeout_seconds=None,
     )
-    loader.pin_memory = (
-        False  # rows are pinned where they are sent from; Energon leaves no other way to say so
-    )
+    # Rows are pinned where they are sent from. Energon offers no option for this.
+    loader.pin_memory = False
+
     identity = {
         "version": STATE_VERSION,
         "dataset": facts.identity,
@@ -586,7 +615,7 @@ def build_loader(
         "shuffle_buffer": data.shuffle_buffer,
         "shuffle_buffer_gib": data.shuffle_buffer_gib,
         "max_patches": data.max_patches,
-        # Lengths of samples follow from these, and rows from lengths.
+        # These determine the lengths of samples, and so the rows.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
         **video_rule(data, spec.vision.video_timestamps),
@@ -596,14 +625,14 @@ def build_loader(
 
 
 def _buffer_note(data: DataConfig, sample_bytes: float) -> str:
-    """What the shuffle buffers of a rank may take."""
+    """A note on the memory that the shuffle buffers of a rank may take."""
     workers = max(data.num_workers, 1)
     bound = data.shuffle_buffer_gib
     samples, gib = at_most(data.shuffle_buffer, bound, sample_bytes)
     expected = f"{samples} samples"
     if sample_bytes:
         expected = f"about {gib:.2f} GiB ({samples} samples of {sample_bytes / 1e6:.2f} MB)"
-    most = "without a bound in bytes"
+    most = "without a limit in bytes"
     if bound:
         most = f"at most {bound:g} GiB a worker and {bound * workers:g} GiB a rank"
     return (
@@ -626,7 +655,7 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     order: dict[str, int | None] = {"shuffle_buffer_size": None}  # RowEncoder.build_encode_sample has its own
     if data.shuffle_buffer > 0:
         order |= {"shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
-    else:  # Energon reads 16 places of a data set in turn unless told otherwise
+    else:  # by default Energon reads from 16 places of a data set in turn
         order |= {
             "shuffle_over_epochs_multiplier": None,
             "max_samples_per_sequence": None,

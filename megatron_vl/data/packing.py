@@ -1,14 +1,14 @@
-"""Which samples share a row.
+"""Chooses the samples that share a row.
 
 Energon's ``PackingDataset`` hands its buffer to a function and drops what the function does not return, so
 the last row of every buffer is partly filled. :class:`RowPacking` puts the rest back into that buffer
-instead. The buffer is part of Energon's saved state (as restore keys, in order), so a resumed run packs the
-same rows.
+instead. The buffer is part of Energon's saved state (as restore keys, in order),
+so a resumed run packs the same rows.
 
-Each time one row is made: the oldest sample of the buffer and those others that fill the row best. The oldest
-always goes, so none waits for ever. Fill rates over 1,000 rows (lengths of COCO pictures at their own size
-plus text, 64 samples in the buffer, 4,096 / 8,192 tokens): 93.0 / 89.5 % when each buffer is packed first-fit
-decreasing and emptied, 96 % when the worst row is held back, above 99.99 % here.
+Each time, one row is made from the oldest sample of the buffer and those others that fill the row best. The
+oldest sample is always taken, so that none waits without end. Fill rates over 1,000 rows (lengths of COCO
+pictures at their own size plus text, 64 samples in the buffer, 4,096 / 8,192 tokens): 93.0 / 89.5 % when each
+buffer is packed first-fit decreasing and emptied, 96 % when the worst row is held back, above 99.99 % here.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def fill_row(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -> lis
 
     Args:
         sizes: (tokens, patches) of each sample, the oldest first; none may exceed a budget.
-        tokens: budget of the row. patches: budget of the row; 0: none.
+        tokens: largest number of tokens in the row.
+        patches: largest number of patches in the row; 0: no limit.
 
     Returns:
-        Ascending indices, 0 among them. Of equally full rows, one with older samples.
+        Ascending indices, including 0. Among equally full rows, one with older samples.
     """
     room = tokens - sizes[0][0]
     # least[t]: the fewest patches with which some of the samples looked at so far take t tokens.
@@ -42,14 +43,17 @@ def fill_row(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -> lis
         for i in range(len(sizes) - 1, 0, -1)
         if sizes[i][0] <= room
     ]
+
     tables = [least]
     for _, need, pixels in later:
         least = least.copy()
         np.minimum(least[need:], tables[-1][: room + 1 - need] + pixels, out=least[need:])
         tables.append(least)
+
     budget = patches or UNREACHED - 1
-    used, row = int(np.flatnonzero(least <= budget)[-1]), [0]
-    # The oldest were looked at last: the way back takes them first.
+    used = int(np.flatnonzero(least <= budget)[-1])
+    row = [0]
+    # The oldest samples were added last, so that going back takes them first.
     for (i, need, pixels), before in zip(reversed(later), reversed(tables[:-1]), strict=True):
         if need <= used and before[used - need] <= budget - pixels:
             row.append(i)
@@ -62,11 +66,12 @@ def pack_greedily(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -
 
     Args:
         sizes: (tokens, patches) of each sample; none may exceed a budget.
-        tokens: budget of a row. patches: budget of a row; 0: none.
+        tokens: largest number of tokens in a row.
+        patches: largest number of patches in a row; 0: no limit.
 
     Returns:
-        Rows in the order of their earliest sample, samples in their order: packing shuffles as little as it
-        can.
+        Rows in the order of their earliest sample, with samples in order:
+        packing shuffles as little as possible.
     """
     rows: list[list[int]] = []
     free: list[list[int]] = []
@@ -84,14 +89,14 @@ def pack_greedily(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -
 
 
 class RowPacking(PackingDataset):
-    """Energon's packing with a memory: samples that are not in a row yet stay in the buffer.
+    """Energon's packing, except that samples without a row stay in the buffer.
 
     Args:
         dataset: encoded samples.
-        buffer_size: samples among which is chosen.
-        select: gets the buffer, oldest first, and whether it is the last one; returns the rows to make now
-            and the samples that wait (none when it is the last). What is in neither is left out.
-        encode, pack: as Energon's ``sample_encoder`` and ``final_packer``; both stateless.
+        buffer_size: number of samples to choose from.
+        select: takes the buffer, oldest sample first, and whether it is the last one. Returns the rows to
+            make now and the samples that wait (none if it is the last). Samples in neither are left out.
+        encode, pack: Energon's ``sample_encoder`` and ``final_packer``; both are stateless.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class RowPacking(PackingDataset):
         worker_config: WorkerConfig,
     ) -> None:
         self.select = select
-        # Tolerance 0 is "no limit": which share of bad samples is too much is decided by the run, not here.
+        # Tolerance 0 means no limit: the run decides which share of bad samples is too large.
         super().__init__(
             dataset,
             buffer_size=buffer_size,
@@ -120,13 +125,12 @@ class RowPacking(PackingDataset):
         )
 
     def _rows_now(self, samples: list[Any]) -> list[list[Any]]:
-        # A buffer that is not full is handed over only when the data set has ended (Energon 7.4.1,
-        # `__iter__`); and Energon has emptied its buffer before it calls, so what is put there now is what it
-        # goes on with.
+        # Energon passes a buffer that is not full only when the data set has ended (7.4.1, `__iter__`). It
+        # has emptied its own buffer before this call, so it continues with what is put there now.
         rows, rest = self.select(samples, len(samples) < self.buffer_size)
         self._reading_buffer.extend(rest)
         return rows
 
     def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
-        """Without Energon's progress bar, which every worker would draw over the run's output."""
+        """Turns off Energon's progress bar, which every worker would draw over the run's output."""
         return super()._fill_reading_buffer(source_iter)

@@ -1,25 +1,26 @@
-"""Images and videos -> grids (without decoding) and uint8 pixel planes (decoded last).
+"""Turns images and videos into grids (without decoding) and uint8 pixel planes (decoded last).
 
 Sizes, resampling and normalisation are those of the checkpoint's own image processor. Pixels stay uint8 until
-they are on the device: 8 times less memory and traffic than HF's ``pixel_values``, and the same numbers after
-normalisation.
+they are on the device. This takes an eighth of the memory and traffic of HF's ``pixel_values`` and gives the
+same numbers after normalisation.
 
-What is followed (transformers 5.17): ``Qwen2VLImageProcessor`` (torchvision backend) and
-``Qwen2VLVideoProcessor``. Files are opened as ``transformers.image_utils.load_image`` opens them: EXIF
-orientation applied, then ``convert("RGB")``.
+The code follows ``Qwen2VLImageProcessor`` (torchvision backend) and ``Qwen2VLVideoProcessor`` of transformers
+5.17. Files are opened as in ``transformers.image_utils.load_image``:
+EXIF orientation is applied, then ``convert("RGB")``.
 
-Frames of a video: ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fps`` and
-``max_frames = video_max_frames``: ``n = seconds * fps``, at least the processor's ``min_frames`` (4), at most
-``max_frames`` and what the video has, rounded down to a multiple of ``temporal_patch_size``; frame ``i`` is
-frame ``int(i * total / n)`` of the video. A video with fewer frames than ``temporal_patch_size`` (HF fails
-there) keeps what it has, its last frame repeated. A frame group covers
-``temporal_patch_size / (n / total * fps_of_the_file)`` seconds, as in ``Qwen2_5_VLProcessor``.
+Frames of a video are sampled as in ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fps`` and
+``max_frames = video_max_frames``. Their number is ``n = seconds * fps``, at least the processor's
+``min_frames`` (4), at most ``max_frames`` and the video's own number, rounded down to a multiple of
+``temporal_patch_size``. Sampled frame ``i`` is frame ``int(i * total / n)`` of the video. A video with fewer
+frames than ``temporal_patch_size`` (where HF fails) keeps all of them, and its last frame is repeated. A
+frame group covers ``temporal_patch_size / (n / total * fps_of_the_file)`` seconds,
+as in ``Qwen2_5_VLProcessor``.
 
-A folder whose processor is Qwen3-VL's follows ``Qwen3VLVideoProcessor`` instead
+If the folder has Qwen3-VL's processor, ``Qwen3VLVideoProcessor`` is followed instead
 (``PixelSettings.video_spread``): ``n`` is not rounded to a multiple of ``temporal_patch_size`` (the last
-frame is repeated), the frames lie evenly from the first to the last of the video, and the limits on the area
-are those of all frames together. The time of a frame group is the mean of its first and last frame's, as in
-``Qwen3VLProcessor``.
+frame is repeated), the frames are spread evenly from the first to the last of the video, and the limits on
+the area apply to all frames together. The time of a frame group is the mean of the times of its first and
+last frame, as in ``Qwen3VLProcessor``.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT = 200
 MAX_PIXELS = 128_000_000
-"""Largest picture or video frame that is decoded unless a caller says otherwise. Checked in the header,
-before decoding: a file of some kilobytes can say that it holds gigabytes."""
+"""Default limit on the pixels of a picture or video frame. It is checked in the header before decoding,
+because a file of some kilobytes can claim to hold gigabytes."""
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "AVIF", "TGA")
-"""Of all that Pillow reads, the formats of pictures (JPEG's reader takes MPO too). EPS, for one, is a program
-that Pillow hands to Ghostscript."""
+"""Those of Pillow's formats that are pictures (JPEG's reader also reads MPO). EPS, for example, is a program
+that Pillow passes to Ghostscript."""
 
 
 class PixelError(UserError, ValueError):
-    """Processor settings, an image or a video that cannot be used; the message says why."""
+    """Processor settings, an image or a video cannot be used. The message says why."""
 
 
 class TooLargeError(PixelError):
@@ -65,7 +66,7 @@ class TooLargeError(PixelError):
 class PixelNorm:
     """Normalisation of the checkpoint: ``(pixel / 255 - mean) / std`` by channel, for uint8 pixels.
 
-    A processor with another ``rescale_factor`` than 1/255 is folded into both numbers.
+    A ``rescale_factor`` other than 1/255 is folded into both numbers.
     """
 
     mean: tuple[float, ...] = CLIP_MEAN
@@ -81,7 +82,7 @@ class PixelNorm:
 
 @dataclass(frozen=True)
 class PixelSettings:
-    """What turns a picture of any size into a grid of patches. Areas in pixels."""
+    """How pictures of any size become grids of patches. Areas are in pixels."""
 
     patch_size: int = 14
     merge_size: int = 2
@@ -94,10 +95,10 @@ class PixelSettings:
     video_min_frames: int = 4
     video_max_frames: int = 32
     video_spread: bool = False
-    """Frames and area of a video by the rule of ``Qwen3VLVideoProcessor``; areas are then those of all frames
-    together."""
+    """Choose frames and area of a video as ``Qwen3VLVideoProcessor`` does.
+    Areas are then those of all frames together."""
     resample: int = 3
-    """PIL's number of the filter: 3 is bicubic."""
+    """PIL's number of the resampling filter; 3 is bicubic."""
     norm: PixelNorm = PixelNorm()
 
     @property
@@ -108,7 +109,7 @@ class PixelSettings:
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What must be known of a video to count its tokens."""
+    """The facts of a video that determine its number of tokens."""
 
     frames: int
     fps: float
@@ -116,8 +117,7 @@ class VideoInfo:
     width: int
 
 
-# ---------------------------------------------------------------------------------------------- processor
-# settings
+# --- Processor settings
 
 
 def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> PixelSettings:
@@ -125,17 +125,17 @@ def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> P
 
     Raises:
         FileNotFoundError: the folder has no processor config.
-        PixelError: a setting that is not supported, or limits that contradict each other.
+        PixelError: a setting is not supported, or limits contradict each other.
     """
     image, video = _processor_configs(Path(hf_dir))
     data = data or DataConfig()
     low, high = _limits(image, (56 * 56, 28 * 28 * 1280), hf_dir)
-    # A folder without a video processor's config: HF reads the image processor's file for videos too.
+    # If a folder has no video processor config, HF reads the image processor's file for videos too.
     spread = _is_spread(video, image)
     video_low, video_high = _limits(
         video, (128 * 32 * 32, 32 * 32 * 768) if spread else (128 * 28 * 28, 28 * 28 * 768), hf_dir
     )
-    if not spread:  # limits of one picture say nothing about all frames together
+    if not spread:  # limits for one picture do not apply to all frames together
         video_low, video_high = data.min_pixels or video_low, data.max_pixels or video_high
     settings = PixelSettings(
         patch_size=image.get("patch_size", 14),
@@ -157,13 +157,15 @@ def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> P
 
 
 def read_pixel_norm(hf_dir: str | Path) -> PixelNorm:
-    """Mean and standard deviation of the checkpoint's own image processor. Raises as
-    :func:`read_pixel_settings`."""
+    """Mean and standard deviation of the checkpoint's own image processor.
+
+    It raises the errors of :func:`read_pixel_settings`.
+    """
     return read_pixel_settings(hf_dir).norm
 
 
 def _processor_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Image and video processor configs, found in the order in which transformers 5.17 looks for them."""
+    """Image and video processor configs, looked up in the same order as in transformers 5.17."""
     nested, image, video = (
         json.loads((folder / f"{name}.json").read_text()) if (folder / f"{name}.json").is_file() else {}
         for name in ("processor_config", "preprocessor_config", "video_preprocessor_config")
@@ -177,8 +179,10 @@ def _processor_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _is_spread(video: dict[str, Any], image: dict[str, Any]) -> bool:
-    """Whether videos follow Qwen3-VL's rule: by the video processor's type, else by the processor that the
-    folder is for."""
+    """Whether videos follow Qwen3-VL's rule.
+
+    The type of the video processor decides, else the class of the folder's processor.
+    """
     kind = (
         video.get("video_processor_type")
         or video.get("processor_class")
@@ -189,17 +193,11 @@ def _is_spread(video: dict[str, Any], image: dict[str, Any]) -> bool:
 
 
 def _limits(config: dict[str, Any], default: tuple[int, int], where: str | Path) -> tuple[int, int]:
-    """Least and most pixels, from ``min_pixels`` / ``max_pixels`` or ``size``."""
+    """Smallest and largest area in pixels, from ``min_pixels`` / ``max_pixels`` or ``size``."""
     size = config.get("size")
     size = size if isinstance(size, dict) else {}
-    low = next(
-        (v for v in (config.get("min_pixels"), size.get("shortest_edge"), size.get("min_pixels")) if v),
-        default[0],
-    )
-    high = next(
-        (v for v in (config.get("max_pixels"), size.get("longest_edge"), size.get("max_pixels")) if v),
-        default[1],
-    )
+    low = config.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or default[0]
+    high = config.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or default[1]
     if low > high:
         raise PixelError(f"{where}: the processor's smallest area {low} is above its largest {high}")
     return int(low), int(high)
@@ -249,16 +247,16 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
         )
 
 
-# ------------------------------------------------------------------------------------------------ sizes and
-# counts
+# --- Sizes and counts
 
 
 def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Height and width after resizing: multiples of ``factor``, area within the limits (HF's
-    ``smart_resize``).
+    """Height and width after resizing, as in HF's ``smart_resize``.
+
+    Both are multiples of ``factor``, and the area is within the limits.
 
     Raises:
-        PixelError: an empty picture, or one 200 times as long as wide.
+        PixelError: the picture is empty or more than 200 times as long as wide.
     """
     if min(height, width) < 1:
         raise PixelError(f"a picture of {height} x {width} pixels is empty")
@@ -266,6 +264,7 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
         raise PixelError(
             f"a picture of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide"
         )
+
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
         beta = math.sqrt(height * width / max_pixels)
@@ -281,7 +280,7 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def resized_video_size(frames: int, height: int, width: int, settings: PixelSettings) -> tuple[int, int]:
-    """Height and width of the frames after resizing, for ``frames`` sampled ones.
+    """Height and width of a video's frames after resizing, if ``frames`` of them are sampled.
 
     Raises:
         PixelError: as :func:`resized_size`.
@@ -298,6 +297,7 @@ def resized_video_size(frames: int, height: int, width: int, settings: PixelSett
         raise PixelError(
             f"a video of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide"
         )
+
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     step = settings.temporal_patch_size
     volume = round(frames / step) * step * new_height * new_width
@@ -315,21 +315,24 @@ def resized_video_size(frames: int, height: int, width: int, settings: PixelSett
 
 
 def image_grid(height: int, width: int, settings: PixelSettings) -> GridTHW:
-    """The grid of an image of this size; ``grid.tokens(settings.merge_size)`` is its number of
-    placeholders."""
+    """The grid of an image of this size.
+
+    Its number of placeholders is ``grid.tokens(settings.merge_size)``.
+    """
     size = resized_size(height, width, settings.factor, settings.min_pixels, settings.max_pixels)
     return GridTHW(1, size[0] // settings.patch_size, size[1] // settings.patch_size)
 
 
 def video_grid(video: VideoInfo, settings: PixelSettings) -> GridTHW:
-    """The grid of a video, its frames sampled by the rule of this module."""
+    """The grid of a video, with frames sampled as this module's docstring describes."""
     indices, step = frame_indices(video, settings), settings.temporal_patch_size
     frames = len(indices)
     size = resized_video_size(max(frames, step), video.height, video.width, settings)
-    # HF hands this number on as a float32 tensor: round it in the same way.
+    # HF passes this number on as a float32 tensor: round it in the same way.
     seconds = torch.tensor(
         settings.temporal_patch_size / (frames / video.frames * video.fps), dtype=torch.float32
     ).item()
+
     groups = -(-frames // step)
     times = [index / video.fps for index in indices + indices[-1:] * (groups * step - frames)]
     timestamps = tuple((times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step))
@@ -339,9 +342,10 @@ def video_grid(video: VideoInfo, settings: PixelSettings) -> GridTHW:
 
 
 def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
-    """Which frames of a video are taken (ascending, from 0)."""
+    """The frames of a video to take (ascending, counted from 0)."""
     if video.frames < 1 or video.fps <= 0:
         raise PixelError(f"a video of {video.frames} frames at {video.fps} frames a second is empty")
+
     step = settings.temporal_patch_size
     if video.frames < step:
         return list(range(video.frames))
@@ -349,22 +353,22 @@ def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
         wanted = int(video.frames / video.fps * settings.video_fps)
         taken = min(max(wanted, settings.video_min_frames), settings.video_max_frames, video.frames)
         return np.linspace(0, video.frames - 1, taken).round().astype(int).tolist()
+
     most = max(min(settings.video_max_frames, video.frames) // step * step, step)
     count = min(max(video.frames / video.fps * settings.video_fps, settings.video_min_frames), most)
     count = max(math.floor(count / step) * step, step)
     return torch.arange(0, video.frames, video.frames / count).int().tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# pixels
+# --- Pixels
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """uint8 [3, height, width] of an image file, in RGB and upright.
+    """Decodes an image file into uint8 [3, height, width], in RGB and upright.
 
     Raises:
-        TooLargeError: more than ``max_pixels``, by its header.
-        PixelError: the bytes are no image of :data:`IMAGE_FORMATS`, or a damaged one.
+        TooLargeError: the header says more than ``max_pixels``.
+        PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, or the image is damaged.
     """
     from PIL import ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
@@ -377,15 +381,15 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
             return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
     except PixelError:
         raise
-    except Exception as error:  # Pillow raises whatever its many format readers raise
+    except Exception as error:  # Pillow's format readers raise all kinds of errors
         raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
-    """The image in Pillow, not decoded. Raises as :func:`decode_image`."""
+    """Opens an image in Pillow without decoding it. It raises the errors of :func:`decode_image`."""
     from PIL import Image
 
-    # Pillow warns at its own limit and raises at twice that: ours decides.
+    # Pillow warns at its own limit and raises at twice the limit. Only our limit should decide.
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     try:
         with warnings.catch_warnings():
@@ -404,8 +408,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
 
 @cache
 def _image_formats() -> list[str]:
-    """Those of :data:`IMAGE_FORMATS` that this Pillow was built with (12.0 raises a KeyError for any
-    other)."""
+    """The formats of :data:`IMAGE_FORMATS` that Pillow was built with (12.0 raises a KeyError for others)."""
     from PIL import Image
 
     Image.init()
@@ -413,12 +416,15 @@ def _image_formats() -> list[str]:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Height and width of an image file as :func:`decode_image` gives it, from its header. Raises
-    :class:`PixelError`."""
+    """Height and width that :func:`decode_image` will give, read from the header of an image file.
+
+    Raises:
+        PixelError: the image cannot be read.
+    """
     try:
         with open_image(data) as image:
             width, height = image.size
-            # Orientations 5 to 8 turn the picture by a quarter.
+            # Orientations 5 to 8 turn the picture by 90 degrees.
             return (width, height) if image.getexif().get(0x0112, 1) in (5, 6, 7, 8) else (height, width)
     except PixelError:
         raise
@@ -427,8 +433,10 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 def _decode_plain_jpeg(data: bytes, image: Any) -> Tensor | None:
-    """simplejpeg for an upright RGB JPEG (1.4 times as fast as Pillow, the same pixels); None for all
-    others."""
+    """Decodes an upright RGB JPEG with simplejpeg; None for all other images.
+
+    simplejpeg gives the same pixels and is 1.4 times as fast as Pillow.
+    """
     if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(0x0112, 1) != 1:
         return None
     import simplejpeg
@@ -442,13 +450,13 @@ def _decode_plain_jpeg(data: bytes, image: Any) -> Tensor | None:
 
 
 def image_planes(data: bytes, grid: GridTHW, settings: PixelSettings, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """The planes uint8 [1, h * w, 3 * patch * patch] of an image file, resized to its grid."""
+    """The planes, uint8 [1, h * w, 3 * patch * patch], of an image file that is resized to its grid."""
     return _planes(decode_image(data, max_pixels)[None], grid, settings)
 
 
 def _planes(frames: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
     """uint8 [F, 3, H, W] -> [F, h * w, 3 * patch * patch], patches in merge-unit order."""
-    # The very function of HF's torchvision backend: antialiased, on uint8.
+    # The same function as in HF's torchvision backend: antialiased, on uint8.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2.functional import resize
 
@@ -462,11 +470,11 @@ def _planes(frames: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
 
 
 def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
-    """Decodes a video file once from end to end: its true number of frames, rate and size.
+    """Decodes a whole video file to find its true number of frames, rate and size.
 
     Raises:
-        TooLargeError: frames of more than ``max_pixels``.
-        PixelError: the bytes are no video, or a frame does not decode.
+        TooLargeError: a frame has more than ``max_pixels``.
+        PixelError: the bytes are not a video, or a frame does not decode.
     """
     try:
         with _open_video(data, max_pixels) as container:
@@ -484,7 +492,7 @@ def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
 
 
 def video_planes(data: bytes, video: VideoInfo, grid: GridTHW, settings: PixelSettings) -> Tensor:
-    """The planes uint8 [frames, h * w, 3 * patch * patch] of the sampled frames of a video file.
+    """The planes, uint8 [frames, h * w, 3 * patch * patch], of the sampled frames of a video file.
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than ``video`` says.
@@ -493,11 +501,10 @@ def video_planes(data: bytes, video: VideoInfo, grid: GridTHW, settings: PixelSe
 
 
 def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor:
-    """Frames uint8 [len(wanted), 3, height, width] of a video file, in RGB, in the size that they are stored
-    in.
+    """Frames of a video file, uint8 [len(wanted), 3, height, width], in RGB and in their stored size.
 
     Args:
-        wanted: numbers of frames from 0, each larger than the one before.
+        wanted: ascending numbers of frames, counted from 0.
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than are wanted.
@@ -505,12 +512,13 @@ def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor
     from av.video.reformatter import VideoReformatter
 
     chosen: list[Tensor] = []
-    # A converter of our own, without threads: PyAV 19 keeps one for the whole process, and its threads do not
-    # survive the fork into loader workers (a worker then waits for ever when the parent has converted a frame
-    # before).
+
+    # A separate converter without threads. PyAV 19 shares one in the whole process, and its threads do not
+    # survive the fork of loader workers: if the parent has converted a frame before, a worker would hang.
     converter = VideoReformatter()
+
     try:
-        # Coded frames are larger than shown ones: sides are rounded up to whole blocks.
+        # Coded frames are larger than displayed ones, because sides are rounded up to whole blocks.
         with _open_video(data, (video.height + 256) * (video.width + 256)) as container:
             for i, frame in enumerate(container.decode(video=0)):
                 if i == wanted[len(chosen)]:
@@ -535,19 +543,19 @@ VIDEO_FORMATS = (
 def _open_video(data: bytes, max_pixels: int) -> Any:
     import av
 
-    # Playlists and other scripts that name further files stay closed: no such format, and no protocol to
-    # follow a name.
+    # Playlists and other formats that name further files are not allowed,
+    # nor is any protocol to follow a name.
     container = av.open(
         io.BytesIO(data), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
     )
     for stream in container.streams.video:
         codec = stream.codec_context
-        codec.thread_count = 1  # there is a process a core already
+        codec.thread_count = 1  # there is already one process per core
         if codec.width * codec.height > max_pixels:
             container.close()
             raise TooLargeError(
                 f"frames of {codec.height} x {codec.width} pixels, more than the {max_pixels} that are"
                 " allowed"
             )
-        codec.options = {"max_pixels": str(max_pixels)}  # a later frame may say that it is larger
+        codec.options = {"max_pixels": str(max_pixels)}  # later frames may be larger
     return container

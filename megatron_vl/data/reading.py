@@ -1,8 +1,8 @@
-"""What a shard gives when storage has changed since conversion: the sample, or what is wrong with it.
+"""Reads samples from shards that may have changed since conversion.
 
-Energon 7.4.1 reads tars inside a generator without a net: one file that vanished ends the epoch of a worker.
-Here every place in the data set yields something, so that the order of samples, and a saved state, stay what
-they are.
+Energon 7.4.1 reads tar files inside a generator that does not handle errors: one missing file ends the epoch
+of a worker. Here every index of the data set yields a sample or a description of what is wrong with it, so
+that the order of samples and saved states stay valid.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 
 BROKEN = "__broken__"
-"""Field of a crude sample that could not be read: (reason, detail)."""
+"""Field of a crude sample that could not be read; its value is (reason, detail)."""
 CRC_FIELD = b', "crc32": '
 
 
 class TolerantReader:
-    """A reader of Energon that answers with a crude sample holding :data:`BROKEN` where reading fails."""
+    """Wraps an Energon reader. If reading fails, it returns a crude sample with the field :data:`BROKEN`."""
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
@@ -34,11 +34,11 @@ class TolerantReader:
         except FileNotFoundError as error:
             reason, detail = "shard missing", f"{error.filename or error} does not exist"
         except OSError as error:
-            # A handle that failed once may fail for ever (a network file system that came back): open it
-            # again.
+            # A handle that failed once may keep failing (for instance
+            # after a network file system was down): reopen it.
             self.reader.close()
             reason, detail = "shard unreadable", str(error)
-        except Exception as error:  # whatever tarfile, struct and Energon raise on bytes that are no tar
+        except Exception as error:  # tarfile, struct and Energon raise all kinds of errors on a damaged tar
             reason, detail = "shard damaged", f"{type(error).__name__}: {error}"
         shard, number = self._place(index)
         return {
@@ -50,7 +50,7 @@ class TolerantReader:
         }
 
     def _place(self, index: int) -> tuple[str, int]:
-        """Shard and number within it, from 0."""
+        """The shard, and the sample's number in it, counted from 0."""
         if not isinstance(self.reader, ShardInfosITarReader):
             return "data set", index
         starts = self.reader.shard_count_cumsum
@@ -67,12 +67,12 @@ def make_tolerant(dataset: Any) -> None:
 
 
 def with_crc(text: bytes) -> bytes:
-    """A JSON object (one that is not empty) with the CRC-32 of its own bytes as its last field."""
+    """Adds the CRC-32 of the bytes of a non-empty JSON object to it as its last field."""
     return text[:-1] + CRC_FIELD + str(zlib.crc32(text)).encode() + b"}"
 
 
 def crc_differs(text: bytes) -> bool:
-    """Whether a text written by :func:`with_crc` is another one now; False for one that carries no CRC-32."""
+    """Whether a text written by :func:`with_crc` has changed; False for a text without CRC-32."""
     body, mark, number = text.rpartition(CRC_FIELD)
     if not mark or not number[:-1].isdigit():
         return False

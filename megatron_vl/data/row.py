@@ -1,9 +1,9 @@
-"""One packed row: what a loader worker hands to the model.
+"""One packed row: the input of the model, as a loader worker makes it.
 
-A row is ``seq_len`` tokens of whole samples, padded at the end; the padded tail is one more segment, so that
-``cu_seqlens[-1] == seq_len`` always. Everything that depends on the data (segments, positions, window order,
-where features go) is computed here, on the CPU, so that a training step never waits for the GPU to learn a
-number.
+A row is ``seq_len`` tokens of whole samples, padded at the end. The padded tail is one more segment, so that
+``cu_seqlens[-1] == seq_len`` always holds. Everything that depends on the data (segments, positions, window
+order, positions of features) is computed in the worker, on the CPU, so that a training step never waits for
+the GPU to learn a number.
 
 Shape legend: S seq_len, P patches of the row, Q distinct pixel planes, N merged features (P / merge_unit).
 """
@@ -21,16 +21,16 @@ from megatron_vl.data.bad_samples import DroppedSample
 
 @dataclass
 class VisionBatch:
-    """All images and video frames of a row, in the order in which the vision tower reads them.
+    """All images and video frames of a row, in the order in which the vision tower processes them.
 
     Patches are already in window order (merge units grouped by window, see
-    :func:`megatron_vl.spec.positions.window_order`), so the tower never permutes; ``feature_index`` undoes
-    the order when features are placed.
+    :func:`megatron_vl.spec.positions.window_order`), so the tower never permutes them. ``feature_index``
+    undoes this order when features are placed.
     """
 
     planes: Tensor
-    """uint8 [Q, channels * patch * patch]: one time slice of a patch, not normalised. An image's patch is one
-    plane used twice, a video's patch is two planes."""
+    """uint8 [Q, channels * patch * patch]: each plane is one time slice of a patch, not normalised. A patch
+    of an image uses one plane twice; a patch of a video uses two planes."""
     plane_index: Tensor
     """int32 [P, temporal_patch_size]: the planes of each patch."""
     position_hw: Tensor
@@ -66,16 +66,16 @@ class Row:
     vision: VisionBatch
     num_samples: int = 0
     num_images: int = 0
-    """Images and videos of the row."""
+    """Number of images and videos in the row."""
     num_patches: int = 0
-    """Real patches (0 for a text-only row, although the dummy has some)."""
+    """Number of real patches (0 for a text-only row, although its dummy image has some)."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Samples that could not be used since the last row, by reason. One whose medium does not decode is also
-    in the row, grey and without loss, so that all ranks see the same row."""
+    """Number of samples since the last row that could not be used, by reason. If a medium does not decode,
+    its sample is also in the row, grey and without loss, so that all ranks see the same row."""
     dropped_samples: list[DroppedSample] = dataclasses.field(default_factory=list)
-    """The samples behind ``dropped``, at most ``LISTED_PER_ROW`` of them."""
+    """The samples that ``dropped`` counts, at most ``LISTED_PER_ROW`` of them."""
     keys: list[str] = dataclasses.field(default_factory=list)
-    """The samples of the row in its order, by their key in the data set."""
+    """Keys in the data set of the row's samples, in order."""
 
     @property
     def seq_len(self) -> int:
@@ -83,17 +83,17 @@ class Row:
 
 
 LOSS_INDEX_MULTIPLE = 128
-"""Tiles of a matrix product on GPUs are 128 rows high, so less padding than that would save nothing; and rows
-of S tokens have no more than S / 128 different numbers of logits, whose memory the allocator can use
-again."""
+"""On GPUs, the tiles of a matrix product are 128 rows high, so that less padding would save nothing. It also
+limits rows of S tokens to S / 128 different numbers of logits, whose memory the allocator can reuse."""
 
 
 def loss_index(loss_mask: Tensor) -> Tensor | None:
-    """Tokens for which the output layer is computed: int64 [N], ascending; None when they are all of the row.
+    """The tokens for which the output layer is computed:
+    int64 [N], ascending; None if they are the whole row.
 
-    These are the tokens that bear loss, and as many that do not as make N a multiple of
-    :data:`LOSS_INDEX_MULTIPLE`. The latter weigh nothing by the mask itself. A row without loss has some too:
-    gradients of the last layers are then zero instead of missing.
+    These are the loss tokens, and as many other tokens as make N a multiple of :data:`LOSS_INDEX_MULTIPLE`.
+    The loss mask gives the others no weight. A row without loss tokens gets some too, so that the gradients
+    of the last layers are zero instead of missing.
 
     Args:
         loss_mask: [S], on the host.
@@ -107,7 +107,7 @@ def loss_index(loss_mask: Tensor) -> Tensor | None:
 
 
 def pin(row: Row) -> Row:
-    """The same row in pinned memory, when CUDA is there."""
+    """The same row in pinned memory if CUDA is available."""
     if not torch.cuda.is_available():
         return row
 

@@ -1,6 +1,7 @@
-"""Energon's shuffle buffer, bounded by bytes as well as by samples.
+"""Energon's shuffle buffer with a limit in bytes as well as in samples.
 
-A thousand photographs are 200 MB, a thousand videos 20 GB, in every worker of every rank that owns a loader.
+A thousand photographs take 200 MB and a thousand videos 20 GB,
+in every worker of every rank that owns a loader.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ GIB = 1 << 30
 
 
 class ShuffleBufferDataset(EnergonShuffleBuffer[Any]):
-    """Hands out a random sample of its buffer once that holds ``size`` samples, or ``most_bytes`` bytes.
+    """Returns a random sample of its buffer once the buffer holds ``size`` samples or ``most_bytes`` bytes.
 
-    Where the bytes never reach the bound, this is Energon 7.4.1's own buffer, draw for draw, and the saved
-    states of the two are the same (Energon finds a state by the name of its class, hence the name). The bytes
-    follow from the samples in the buffer, which a restored state brings back: only where the bound bites and
-    storage has lost some of them since does the order change.
+    If the buffer never reaches the limit in bytes, it draws exactly the same samples as Energon 7.4.1's own
+    buffer, and the saved states of the two are equal (Energon finds a state by the name of its class, hence
+    the name). The number of bytes follows from the samples in the buffer, which a restored state brings back.
+    So the order changes only if the limit takes effect and storage has lost some of these samples since.
 
     Args:
-        size: samples, at least 1.
-        most_bytes: the sample that reaches this bound is held, too; one that is larger by itself passes
-            straight
-            through. 0: no such bound.
-        size_of: bytes of a sample.
+        size: largest number of samples, at least 1.
+        most_bytes: limit in bytes. The sample that reaches it is still kept; a sample that alone exceeds it
+            passes straight through. 0: no limit.
+        size_of: gives the size of a sample in bytes.
     """
 
     def __init__(
@@ -74,7 +74,13 @@ class ShuffleBufferDataset(EnergonShuffleBuffer[Any]):
 
 
 def at_most(size: int, most_gib: float, sample_bytes: float) -> tuple[int, float]:
-    """Samples and GiB that a buffer comes to hold of samples of a mean size; 0 bytes: not known."""
+    """Number of samples and GiB that a buffer comes to hold.
+
+    Args:
+        size: largest number of samples.
+        most_gib: limit in GiB; 0: none.
+        sample_bytes: mean size of a sample in bytes; 0: not known.
+    """
     if most_gib and sample_bytes and size * sample_bytes > most_gib * GIB:
         return max(1, -int(-most_gib * GIB // sample_bytes)), most_gib
     return size, size * sample_bytes / GIB

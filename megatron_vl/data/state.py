@@ -1,6 +1,6 @@
-"""Energon's loader state as JSON values, and back: no pickle in a checkpoint.
+"""Converts Energon's loader state to JSON values and back, so that a checkpoint contains no pickle.
 
-Only the types that the state is made of are written and read; anything else is refused by name.
+Only the types that occur in a state are written and read. Any other type is refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_vl.errors import UserError
 
 
 class StateError(UserError, ValueError):
-    """A loader state that cannot be written, read, or does not belong to this loader."""
+    """A loader state that cannot be written or read, or that does not belong to this loader."""
 
 
 @cache

@@ -1,13 +1,13 @@
-"""Matrix products of many experts, one Triton kernel launch a product.
+"""Matrix products of many experts, with one Triton kernel launch per product.
 
-Rows are sorted by expert and how many each expert has is known on the device alone, so nothing here waits for
-it. Weights stay separate tensors: kernels read their addresses from an int64 table (:class:`Addresses`).
-Products are bf16 in, fp32 accumulated; a weight gradient is added to the expert's ``main_grad`` where it is
-computed. A library that launches one product after another spends more time launching than computing where a
-GPU holds many experts (figures: docs/log/2026-11.md).
+Rows are sorted by expert. Only the device knows how many rows each expert has, so nothing here waits for
+these numbers. Weights stay separate tensors: kernels read their addresses from an int64 table
+(:class:`Addresses`). Products take bf16 and accumulate in fp32. The kernel that computes a weight gradient
+also adds it to the expert's ``main_grad``. If a GPU holds many experts, a library that launches one product
+after another spends more time on launches than on computation (figures: docs/log/2026-11.md).
 
-:class:`Plan` cuts the rows into tiles of which each belongs to one expert. At most ``rows / tile + experts``
-exist; that bound is the grid, and programs without a tile leave at once.
+:class:`Plan` cuts the rows into tiles that each belong to one expert. There are at most ``rows / tile +
+experts`` tiles. The grid has this size, and programs without a tile return at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ROWS = 128
-"""Rows of a tile of a forward product or its input gradient."""
+"""Number of rows in a tile of a forward product or of its input gradient."""
 _PLAN_BLOCK = 128
 
 
@@ -29,7 +29,7 @@ _PLAN_BLOCK = 128
 def _plan(
     counts, starts, tiles, experts, bound, ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK tiles a program: expert, first row and end of the expert's rows; expert -1: no tile."""
+    """Each program fills BLOCK tiles: expert (-1: no tile), first row, and end of the expert's rows."""
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, mask=expert < experts, other=0).to(tl.int32)
     blocks = (count + ROWS - 1) // ROWS
@@ -54,7 +54,8 @@ def _row_product(
     x, addresses, tiles, out, bound, IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [rows, IN] times its expert's weight, [OUT, IN] when TRANSPOSED, else [IN, OUT]."""
+    """One tile of x [rows, IN] times its expert's weight,
+    which is [OUT, IN] if TRANSPOSED, else [IN, OUT]."""
     EVEN: tl.constexpr = IN % BLOCK_K == 0 and OUT % BLOCK_N == 0
     columns = tl.cdiv(OUT, BLOCK_N)
     tile = tl.program_id(0) // columns
@@ -65,7 +66,7 @@ def _row_product(
     first, end = tl.load(tiles + bound + tile), tl.load(tiles + 2 * bound + tile)
     weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
     row, n, k = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    # Rows past the end repeat the last one, and are not stored.
+    # Rows past the end repeat the last row and are not stored.
     left = x + tl.minimum(row, end - 1).to(tl.int64)[:, None] * IN + k[None, :]
     right = weight + k[:, None] + n[None, :] * IN if TRANSPOSED else weight + k[:, None] * OUT + n[None, :]
     tl.multiple_of(left, [16, 16])
@@ -101,11 +102,11 @@ def _weight_product(
     dy, x, starts, addresses, like, OUT, IN, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN], into the type of
-    ``like``.
+    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT,
+    rows] times x [rows, IN], into the type of ``like``.
 
-    Blocks come through the tensor memory accelerator: it fills rows past the expert's last with zeros, and
-    they need no mask.
+    The tensor memory accelerator loads blocks.
+    It fills rows past the expert's last one with zeros, so no mask is needed.
     """
     across = tl.cdiv(IN, BLOCK_N)
     tiles = tl.cdiv(OUT, BLOCK_M) * across
@@ -120,7 +121,7 @@ def _weight_product(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for row in range(first, end, BLOCK_K):
         acc = tl.dot(ys.load([row, m0]).T, xs.load([row, n0]), acc)
-    # In two halves, which need half of the shared memory.
+    # The tile is stored in two halves, which needs half of the shared memory.
     halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
     acc0, acc1 = tl.split(halves)
     _put(grad, acc0, m0, n0, OUT, IN, ADD, BLOCK_M, BLOCK_N // 2)
@@ -128,7 +129,7 @@ def _weight_product(
 
 
 class Config(NamedTuple):
-    """How a product is cut: m x n of the result a program, k of the reduction a step."""
+    """How a product is cut: each program computes m x n of the result, k of the reduction at a time."""
 
     m: int
     n: int
@@ -146,20 +147,20 @@ WEIGHT_CONFIG = Config(128, 256, 64, 8, 3)
 
 
 class Plan(NamedTuple):
-    """Which rows are whose, on the device."""
+    """The assignment of rows to experts, on the device."""
 
     starts: Tensor
-    """int32 [experts + 1], cumulative counts."""
+    """int32 [experts + 1]: cumulative counts."""
     tiles: Tensor
     """int32 [3, bound]: expert (or -1), first row, end of the expert's rows."""
 
 
 def plan(counts: Tensor, rows: int) -> Plan:
-    """Tiles of rows sorted by expert.
+    """Cuts rows that are sorted by expert into tiles.
 
     Args:
-        counts: int32 or int64 [experts], rows of each expert, on the device.
-        rows: at least their sum; tiles end with the last expert's rows.
+        counts: int32 or int64 [experts], number of rows of each expert, on the device.
+        rows: at least the sum of counts. Tiles end with the last expert's rows.
     """
     experts = counts.numel()
     bound = rows // TILE_ROWS + min(experts, rows)
@@ -172,7 +173,7 @@ def plan(counts: Tensor, rows: int) -> Plan:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where kernels keep the descriptors of what they fetch."""
+    """Memory in which kernels keep the descriptors of what they load."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -185,13 +186,13 @@ def row_product(
     transposed: bool,
     config: Config = ROWS_CONFIG,
 ) -> Tensor:
-    """Each row times its expert's weight.
+    """Multiplies each row by its expert's weight.
 
     Args:
-        x: [rows, features in], contiguous; rows of a multiple of 16 bytes, here and in the result.
-        addresses: int64 [experts], of contiguous weights in the type of ``x``.
-        transposed: weights are [out_features, in] (a forward product); otherwise [in, out_features] (its
-            input gradient).
+        x: [rows, features in], contiguous. Rows must be a multiple of 16 bytes, here and in the result.
+        addresses: int64 [experts], addresses of contiguous weights in the type of ``x``.
+        transposed: whether weights are [out_features, in] (a forward product)
+            or [in, out_features] (its input gradient).
 
     Returns:
         [rows, out_features].
@@ -223,13 +224,14 @@ def weight_product(
     add: bool,
     config: Config = WEIGHT_CONFIG,
 ) -> None:
-    """Weight gradients, written or added to where ``addresses`` point.
+    """Computes weight gradients and writes or adds them to the tensors at ``addresses``.
 
     Args:
-        dy, x: [rows, features out] and [rows, features in], contiguous; rows of a multiple of 16 bytes.
-        addresses: int64 [experts], of contiguous tensors [out, in] in the type of ``like``.
-        like: a tensor of the gradients' type.
-        add: add to what is there; an expert without rows is left alone. Otherwise its gradient becomes zero.
+        dy, x: [rows, features out] and [rows, features in], contiguous. Rows must be a multiple of 16 bytes.
+        addresses: int64 [experts], addresses of contiguous tensors [out, in] in the type of ``like``.
+        like: a tensor with the gradients' type.
+        add: whether to add to the old values. Then the gradient of an expert without rows does not change;
+            otherwise it becomes zero.
     """
     if not x.shape[0] and add:
         return
@@ -241,14 +243,14 @@ def weight_product(
 
 
 class Addresses:
-    """The device table of tensors' addresses, copied again only when one of them has moved."""
+    """A table of tensors' addresses on the device. It is copied again only when an address has changed."""
 
     def __init__(self) -> None:
         self._known: list[int] = []
         self._table: Tensor | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """int64 [tensors], on their device."""
+        """The addresses of ``tensors``, int64 [tensors], on their device."""
         now = [t.data_ptr() for t in tensors]
         if self._table is None or now != self._known:
             self._known, self._table = now, torch.tensor(now, dtype=torch.int64).to(tensors[0].device)

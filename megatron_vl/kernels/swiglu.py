@@ -1,8 +1,8 @@
-"""SwiGLU as one Triton kernel each way, optionally weighted per row (mixture of experts).
+"""SwiGLU as one Triton kernel for each direction, optionally weighted per row (mixture of experts).
 
-Megatron-core leaves it to torch.compile, whose backward writes the two halves through a masked concatenation:
-five times slower than the memory allows on an H200, 9 % of a training step of Qwen2.5-VL-7B
-(docs/log/2026-11.md). Arithmetic is fp32, rounded once.
+Megatron-core leaves it to torch.compile, whose backward pass writes the two halves through a masked
+concatenation. On an H200 this is five times slower than memory allows and takes 9 % of a training step of
+Qwen2.5-VL-7B (docs/log/2026-11.md). The arithmetic is in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def _forward(x, weight, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _backward(x, weight, dout, dx, dweight, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """A weighted row is one block, so that the gradient of its weight is one sum."""
+    """The gradient of :func:`_forward`.
+    A weighted row is one block, so that the gradient of its weight is one sum."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     gate = tl.load(x + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
@@ -82,11 +83,11 @@ def _options(out: Tensor, weight: Tensor | None) -> dict[str, int | bool]:
 
 
 def swiglu(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """silu(first half) * second half of the last dimension, times ``weight`` of the row.
+    """silu(first half) * second half of the last dimension, times the row's ``weight``.
 
     Args:
-        x: [..., 2 * F], gate then up.
-        weight: one number for each row of ``x`` (any shape of as many elements), or None.
+        x: [..., 2 * F], gate, then up.
+        weight: one number for each row of ``x`` (any shape with as many elements), or None.
 
     Returns:
         [..., F] in the type of ``x``.

@@ -1,8 +1,8 @@
-"""Rows copied to several places, and summed again: all that moving tokens to experts does within a rank.
+"""Copies rows to several places and sums them again, as needed to move tokens to experts within a rank.
 
-Places are an int32 table [T, K]: where the k-th copy of row t lies, or -1. :func:`scatter_rows` and
-:func:`sum_rows` are each other's gradient, so the table is all that autograd keeps. Triton kernels on a GPU
-(and where Triton interprets), torch elsewhere.
+Places are an int32 table [T, K] with the position of the k-th copy of row t, or -1. :func:`scatter_rows` and
+:func:`sum_rows` are each other's gradient, so autograd keeps only the table. Triton kernels run on a GPU (and
+in Triton's interpreter), torch elsewhere.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor
 
 
 def positions(chosen: Tensor) -> Tensor:
-    """Places of copies in the order of their column, then of their row: one sort by destination, without
-    sorting.
+    """Places that order copies by column, then by row: the result of a sort by destination, without sorting.
 
     Args:
-        chosen: bool [T, K]: whether row t has a copy for destination k.
+        chosen: bool [T, K], whether row t has a copy for destination k.
 
     Returns:
-        int32 [T, K], -1 where there is none. Nothing here waits for the device.
+        int32 [T, K], -1 where there is no copy. The host does not wait for the device.
     """
     rows, columns = chosen.shape
     running = chosen.T.reshape(-1).cumsum(0, dtype=torch.int32).view(columns, rows).T
@@ -34,8 +33,9 @@ def scatter_rows(x: Tensor, places: Tensor, rows: int) -> Tensor:
 
     Args:
         x: [T, H].
-        places: int32 [T, K], contiguous, all different but for -1.
-        rows: of the result; what no place names is undefined, and its gradient is not read.
+        places: int32 [T, K], contiguous, all different except -1.
+        rows: number of rows of the result. Rows without a place are undefined, and their gradient is not
+            read.
 
     Returns:
         [rows, H].
@@ -44,11 +44,11 @@ def scatter_rows(x: Tensor, places: Tensor, rows: int) -> Tensor:
 
 
 def sum_rows(y: Tensor, places: Tensor) -> Tensor:
-    """Sums the rows at each row's places, in float32 and in a fixed order, rounded once.
+    """Sums the rows at each row's places, in float32 and in a fixed order, and rounds once.
 
     Args:
         y: [N, H].
-        places: int32 [T, K], contiguous, all different but for -1.
+        places: int32 [T, K], contiguous, all different except -1.
 
     Returns:
         [T, H] in the type of ``y``.
@@ -57,12 +57,13 @@ def sum_rows(y: Tensor, places: Tensor) -> Tensor:
 
 
 def scatter_parts(x: Tensor, places: Tensor, rows: int) -> Tensor:
-    """Copies each K-th of a row to its own place.
+    """Copies each of the K parts of a row to its own place.
 
     Args:
         x: [T, K * W].
-        places: int32 [T, K], contiguous, all different but for -1.
-        rows: of the result; what no place names is undefined, and its gradient is not read.
+        places: int32 [T, K], contiguous, all different except -1.
+        rows: number of rows of the result. Rows without a place are undefined, and their gradient is not
+            read.
 
     Returns:
         [rows, W].
@@ -82,7 +83,9 @@ def _scatter(x: Tensor, places: Tensor, rows: int) -> Tensor:
     x, kernels = x.contiguous(), _kernels(x)
     if kernels is not None:
         return kernels.scatter_rows(x, places, rows)
-    out, (row, slot) = x.new_empty(rows, x.shape[1]), (places >= 0).nonzero(as_tuple=True)
+
+    out = x.new_empty(rows, x.shape[1])
+    row, slot = (places >= 0).nonzero(as_tuple=True)
     out[places[row, slot]] = x[row]
     return out
 
@@ -102,7 +105,9 @@ def _scatter_parts(x: Tensor, places: Tensor, rows: int) -> Tensor:
     x, kernels = x.contiguous(), _kernels(x)
     if kernels is not None:
         return kernels.scatter_parts(x, places, rows)
-    out, part = x.new_empty(rows, x.shape[1] // places.shape[1]), (places >= 0).flatten()
+
+    out = x.new_empty(rows, x.shape[1] // places.shape[1])
+    part = (places >= 0).flatten()
     out[places.flatten()[part]] = x.view(part.numel(), out.shape[1])[part]
     return out
 
@@ -111,7 +116,9 @@ def _gather_parts(y: Tensor, places: Tensor) -> Tensor:
     y, kernels = y.contiguous(), _kernels(y)
     if kernels is not None:
         return kernels.gather_parts(y, places)
-    out, part = y.new_zeros(places.numel(), y.shape[1]), (places >= 0).flatten()
+
+    out = y.new_zeros(places.numel(), y.shape[1])
+    part = (places >= 0).flatten()
     out[part] = y[places.flatten()[part]]
     return out.view(places.shape[0], places.shape[1] * y.shape[1])
 

@@ -1,9 +1,9 @@
-"""Triton kernels that copy rows to several places and sum them again
-(:mod:`megatron_vl.kernels.token_copies`).
+"""The Triton kernels of :mod:`megatron_vl.kernels.token_copies`,
+which copy rows to places and sum them again.
 
-A program has one row (or 2,048 columns of it). It goes from copy to copy by the smallest place above the last
-one, so what is not there costs neither memory traffic nor a step, and sums have a fixed order: by place.
-Nothing is atomic.
+A program handles one row (or 2,048 columns of it). It goes from copy to copy by looking for the smallest
+place above the last one. So missing copies cost neither memory traffic nor a step, and sums have a fixed
+order, which is that of the places. There are no atomic operations.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 2048
-"""Of a row, at most, a program: one warp holds them, in float32 too."""
+"""Largest number of a row's columns for one program. One warp can hold them, even in float32."""
 _SLOTS = 32
-"""Of a table's row, at least: what a warp holds, one in each lane, has its smallest found in one
-instruction."""
+"""Smallest number of slots for a row of the table: one for each lane of a warp, which finds the smallest of
+them in one instruction."""
 _ELEMENTS = 1024
 _END = tl.constexpr(2**31 - 1)
 
@@ -26,7 +26,7 @@ _END = tl.constexpr(2**31 - 1)
 def _scatter(
     x, places, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Row i of x to all of places[i]."""
+    """Copies row i of x to all places[i]."""
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -40,7 +40,7 @@ def _scatter(
 
 @triton.jit
 def _sum(y, places, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Row i of out: the sum of y's rows places[i], in float32."""
+    """Row i of out is the sum of y's rows places[i], in float32."""
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -55,8 +55,10 @@ def _sum(y, places, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.co
 
 @triton.jit(do_not_specialize=["total"])
 def _parts(spread, places, packed, total, WIDTH: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Parts of WIDTH numbers from spread [parts, WIDTH] to packed[places], or back with zeros where a part
-    has no place."""
+    """Copies parts of WIDTH numbers from spread [parts, WIDTH] to packed[places], or back.
+
+    On the way back, parts without a place are zero.
+    """
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + index // WIDTH, mask=index < total, other=-1)
     there = packed + place.to(tl.int64) * WIDTH + index % WIDTH
@@ -67,7 +69,7 @@ def _parts(spread, places, packed, total, WIDTH: tl.constexpr, PACK: tl.constexp
 
 
 def _cut(places: Tensor, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and constants of a kernel over rows."""
+    """The grid and the constants of a kernel over rows."""
     block = min(triton.next_power_of_2(width), _COLUMNS)
     slots = max(_SLOTS, triton.next_power_of_2(places.shape[1]))
     sizes = {"WIDTH": width, "COPIES": places.shape[1], "SLOTS": slots, "BLOCK": block, "num_warps": 1}
@@ -75,7 +77,7 @@ def _cut(places: Tensor, width: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def scatter_rows(x: Tensor, places: Tensor, rows: int) -> Tensor:
-    """x [T, H], places int32 [T, K], contiguous -> [rows, H]; rows that no place names are undefined."""
+    """x [T, H], places int32 [T, K], contiguous -> [rows, H]. Rows without a place are undefined."""
     out = x.new_empty(rows, x.shape[1])
     if x.numel() and rows:
         grid, sizes = _cut(places, x.shape[1])
@@ -93,7 +95,7 @@ def sum_rows(y: Tensor, places: Tensor) -> Tensor:
 
 
 def scatter_parts(x: Tensor, places: Tensor, rows: int) -> Tensor:
-    """x [T, K * W], places int32 [T, K], contiguous -> [rows, W]; rows that no place names are undefined."""
+    """x [T, K * W], places int32 [T, K], contiguous -> [rows, W]. Rows without a place are undefined."""
     width = x.shape[1] // places.shape[1]
     out = x.new_empty(rows, width)
     if x.numel() and rows:
@@ -103,7 +105,7 @@ def scatter_parts(x: Tensor, places: Tensor, rows: int) -> Tensor:
 
 
 def gather_parts(y: Tensor, places: Tensor) -> Tensor:
-    """y [rows, W], places int32 [T, K], contiguous -> [T, K * W], zero without a place."""
+    """y [rows, W], places int32 [T, K], contiguous -> [T, K * W]. Parts without a place are zero."""
     out = torch.empty(places.shape[0], places.shape[1] * y.shape[1], dtype=y.dtype, device=y.device)
     if out.numel():
         grid = (triton.cdiv(out.numel(), _ELEMENTS),)

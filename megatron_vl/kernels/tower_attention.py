@@ -1,23 +1,24 @@
-"""Full attention within the segments of a vision tower, for heads whose size is no power of two, as Triton
-kernels.
+"""Triton kernels for full attention within the segments of a vision tower.
 
-Heads of 72 (Qwen3-VL) and 80 (Qwen2-VL, Qwen2.5-VL) are slow in kernels that round them up to 96 or 128. Here
-a head is cut into two parts, 64 and 16 wide: products over the head dimension are sums of two, products onto
-it are two, and next to nothing is spent on padding.
+They are made for heads whose size is not a power of two. Heads of 72 (Qwen3-VL) and 80 (Qwen2-VL, Qwen2.5-VL)
+are slow in kernels that round them up to 96 or 128. Here a head is cut into two parts, 64 and 16 wide. A
+product over the head dimension is the sum of two products, and a product onto it is two products,
+with almost no padding.
 
-Online softmax in base 2 (FlashAttention, arXiv 2205.14135 and 2307.08691): scores never leave the chip, one
-log-sum-exp per row is kept. The backward pass is one kernel for dQ and one for dK and dV, both without
-atomics, so gradients are the same in every run. Products take the input's type and are summed in fp32.
+The forward pass uses online softmax in base 2 (FlashAttention, arXiv 2205.14135 and 2307.08691): scores never
+leave the chip, and one log-sum-exp per row is kept. The backward pass has one kernel for dQ and one for dK
+and dV. Neither uses atomics, so gradients are equal in every run.
+Products take the input's type and are summed in fp32.
 
-A grid cannot know the segments' lengths, which live on the device. Segment ``i`` owns the tiles from
-``cu_seqlens[i] // OWN + i`` on: enough of them, at most one too many, and the whole grid is known on the
-host.
+The grid cannot depend on the segments' lengths, which only the device knows. Segment ``i`` owns the tiles
+from ``cu_seqlens[i] // OWN + i`` on. These are enough tiles and at most one too many, and the host knows the
+size of the whole grid.
 
-Query, key and value are packed ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper). The
-kernel that packs applies RoPE, too (:func:`tower_attention`), in fp32 and rounded once, as
-``apply_rotary_pos_emb_vision`` of transformers does, and puts the two members of each rotated pair next to
-one another: scores do not mind the order, and the backward kernels find both members in one thread when they
-turn the gradients back.
+Query, key and value are packed as ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper).
+The packing kernel also applies RoPE (:func:`tower_attention`) in fp32 and rounds once, as in
+``apply_rotary_pos_emb_vision`` of transformers. It puts the two members of each rotated pair next to each
+other. Scores do not depend on the order, and the backward kernels have both members in one thread when they
+rotate the gradients back.
 """
 
 from __future__ import annotations
@@ -36,25 +37,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_vl.kernels.tower_heads import has_kernels
 
 SEARCH = tl.constexpr(128)
-"""Bounds of segments that a program compares at a time to find its own."""
+"""Number of segment bounds that a program compares at a time to find its own segment."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut: rows of its own, rows that it walks over at a time, warps, stages of the
-    pipeline."""
+    """How a kernel is cut: own rows of a program, rows that it walks over at a time,
+    warps, and pipeline stages."""
 
     own: int
     step: int
     warps: int
     stages: int
     registers: int | None = None
-    """Of a thread, at most; fewer let more programs share a multiprocessor."""
+    """Largest number of registers per thread. With fewer, more programs can share a multiprocessor."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of the three kernels; the fastest measured on H200 for heads of 72 (docs/log/2026-11.md)."""
+    """The tiles of the three kernels, by default the fastest measured
+    on H200 for heads of 72 (docs/log/2026-11.md)."""
 
     forward: Tile = Tile(128, 64, 8, 3)
     query: Tile = Tile(64, 32, 4, 3)
@@ -68,7 +70,7 @@ TILES = Tiles()
 
 @triton.jit
 def _find(cu, segments, OWN: tl.constexpr):
-    """(start of this program's segment, its end, the program's first row); the row may lie behind the end."""
+    """(start and end of this program's segment, the program's first row); the row may lie after the end."""
     tile = tl.program_id(0)
     before = 0
     for base in range(0, segments, SEARCH):
@@ -82,8 +84,10 @@ def _find(cu, segments, OWN: tl.constexpr):
 
 @triton.jit
 def _rows(parts, plane, row, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Both parts of ROWS rows of a plane, zero behind the size of a head; the second is the first where there
-    is but one."""
+    """Both parts of ROWS rows of a plane, zero after the size of a head.
+
+    If there is only one part, the second one is the first.
+    """
     a = parts[0].load([plane, row, 0]).reshape(ROWS, D1)
     b = a
     if D2 > 0:
@@ -93,7 +97,7 @@ def _rows(parts, plane, row, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.conste
 
 @triton.jit
 def _across(a, b, D2: tl.constexpr):
-    """[A, B]: the product over the head dimension."""
+    """The product over the head dimension, [A, B]."""
     out = tl.dot(a[0], tl.trans(b[0]))
     if D2 > 0:
         out = tl.dot(a[1], tl.trans(b[1]), out)
@@ -117,7 +121,7 @@ def _zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def _place(first, end, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """(rows [ROWS, 1], columns [1, WIDTH] from LOW on, which of them are there)"""
+    """(rows [ROWS, 1], columns [1, WIDTH] from LOW on, mask of the existing ones)"""
     row, column = (first + tl.arange(0, ROWS))[:, None], (LOW + tl.arange(0, WIDTH))[None, :]
     return row, column, (row < end) & (column < D)
 
@@ -137,7 +141,7 @@ def _store(x, stride, first, end, value, D: tl.constexpr, D1: tl.constexpr, D2: 
 
 @triton.jit
 def _store_back(x, stride, cos, sin, first, end, value, LOW: tl.constexpr, D: tl.constexpr):
-    """A part of rotated pairs, turned back and put where the pairs came from."""
+    """Rotates a part of rotated pairs back and stores it where the pairs came from."""
     a, b = tl.split(tl.reshape(value, [value.shape[0], value.shape[1] // 2, 2]))
     row, pair, there = _place(first, end, value.shape[0], LOW // 2, value.shape[1] // 2, D // 2)
     angle = row * (D // 2) + pair
@@ -161,7 +165,7 @@ def _store_gradient(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """Into [P, heads, 3, d]; ``first`` and ``end`` count from ``start``."""
+    """Stores a gradient into [P, heads, 3, d]; ``first`` and ``end`` are counted from ``start``."""
     head, stride = tl.program_id(1), tl.num_programs(1) * 3 * D
     x = dqkv + start.to(tl.int64) * stride + head * 3 * D + which * D
     if ROTATED:
@@ -175,8 +179,10 @@ def _store_gradient(
 
 @triton.jit(do_not_specialize=["patches"])
 def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """Some patches of one head: query and key rotated, pairs side by side; [P, heads, 3, d] -> [3, heads, P,
-    d]."""
+    """Packs some patches of one head, [P, heads, 3, d] -> [3, heads, P, d].
+
+    Query and key are rotated, and the members of a pair are put side by side.
+    """
     head, heads = tl.program_id(1), tl.num_programs(1)
     row, column, there = _place(tl.program_id(0).to(tl.int64) * ROWS, patches, ROWS, 0, TILE, HALF)
     angle = row * HALF + column
@@ -188,10 +194,8 @@ def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr
     plane = heads.to(tl.int64) * patches * (2 * HALF)
     for part in tl.static_range(2):
         x = base + part * 2 * HALF + column
-        a, b = (
-            tl.load(x, mask=there, other=0.0).to(tl.float32),
-            tl.load(x + HALF, mask=there, other=0.0).to(tl.float32),
-        )
+        a = tl.load(x, mask=there, other=0.0).to(tl.float32)
+        b = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
         pairs = tl.interleave(a * c - b * s, b * c + a * s)
         tl.store(place + part * plane, pairs.to(packed.dtype.element_ty), mask=whole)
     tl.store(place + 2 * plane, tl.load(base + 4 * HALF + wide, mask=whole, other=0.0), mask=whole)
@@ -215,8 +219,10 @@ def _forward(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """OWN queries of one head over all keys of their segment. own, walked: what is packed, in descriptors of
-    both parts."""
+    """OWN queries of one head over all keys of their segment.
+
+    own, walked: the packed tensor, as descriptors of both parts.
+    """
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
@@ -281,7 +287,7 @@ def _backward_query(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """dQ of OWN queries of one head; on the way, delta = sum(out * dout) for the other kernel."""
+    """dQ of OWN queries of one head. Also stores delta = sum(out * dout) for the other kernel."""
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
@@ -335,8 +341,8 @@ def _backward_key(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """dK and dV of OWN keys of one head over all queries of their segment; scores lie on their side, [OWN,
-    STEP].
+    """dK and dV of OWN keys of one head over all queries of their segment.
+    Scores are transposed, [OWN, STEP].
 
     dout, lse and delta are descriptors.
     """
@@ -347,8 +353,9 @@ def _backward_key(
     k = _rows((own1, own2), heads + head, first, OWN, D1, D2)
     v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
     dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
-    # Descriptors of statistics start and end at whole 16 bytes. Queries of other segments weigh nothing. What
-    # lies after the last query was never written and may be NaN, which a weight of zero does not take away.
+    # Descriptors of statistics start and end at multiples of 16 bytes. Queries of other segments get no
+    # weight. Values after the last query were never written and may be NaN,
+    # which a weight of zero would not remove.
     for row in tl.range(start // 4 * 4, end, STEP):
         q = _rows((walked1, walked2), head, row, STEP, D1, D2)
         do = _rows((dout1, dout2), head, row, STEP, D1, D2)
@@ -366,13 +373,13 @@ def _backward_key(
 
 
 def _parts(head_dim: int) -> tuple[int, int]:
-    """The widths of both parts of a head; the second may be nothing."""
+    """The widths of both parts of a head; the second may be 0."""
     first = 1 << (head_dim.bit_length() - 1)
     return first, max(16, triton.next_power_of_2(head_dim - first)) if head_dim > first else 0
 
 
 def _described(planes: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """[planes, P, d] in tiles of some rows of both parts."""
+    """Descriptors of [planes, P, d] for both parts, in tiles of ``rows`` rows."""
     shape, strides = list(planes.shape), list(planes.stride())
     first, second = (
         TensorDescriptor(planes, shape, strides, [1, rows, width or 16]) for width in _parts(planes.shape[2])
@@ -384,11 +391,11 @@ _THREAD = threading.local()
 
 
 def _make_context_current(device: torch.device) -> None:
-    """Makes CUDA's context current in this thread, which any kernel of torch's does.
+    """Makes CUDA's context current in this thread, as any kernel of torch does.
 
-    Triton 3.6 makes descriptors on the host before it looks for a context, and finds none
-    (``invalid device context``) in a thread where CUDA did nothing yet, if the kernel was loaded by another.
-    Threads of autograd begin like that on device 0.
+    Triton 3.6 makes descriptors on the host before it looks for a context. In a thread that has not used CUDA
+    yet, it finds none (``invalid device context``) if another thread has loaded the kernel. Autograd's
+    threads on device 0 start in this state.
     """
     if not getattr(_THREAD, "current", False):
         torch.zeros(1, device=device)
@@ -404,7 +411,7 @@ def _launch(
     *numbers: float,
     **more: Any,
 ) -> None:
-    """``tensors`` end with cu_seqlens."""
+    """Launches a kernel. The last of ``tensors`` is cu_seqlens."""
     _, heads, patches, d = packed.shape
     _make_context_current(packed.device)
     segments, (first, second) = tensors[-1].numel() - 1, _parts(d)
@@ -427,10 +434,10 @@ def _launch(
 
 
 def _attend(packed: Tensor, cu: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """[3, h, P, d] -> [P, h, d] and the base-2 log-sum-exp, fp32 [h, P and a little]."""
+    """[3, h, P, d] -> [P, h, d] and the base-2 log-sum-exp, fp32 [h, P rounded up]."""
     _, heads, patches, d = packed.shape
     out = packed.new_empty(patches, heads, d)
-    # Rows of whole 16 bytes, as descriptors want them.
+    # Descriptors need rows of a multiple of 16 bytes.
     lse = packed.new_empty(heads, triton.cdiv(patches, 4) * 4, dtype=torch.float32)
     planes = packed.flatten(0, 1)
     described = *_described(planes, tile.own), *_described(planes, tile.step)
@@ -439,7 +446,7 @@ def _attend(packed: Tensor, cu: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 Angles = tuple[Tensor, Tensor] | None
-"""cos and sin of the rotation that gradients are turned back from."""
+"""cos and sin of the rotation to undo in gradients; None: there was no rotation."""
 
 
 def _gradient_of_query(
@@ -453,7 +460,7 @@ def _gradient_of_query(
     delta: Tensor,
     dqkv: Tensor,
 ) -> None:
-    """Fills delta, like lse, and its third of dqkv [P, h, 3, d]."""
+    """Fills delta, which has the shape of lse, and the query's third of dqkv [P, h, 3, d]."""
     planes = packed.flatten(0, 1)
     described = *_described(planes, tile.own), *_described(planes, tile.step)
     tensors = out, dout, lse, delta, dqkv, *(angles or (lse, lse)), cu
@@ -471,7 +478,7 @@ def _gradient_of_key(
     delta: Tensor,
     dqkv: Tensor,
 ) -> None:
-    """Fills the thirds of key and value of dqkv [P, h, 3, d]."""
+    """Fills the key's and value's thirds of dqkv [P, h, 3, d]."""
     planes = packed.flatten(0, 1)
     described = (
         *_described(planes, tile.own),
@@ -548,10 +555,10 @@ class _RotatedAttention(torch.autograd.Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, tiles: Tiles = TILES) -> Tensor:
-    """Softmax attention within segments, every query to every key.
+    """Softmax attention within segments, from every query to every key.
 
     Args:
-        query, key, value: [P, heads, head_dim], head_dim a multiple of eight from 16 to 128.
+        query, key, value: [P, heads, head_dim]; head_dim is a multiple of 8 from 16 to 128.
         cu_seqlens: int32 [segments + 1], covering all P patches; segments may be empty.
 
     Returns:
@@ -567,8 +574,9 @@ def tower_attention(
     """RoPE and softmax attention within segments.
 
     Args:
-        qkv: [P, heads * 3 * head_dim], per head query, key, value: what Megatron-core's ``linear_qkv`` gives.
-        cos, sin: fp32 [P, head_dim / 2] of each patch's angles, contiguous.
+        qkv: [P, heads * 3 * head_dim] with query, key and value for each head, as Megatron-core's
+            ``linear_qkv`` gives.
+        cos, sin: fp32 [P, head_dim / 2], of each patch's angles, contiguous.
         cu_seqlens: int32 [segments + 1], covering all P patches; segments may be empty.
 
     Returns:

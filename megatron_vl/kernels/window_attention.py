@@ -1,12 +1,13 @@
-"""Attention within small windows, RoPE included, as one Triton kernel each way.
+"""Attention with RoPE within small windows, as one Triton kernel for each direction.
 
 Qwen2.5-VL's tower attends within windows of at most 8 x 8 patches in 28 of its 32 layers. A window of one
-head fits into one thread block, so forward and backward each read ``qkv`` once and write once: no rotated
-copies of query and key, no log-sum-exp, no separate pass for ``delta``. Kernels written for long sequences
+head fits into one thread block, so forward and backward each read ``qkv`` once and write once. They need no
+rotated copies of query and key, no log-sum-exp and no separate pass for ``delta``. Kernels for long sequences
 spend most of their time on blocks that are mostly empty here (figures: docs/log/2026-11.md).
 
-The layout is that of Megatron-core's ``linear_qkv`` output: ``[P, heads * 3 * d]``, per head query, key,
-value. Rotation is computed in fp32 and rounded once, as ``apply_rotary_pos_emb_vision`` of transformers does.
+The layout is that of Megatron-core's ``linear_qkv`` output: ``[P, heads * 3 * d]`` with query, key and value
+for each head. Rotation is computed in fp32 and rounded once,
+as in ``apply_rotary_pos_emb_vision`` of transformers.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_WINDOW = 128
-"""Longest window in patches that the kernels take; a tile of scores has its square."""
+"""Length in patches of the longest window that the kernels support. A tile of scores has its square."""
 
 
 @triton.jit
 def _rotated(first, second, cos, sin):
-    """Rotate-half of a vector given as its two halves, rounded to the input's type."""
+    """Rotates a vector that is given as its two halves (rotate-half) and rounds to the input's type."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
 @triton.jit
 def _scores(q1, q2, k1, k2, inside, scale):
-    """Softmax over the window's keys, fp32 [B, B]; zero outside the window."""
+    """The softmax over the window's keys, fp32 [B, B]; zero outside the window."""
     s = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * scale
     s = tl.where(inside[None, :], s, float("-inf"))
     p = tl.exp(s - tl.max(s, 1)[:, None])
@@ -40,8 +41,8 @@ def _scores(q1, q2, k1, k2, inside, scale):
 def _forward(
     qkv, cos, sin, cu, out, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """One window of one head. BLOCK: patches of a tile; HALF: d / 2; TILE: HALF rounded up to a power of
-    two."""
+    """One window of one head. BLOCK: patches in a tile; HALF:
+    d / 2; TILE: HALF rounded up to a power of two."""
     window, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu + window)
     length = tl.load(cu + window + 1) - start
@@ -67,7 +68,7 @@ def _forward(
 def _backward(
     qkv, cos, sin, cu, dout, dqkv, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """The gradient of :func:`_forward`; scores are computed again."""
+    """The gradient of :func:`_forward`. Scores are recomputed."""
     window, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu + window)
     length = tl.load(cu + window + 1) - start
@@ -92,7 +93,7 @@ def _backward(
     v1, v2 = tl.load(base + 4 * HALF, mask=mask, other=0.0), tl.load(base + 5 * HALF, mask=mask, other=0.0)
     dp = tl.dot(o1, tl.trans(v1)) + tl.dot(o2, tl.trans(v2))
     ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(o1.dtype)
-    # The inverse of a rotation is the rotation by the negative angle.
+    # The inverse of a rotation rotates by the negative angle.
     dq1, dq2 = _rotated(tl.dot(ds, k1), tl.dot(ds, k2), c, -s)
     tl.store(grad, dq1.to(o1.dtype), mask=mask)
     tl.store(grad + HALF, dq2.to(o1.dtype), mask=mask)
@@ -143,10 +144,10 @@ def window_attention(
     """RoPE and softmax attention within windows.
 
     Args:
-        qkv: [P, heads * 3 * head_dim], per head query, key, value; contiguous.
-        cos, sin: fp32 [P, head_dim / 2] of each patch's angles.
+        qkv: [P, heads * 3 * head_dim] with query, key and value for each head.
+        cos, sin: fp32 [P, head_dim / 2], of each patch's angles.
         cu_seqlens: int32 [windows + 1], covering all P patches.
-        longest: patches of the longest window, at most :data:`MAX_WINDOW`, known on the host.
+        longest: number of patches in the longest window, at most :data:`MAX_WINDOW`.
 
     Returns:
         [P, heads * head_dim].

@@ -1,1 +1,1 @@
-"""Vision tower, language model and the two joined."""
+"""The vision tower, the language model, and the model that joins them."""

@@ -1,12 +1,13 @@
-"""Packed attention: one interface, a backend per platform.
+"""Packed attention: one interface with several backends.
 
-A packed row carries several sequences behind one another; ``cu_seqlens`` says where each begins.
-Megatron-core's own packed path (``thd``) restarts the rotary frequencies at each sequence and so cannot serve
-M-RoPE; here core is told ``sbhd`` with a batch of one, applies RoPE from the position ids as they are, and
-calls :class:`PackedAttention`.
+A packed row holds several sequences one after another; ``cu_seqlens`` gives their bounds. Megatron-core's own
+packed path (``thd``) restarts the rotary frequencies at each sequence, so it does not work with M-RoPE. Here
+core gets ``sbhd`` with a batch of one, applies RoPE from the given position ids,
+and calls :class:`PackedAttention`.
 
-Backends: ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2 in
-torch), ``flash_attn`` (the package) and ``triton`` (:mod:`megatron_vl.kernels.tower_attention`, for towers).
+The backends are ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2
+in torch), ``flash_attn`` (the package) and ``triton``
+(:mod:`megatron_vl.kernels.tower_attention`, for towers).
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What core hands down to every layer: the segments of full attention and, where a tower has them, of
-    windows."""
+    """What core passes to every layer:
+    the segments of full attention and, in a tower with windows, of windows."""
 
     full: Segments | None = None
     window: Segments | None = None
     cos_sin: tuple[Tensor, Tensor] | None = None
-    """fp32 [P, d / 2] each, for window layers that rotate by themselves."""
+    """fp32 [P, d / 2] each, for layers whose kernels apply RoPE themselves."""
     cache: CacheUse | None = None
-    """While text is generated: the keys and values that are kept."""
+    """The kept keys and values while text is generated; otherwise None."""
 
 
 def packed_row(
@@ -53,7 +54,8 @@ def packed_row(
     cos_sin: tuple[Tensor, Tensor] | None = None,
     cache: CacheUse | None = None,
 ) -> PackedRow:
-    """``qkv_format='sbhd'`` keeps core from squeezing the batch axis and from its own packed RoPE."""
+    """A :class:`PackedRow` in the format ``sbhd``, with which core neither squeezes the batch axis nor
+    applies its own packed RoPE."""
     return PackedRow(qkv_format="sbhd", full=full, window=window, cos_sin=cos_sin, cache=cache)
 
 
@@ -62,8 +64,8 @@ class PackedAttention(nn.Module):
 
     Args:
         backend: one of :data:`BACKENDS`.
-        causal: the language model's mask; the vision tower has none.
-        windowed: given the zero-based layer, whether it attends within windows.
+        causal: whether to use a causal mask, as in the language model; the vision tower has none.
+        windowed: tells for a zero-based layer whether it attends within windows.
     """
 
     def __init__(
@@ -114,21 +116,21 @@ class PackedAttention(nn.Module):
 def choose_backend(
     name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """The backend for ``auto``: the fastest measured on the platform; otherwise ``name``, checked.
+    """For ``auto``, the fastest backend measured on the platform; otherwise ``name`` after checking it.
 
-    Measured on H200 (docs/log/2026-11.md): the vision tower's heads of 72 and 80 are fastest with our
-    kernels, its short segments of other heads with FlashAttention-2, the language model's long causal
-    segments with cuDNN through Transformer Engine.
+    On H200 (docs/log/2026-11.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
+    FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
+    language model's long causal segments.
 
     Raises:
-        ValueError: the name is unknown or cannot run on this platform, or not for this attention.
+        ValueError: the name is unknown, or the backend cannot run on this platform or for this attention.
     """
     towers = not causal and dtype == torch.bfloat16
     if name == "auto":
         if platform == "cpu":
             return "sdpa"
         if head_dim % 8:
-            return "sdpa"  # no fused kernel takes such heads
+            return "sdpa"  # no fused kernel supports such heads
         if towers and kernels_are_fastest(head_dim):
             return "triton"
         return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
@@ -149,7 +151,7 @@ def choose_backend(
 
 
 def make_backend(name: str) -> Backend:
-    """The function of a backend; each layer has its own."""
+    """The function of a backend. Each layer needs its own."""
     if name == "te":
         return _TransformerEngine()
     functions: dict[str, Backend] = {
@@ -162,12 +164,15 @@ def make_backend(name: str) -> Backend:
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """Torch's SDPA, once per run of equally long segments. Reads ``cu_seqlens`` on the host: for CPU and for
-    checks."""
+    """Torch's SDPA, called once for each run of equally long segments.
+
+    It reads ``cu_seqlens`` on the host, so it is meant for CPU and for checks.
+    """
     bounds = segments.cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-    out, i, start = [], 0, 0
     grouped = query.shape[1] != key.shape[1]
+
+    out, i, start = [], 0, 0
     while i < len(lengths):
         n = 1
         while i + n < len(lengths) and lengths[i + n] == lengths[i]:
@@ -207,8 +212,10 @@ def _triton(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causa
 
 
 class _TransformerEngine:
-    """Transformer Engine's DotProductAttention in ``thd``, built at the first call, when the local heads are
-    known."""
+    """Transformer Engine's DotProductAttention in ``thd``.
+
+    It is built at the first call, when the number of local heads is known.
+    """
 
     def __init__(self) -> None:
         self.module: nn.Module | None = None

@@ -1,7 +1,7 @@
-"""What a forward pass gets: one packed row on the device of this rank.
+"""The input of a forward pass: one packed row on the device of this rank.
 
-The loader's :class:`megatron_vl.data.row.Row` holds the same on the host; :mod:`megatron_vl.training.feed`
-carries it over.
+The loader's :class:`megatron_vl.data.row.Row` holds the same data on the host;
+:mod:`megatron_vl.training.feed` moves it to the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_vl.models.kv_cache import CacheUse
 
 @dataclass
 class Segments:
-    """Where the sequences of a packed row begin."""
+    """The bounds of the sequences in a packed row."""
 
     cu_seqlens: Tensor
     """int32 [segments + 1], from 0 to S, on the device."""
@@ -24,13 +24,13 @@ class Segments:
     """Length of the longest segment, known on the host."""
 
     def padded(self, length: int, extra: int) -> Segments:
-        """With a last segment of ``extra`` (perhaps no) elements, so that all of them are ``length``."""
+        """A copy with one more segment of ``extra`` elements (perhaps 0), so that the total is ``length``."""
         return Segments(F.pad(self.cu_seqlens, (0, 1), value=length), max(self.max_seqlen, extra))
 
 
 @dataclass
 class VisionInput:
-    """Device side of :class:`megatron_vl.data.row.VisionBatch`, segments ready."""
+    """A :class:`megatron_vl.data.row.VisionBatch` on the device, with segments."""
 
     planes: Tensor
     plane_index: Tensor
@@ -48,14 +48,13 @@ class DeviceRow:
     labels: Tensor
     loss_mask: Tensor
     real_tokens: int
-    """Tokens of samples, before the padded tail; known on the host."""
+    """Number of tokens before the padded tail, known on the host."""
     position_ids: Tensor
     segments: Segments
     vision: VisionInput | None
     """None on ranks without the vision tower."""
     feature_index: Tensor | None
     loss_index: Tensor | None = None
-    """int64 [N], ascending: the tokens for which logits are computed where losses are asked for; None:
-    all."""
+    """int64 [N], ascending: the tokens whose logits are computed when losses are asked for; None: all."""
     cache: CacheUse | None = None
-    """While text is generated: the keys and values that are kept."""
+    """The kept keys and values while text is generated; otherwise None."""

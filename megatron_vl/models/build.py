@@ -1,5 +1,4 @@
-"""Builds this rank's model chunks for a layout. The order: configs, tower (first chunk), GPTModel,
-freezing."""
+"""Builds this rank's model chunks for a layout: configs, tower (first chunk), GPTModel, then freezing."""
 
 from __future__ import annotations
 
@@ -37,8 +36,9 @@ def build_chunks(
     pixel_mean: tuple[float, ...],
     pixel_std: tuple[float, ...],
 ) -> list[VisionLanguageModel]:
-    """This rank's chunks (one per virtual stage) with random weights, on the platform's device, parameters
-    frozen as asked.
+    """This rank's chunks (one per virtual stage) with random weights, on the platform's device.
+
+    Parameters are frozen as the config asks.
 
     Megatron-core's process groups must exist (:func:`megatron_vl.parallel.grid.make_grid`).
     """
@@ -63,21 +63,21 @@ def build_chunks(
             config.data.seq_len, spec.language.hidden_size, layout.tp, dtype, fp8=core.fp8 is not None
         )
     deepstack = len(spec.vision.deepstack_layers)
-    # Levels only become fewer, so the first boundary between chunks decides.
+    # The number of levels only decreases, so the first boundary between chunks has the most.
     message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
+
     rank, chunks = mpu.get_pipeline_model_parallel_rank(), []
     for stage in range(layout.vpp):
-        tower = (
-            _tower(platform, spec, layout, config, pixel_mean, pixel_std)
-            if rank == 0 and stage == 0
-            else None
-        )
+        tower = None
+        if rank == 0 and stage == 0:
+            tower = _tower(platform, spec, layout, config, pixel_mean, pixel_std)
         language = _language(platform, spec, layout, config, core, rank, stage)
         layers = layout.chunk_layers(rank, stage)
         chunk = VisionLanguageModel(
             core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels
         )
         chunks.append(chunk.to(device=platform.device, dtype=dtype))
+
     _zero_padding(chunks, spec, layout, mpu.get_tensor_model_parallel_rank())
     _freeze(chunks, config.model)
     if platform.transformer_engine:
@@ -95,7 +95,7 @@ def _tower(
     pixel_std: tuple[float, ...],
 ) -> VisionTower:
     model, dtype = config.model, getattr(torch, config.dtype)
-    # The kernel's products would be TF32 in float32.
+    # In float32 the kernel's products would be TF32.
     fusable = platform.name == "cuda" and dtype == torch.bfloat16
     if model.window_attention == "fused" and not fusable:
         raise RunConfigError(
@@ -130,7 +130,7 @@ def _language(
     rank: int,
     stage: int,
 ) -> GPTModel:
-    """The language model's part of virtual stage ``stage`` of pipeline rank ``rank``."""
+    """The language model's part on virtual stage ``stage`` of pipeline rank ``rank``."""
     m, recompute, layers = spec.language, config.recompute, layout.chunk_layers(rank, stage)
     language = GPTModel(
         core,
@@ -163,10 +163,10 @@ def _language(
 
 
 def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:
-    """The coefficient of the load-balancing loss of this run; 0 without experts, or where none are trained.
+    """The coefficient of this run's load-balancing loss; 0 if there are no experts or they are not trained.
 
-    As in ``transformers``, the Hugging Face config adds the loss by ``output_router_logits``;
-    ``model.moe_aux_loss`` decides where it is set.
+    ``model.moe_aux_loss`` decides if it is set. Otherwise the Hugging Face config's ``output_router_logits``
+    decides whether the loss is added, as in ``transformers``.
     """
     moe = spec.language.moe
     if moe is None or model.freeze_language:
@@ -177,20 +177,20 @@ def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:
 
 
 def aux_loss_reason(spec: ModelSpec, model: ModelConfig) -> str:
-    """The coefficient of the load-balancing loss and where it comes from, in words; empty without experts."""
+    """A text with the coefficient of the load-balancing loss and its origin; empty without experts."""
     moe, coefficient = spec.language.moe, aux_loss_coefficient(spec, model)
     if moe is None:
         return ""
 
-    told = f"coefficient {coefficient:g}" if coefficient else "none"
+    text = f"coefficient {coefficient:g}" if coefficient else "none"
     if model.freeze_language:
-        return f"{told} (model.freeze_language)"
+        return f"{text} (model.freeze_language)"
     if model.moe_aux_loss is not None:
-        return f"{told} (model.moe_aux_loss)"
+        return f"{text} (model.moe_aux_loss)"
     if moe.output_router_logits:
-        return f"{told} (router_aux_loss_coef, as output_router_logits is true in model.hf's config.json)"
+        return f"{text} (router_aux_loss_coef, as output_router_logits is true in model.hf's config.json)"
     advice = f"--model.moe_aux_loss {moe.aux_loss_coef:g} adds it"
-    return f"{told} (output_router_logits is not true in model.hf's config.json; {advice})"
+    return f"{text} (output_router_logits is not true in model.hf's config.json; {advice})"
 
 
 def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
@@ -204,7 +204,8 @@ def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
 def _zero_padding(
     chunks: Iterable[VisionLanguageModel], spec: ModelSpec, layout: Layout, tp_rank: int
 ) -> None:
-    """Zeroes the padded FFN rows and columns of random weights. They stay zero: their gradients are zero."""
+    """Zeroes the padded FFN rows and columns of random weights.
+    They stay zero because their gradients are zero."""
     v = spec.vision
     if v.padded_ffn_hidden_size == v.ffn_hidden_size:
         return
@@ -222,21 +223,17 @@ def _zero_padding(
 
 
 def _freeze(chunks: Iterable[VisionLanguageModel], model: ModelConfig) -> None:
+    frozen = {"vision": model.freeze_vision, "merger": model.freeze_merger, "language": model.freeze_language}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            part = part_of(name)
-            if {
-                "vision": model.freeze_vision,
-                "merger": model.freeze_merger,
-                "language": model.freeze_language,
-            }[part]:
+            if frozen[part_of(name)]:
                 parameter.requires_grad_(False)
 
 
 def chunk_tensors(
     chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int, ep_rank: int = 0
 ) -> list[LiveTensor]:
-    """The parameters of all chunks of a rank under their canonical names."""
+    """The parameters of all chunks of a rank with their canonical names."""
     first_expert = ep_rank * ((chunks[0].config.num_moe_experts or 0) // layout.ep)
     return [
         tensor
@@ -246,11 +243,10 @@ def chunk_tensors(
 
 
 def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[LiveTensor]) -> dict[str, TensorInfo]:
-    """The table of the model, after checking that the live parameters have the shapes it says.
+    """Checks that live parameters have the shapes of the model's tensor table. Returns the table.
 
     Raises:
-        RuntimeError: a live parameter has no entry or another shape: the table and the modules have drifted
-            apart.
+        RuntimeError: a live parameter has no entry or another shape, so the table does not match the modules.
     """
     table = tensor_table(spec)
     for name, parameter, expert in tensors:

@@ -1,12 +1,12 @@
-"""DeepStack: features of inner vision layers, added to the hidden states behind the first decoder layers.
+"""DeepStack: features of inner vision layers are added to the hidden states after the first decoder layers.
 
 Reference: arXiv 2406.04334 and ``Qwen3VLTextModel`` of transformers, which adds level ``i`` at the medium's
 tokens to the output of decoder layer ``i``.
 
-The levels that are still to be added travel with the hidden state, behind it along the sequence:
-``[(1 + levels) * S, 1, H]``, each part scattered like the hidden state under sequence parallelism. A layer
-that has a level to add takes the first one off. So gradients, recomputation, pipeline messages and the
-interleaved schedule carry them without knowing of them, and any layer may lie on any stage.
+The levels that are still to be added follow the hidden state along the sequence dimension: ``[(1 + levels) *
+S, 1, H]``. Under sequence parallelism, each part is scattered like the hidden state. A layer that adds a
+level removes the first one. So gradients, recomputation, pipeline messages and the interleaved schedule need
+no change, and any layer may be on any stage.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 def levels_before(layer: int, deepstack: int) -> int:
-    """Levels that travel with the input of the zero-based decoder ``layer`` when there are ``deepstack`` in
-    all."""
+    """Number of levels in the input of the zero-based decoder ``layer``,
+    out of ``deepstack`` levels in all."""
     return max(0, deepstack - layer)
 
 
 class DeepStackLayer(TransformerLayer):
-    """A decoder layer of a model with ``deepstack`` levels. Takes [(1 + n) * s, 1, H] and gives [n * s, 1, H]
-    for n > 0."""
+    """A decoder layer of a model with ``deepstack`` levels:
+    [(1 + n) * s, 1, H] -> [n * s, 1, H] for n > 0."""
 
     def __init__(self, *args: Any, deepstack: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +36,7 @@ class DeepStackLayer(TransformerLayer):
         if not self.levels:
             return super().forward(hidden_states, *args, **kwargs)
         length = hidden_states.shape[0] // (1 + self.levels)
-        # Copied, so that what the layer keeps for its backward pass does not hold all levels in memory.
+        # The copy prevents what the layer keeps for its backward pass from holding all levels in memory.
         own, level, later = hidden_states.split([length, length, (self.levels - 1) * length])
         out, context = super().forward(own.clone(), *args, **kwargs)
         out = out + level

@@ -1,10 +1,10 @@
-"""Layers that save time or memory where Megatron-core's own leave some.
+"""Layers that save time or memory compared with Megatron-core's own.
 
-* :class:`TowerSelfAttention`: layers of a tower through our kernels, RoPE included, from ``linear_qkv`` to
-  ``linear_proj``.
-* :class:`FusedMLP`: SwiGLU as one kernel; the activation may be computed again in the backward pass instead
-  of being kept.
-* :func:`with_bias`: biases are added by the matrix product, so that their gradients come out of it too.
+* :class:`TowerSelfAttention`: runs a tower layer's attention and RoPE, between ``linear_qkv`` and
+  ``linear_proj``, in our kernels.
+* :class:`FusedMLP`: runs SwiGLU as one kernel.
+  It can recompute the activation in the backward pass instead of keeping it.
+* :func:`with_bias`: lets the matrix product add the bias, so that it also computes the bias gradient.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from megatron_vl.models.attention import PackedRow
 
 
 class TowerSelfAttention(SelfAttention):
-    """Core's SelfAttention; :mod:`megatron_vl.kernels.window_attention` and
-    :mod:`megatron_vl.kernels.tower_attention` take what they are made for.
+    """Core's SelfAttention with our kernels where they apply.
+
+    They are :mod:`megatron_vl.kernels.window_attention` and :mod:`megatron_vl.kernels.tower_attention`.
 
     Args:
-        fused_windows: layers that attend within small windows take the kernel; full layers take theirs where
-            the backend is ``triton``.
+        fused_windows: whether layers with small windows use their kernel. Full layers use theirs if the
+            backend is ``triton``.
     """
 
     def __init__(self, *args: Any, fused_windows: bool, **kwargs: Any) -> None:
@@ -37,7 +38,7 @@ class TowerSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRow | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[P, 1, H] -> ([P, 1, H], bias to be added or None)"""
+        """[P, 1, H] -> ([P, 1, H], bias to add or None)"""
         row = packed_seq_params
         kernel = None if row is None or row.cos_sin is None else self._kernel(row)
         if kernel is None:
@@ -46,8 +47,8 @@ class TowerSelfAttention(SelfAttention):
         return self.linear_proj(kernel(qkv[:, 0])[:, None])
 
     def _kernel(self, row: PackedRow) -> Callable[[Tensor], Tensor] | None:
-        """From the fused QKV output [P, heads * 3 * d] to [P, heads * d], if there is a kernel for this
-        layer."""
+        """The kernel for this layer, from the fused QKV output [P,
+        heads * 3 * d] to [P, heads * d]; None without one."""
         from megatron_vl.kernels.tower_attention import tower_attention
         from megatron_vl.kernels.window_attention import MAX_WINDOW, window_attention
 
@@ -68,8 +69,8 @@ class FusedMLP(MLP):
     """Core's dense MLP with our SwiGLU.
 
     Args:
-        recompute: keep ``linear_fc1``'s output alone and compute the activation (half as large when gated)
-            again for the backward pass, which costs one elementwise kernel.
+        recompute: keep only ``linear_fc1``'s output and recompute the activation (half as large if gated) for
+            the backward pass, which costs one elementwise kernel.
     """
 
     def __init__(self, *args: Any, recompute: bool = False, **kwargs: Any) -> None:
@@ -79,7 +80,7 @@ class FusedMLP(MLP):
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, 1, H] -> ([S, 1, H], bias to be added or None)"""
+        """[S, 1, H] -> ([S, 1, H], bias to add or None)"""
         assert per_token_scale is None, "for experts only"
         hidden, bias = self.linear_fc1(hidden_states)
         active = self._activate(hidden, bias)
@@ -104,10 +105,11 @@ class FusedMLP(MLP):
 def computed_again(
     kept: Tensor, function: Callable[..., Tensor], *inputs: Any
 ) -> AbstractContextManager[Any]:
-    """Within the context, autograd keeps ``function(*inputs)`` in place of the tensor ``kept`` that it gave.
+    """Within the context, autograd does not keep ``kept``,
+    the result of ``function(*inputs)``, but recomputes it.
 
-    Works for every operator that saves ``kept`` (or a view of all of it) through ``save_for_backward``,
-    Transformer Engine's linears among them; what saves a quantised copy keeps that copy.
+    This works for every operator that saves ``kept`` (or a view of all of it) through ``save_for_backward``,
+    including Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
     """
     address, size = kept.data_ptr(), kept.numel()
 
@@ -126,10 +128,10 @@ def computed_again(
 
 
 def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
-    """A linear's constructor whose module adds its bias itself, whatever core asks for.
+    """A constructor of a linear that always adds its bias itself, even if core asks it not to.
 
-    Core leaves biases to fused elementwise kernels, whose backward sums ``[P, F]`` gradients with a kernel of
-    its own; cuBLASLt gives the sum as a by-product of the weight gradient.
+    Core leaves biases to fused elementwise kernels, whose backward pass needs one more kernel to sum ``[P,
+    F]`` gradients. cuBLASLt gives the sum as a by-product of the weight gradient.
     """
 
     def build(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Output layer and cross entropy of the tokens that bear loss, and of no others.
+"""Output layer and cross entropy of the loss tokens only.
 
-In rows of pictures most tokens have no label to be learnt: placeholders of pixels, questions, padding. The
-output layer is the widest of the model, so their logits are left out. What comes back has a place for every
-token of the row, zero where nothing was computed. It is Megatron-core's own output layer and loss, called
+In rows with pictures most tokens have no label to learn: placeholders, questions, padding. The output layer
+is the widest of the model, so their logits are not computed. The result still has a loss for every token of
+the row, which is zero where nothing was computed. Megatron-core's own output layer and loss are called,
 through the ``output_processor`` of GPTModel.
 """
 
@@ -26,18 +26,18 @@ def selected_losses(
     compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
     **_: Any,
 ) -> Tensor:
-    """Per-token losses [1, S] of hidden states [S (/ tp with sequence parallelism), 1, H]; 0 outside
-    ``context``.
+    """Per-token losses [1, S] of hidden states [S (/ tp with sequence parallelism), 1, H];
+    0 outside ``context``.
 
     Args:
-        output_weight: the tied weight; None: the output layer has its own.
+        output_weight: the tied weight; None: the output layer has its own weight.
         labels: int64 [1, S].
-        context: int64 [N], distinct places in the row: :func:`megatron_vl.data.row.loss_index`. They are the
-            same on all tensor-parallel ranks.
+        context: int64 [N], distinct token positions in the row (:func:`megatron_vl.data.row.loss_index`),
+            equal on all tensor-parallel ranks.
     """
     if output_layer.sequence_parallel:
-        # Loss tokens lie unevenly over the ranks' parts of the row, so each rank needs all of them before it
-        # chooses. The selection copies, and keeps nothing of core's shared buffer.
+        # Loss tokens are spread unevenly over the ranks' parts of the row, so each rank gathers the whole row
+        # before it selects. The selection is a copy, so it does not hold core's shared buffer.
         hidden_states = gather_from_sequence_parallel_region(
             hidden_states,
             tensor_parallel_output_grad=False,
@@ -52,12 +52,13 @@ def selected_losses(
 
 @contextmanager
 def _whole_input(layer: ColumnParallelLinear) -> Iterator[None]:
-    """A sequence-parallel output layer takes whole inputs meanwhile, as without sequence parallelism.
+    """Within the context, a sequence-parallel output layer takes whole inputs,
+    as without sequence parallelism.
 
-    Gradients of the inputs are then summed over the ranks in one all-reduce that runs beside the product for
-    the weight's gradient, and each rank keeps its part of the row. For N of S tokens that moves S + 2 N
-    instead of the 3 S of core's own sequence-parallel layer, which gathers once more in the backward pass:
-    never more, whatever the row.
+    The gradients of the inputs are then summed over the ranks in one all-reduce, which overlaps with the
+    product for the weight's gradient, and each rank keeps its part of the row. For N of S tokens this moves S
+    + 2 N instead of 3 S with core's own sequence-parallel layer, which gathers once more in the backward
+    pass. So it never moves more.
     """
     sequence_parallel, allreduce = layer.sequence_parallel, layer.allreduce_dgrad
     layer.sequence_parallel, layer.allreduce_dgrad = False, allreduce or sequence_parallel

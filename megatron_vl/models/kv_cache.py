@@ -1,8 +1,8 @@
-"""Keys and values kept while text is generated, so that each new token costs one token.
+"""Keeps keys and values while text is generated, so that each step computes only the new token.
 
 Megatron-core's inference contexts belong to its own attention, which packed rows with M-RoPE do not use (see
-:mod:`megatron_vl.models.attention`). RoPE is applied before attention from explicit positions, so what is
-kept here needs no further care.
+:mod:`megatron_vl.models.attention`). RoPE is applied before attention from explicit positions, so the kept
+keys can be used as they are.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 
 class KVCache:
-    """Keys and values of this rank's decoder layers, for some prompts.
+    """The keys and values of some prompts in this rank's decoder layers.
 
     Args:
-        lengths: tokens of each prompt.
-        room: tokens that may follow each.
+        lengths: number of tokens of each prompt.
+        room: largest number of tokens that may follow each prompt.
     """
 
     def __init__(self, lengths: list[int], room: int) -> None:
@@ -28,8 +28,7 @@ class KVCache:
         self._kept: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
 
     def fill(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> None:
-        """Keeps key and value [S, g, d] of a prompt's tokens; what follows them in the row is none of the
-        prompt's."""
+        """Keeps key and value [S, g, d] of a prompt's tokens. What follows them in the row is ignored."""
         n = self.used[prompt]
         kept = []
         for tensor in (key, value):
@@ -39,33 +38,34 @@ class KVCache:
         self._kept[layer, prompt] = (kept[0], kept[1])
 
     def extend(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds one token's key and value [g, d]; returns all of the prompt's so far, [n + 1, g, d]."""
+        """Adds key and value [g, d] of one token.
+        Returns all keys and values of the prompt so far, [n + 1, g, d]."""
         keys, values = self._kept[layer, prompt]
         n = self.used[prompt]
         keys[n], values[n] = key, value
         return keys[: n + 1], values[: n + 1]
 
     def advance(self, prompts: list[int]) -> None:
-        """Each of these prompts has one token more, in all layers."""
+        """Counts one more token for each of these prompts, after all layers were extended."""
         for prompt in prompts:
             self.used[prompt] += 1
 
 
 @dataclass
 class CacheUse:
-    """What a row has to do with a cache."""
+    """How a row uses a cache."""
 
     cache: KVCache
     prompts: list[int]
-    """The prompt that the row begins with; or, of a row of new tokens, the prompt that each of its first
-    tokens follows."""
+    """The prompt that the row begins with;
+    or, in a row of new tokens, the prompt of each of its first tokens."""
     filling: bool
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[], Tensor]
     ) -> Tensor:
-        """query [S, h, d], key and value [S, g, d] -> [S, h, d]; tokens that belong to no prompt get zeros or
-        nonsense.
+        """query [S, h, d], key and value [S, g, d] -> [S, h, d].
+        The values of tokens outside prompts are undefined.
 
         Args:
             attend: the layer's own attention over the row.
@@ -73,9 +73,12 @@ class CacheUse:
         if self.filling:
             self.cache.fill(layer, self.prompts[0], key, value)
             return attend()
+
         out = torch.zeros_like(query)
         for i, prompt in enumerate(self.prompts):
             keys, values = self.cache.extend(layer, prompt, key[i], value[i])
-            q, k, v = query[i][None, :, None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+            q = query[i][None, :, None]
+            k = keys.transpose(0, 1)[None]
+            v = values.transpose(0, 1)[None]
             out[i] = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])[0, :, 0]
         return out

@@ -1,6 +1,6 @@
-"""The building blocks of a layer per platform: Transformer Engine on CUDA, Megatron-core's own on CPU.
+"""The building blocks of layers: Transformer Engine's on CUDA, Megatron-core's own on CPU.
 
-Both give the same function and, through :mod:`megatron_vl.models.names`, the same tensor names.
+Both compute the same function and, through :mod:`megatron_vl.models.names`, have the same tensor names.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LocalRMSNorm(nn.Module):
-    """RMSNorm that sequence parallelism accepts (core's local spec refuses it). Statistics in fp32, as in
-    HF."""
+    """RMSNorm for sequence parallelism, which core's local spec refuses. Statistics are in fp32, as in HF."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -92,7 +91,7 @@ def _mlp(
     recompute: bool,
     **kwargs: Any,
 ) -> FusedMLP:
-    """What core calls to build a layer's MLP."""
+    """The function that core calls to build a layer's MLP."""
     kwargs.pop("is_mtp_layer", None)
     return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute=recompute, **kwargs)
 
@@ -110,19 +109,19 @@ def block_spec(
     recompute_activation: bool = False,
     experts: Sequence[bool] = (),
 ) -> TransformerBlockSubmodules:
-    """The layers of one TransformerBlock: pre-norm self-attention and MLP (or experts), attention packed.
+    """The layers of one TransformerBlock: pre-norm packed self-attention and an MLP (or experts).
 
     Args:
-        num_layers: layers of this block (of this pipeline chunk).
-        windowed: given the zero-based global layer, whether it attends within windows.
-        deepstack: levels of visual features that the model's first layers add to their output.
-        fused_windows: window layers take the fused kernel (CUDA).
-        recompute_activation: activations of the MLP are computed again in the backward pass.
-        experts: for each layer of this block, whether it has experts in place of the MLP; empty: none has.
+        num_layers: number of layers in this block (of this pipeline chunk).
+        windowed: tells for a zero-based global layer whether it attends within windows.
+        deepstack: number of levels of visual features that the model's first layers add to their output.
+        fused_windows: whether window layers use the fused kernel (CUDA).
+        recompute_activation: whether activations of the MLP are recomputed in the backward pass.
+        experts: for each layer of this block, whether it has experts instead of an MLP; empty: no layer has.
     """
     column, row = linears(platform)
     layer_norm: Any = local_norm(config)
-    expert_norm = layer_norm  # apart on all platforms, as the router reads what it gives, too
+    expert_norm = layer_norm  # separate on all platforms, because the router also reads its output
     head_norm: Any = local_norm(config) if config.qk_layernorm else None
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
@@ -134,6 +133,7 @@ def block_spec(
         column, row = with_bias(column), with_bias(row)
     else:
         final_norm = layer_norm
+
     own_kernels = fused_windows or attention_backend == "triton"
     attention = partial(PackedAttention, backend=attention_backend, causal=causal, windowed=windowed)
     layer = ModuleSpec(
@@ -165,6 +165,7 @@ def block_spec(
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
     layers = [layer] * num_layers
     if any(experts):
         submodules = replace(layer.submodules, pre_mlp_layernorm=expert_norm, mlp=moe_layer(platform))

@@ -1,12 +1,12 @@
-"""Canonical tensor names of the live modules, whichever platform built them.
+"""Canonical names of the parameters of live modules, on any platform.
 
-Transformer Engine fuses a norm into the linear that follows and numbers layers per chunk; the local modules
-keep the norm apart. Canonical names (see :mod:`megatron_vl.spec.tensors`) follow the fused style with global
-numbers.
+Transformer Engine fuses a norm into the linear that follows; the local modules keep the norm separate. Both
+number layers within the chunk. Canonical names (see :mod:`megatron_vl.spec.tensors`) follow the fused style
+with global layer numbers.
 
-A canonical expert tensor is a stack of all experts; live, each expert is a parameter of its own, ``weight3``
-of a grouped linear or ``local_experts.3`` of a list. :class:`LiveTensor` says which of the stack a parameter
-is.
+A canonical expert tensor is a stack of all experts. In live modules each expert is a separate parameter:
+``weight3`` of a grouped linear, or ``local_experts.3`` of a list.
+:class:`LiveTensor` gives the parameter's number in the stack.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _EXPERT = re.compile(
 
 
 class LiveTensor(NamedTuple):
-    """A live parameter: a whole canonical tensor (this rank's part of it), or one expert of a stack of
-    them."""
+    """A live parameter: this rank's part of a canonical tensor, or one expert of a stack."""
 
     name: str
     parameter: nn.Parameter
     expert: int | None = None
-    """Which expert of the canonical tensor's dim 0, counted over all ranks; None where that has no
-    experts."""
+    """Number of the expert in dim 0 of the canonical tensor, over all ranks;
+    None if the tensor has no experts."""
 
 
 def canonical_name(
     module_name: str, first_layer: int, tied: bool, *, router: bool = False
 ) -> tuple[str, int | None]:
-    """The canonical name of a parameter of a chunk whose first decoder layer is ``first_layer``, and its
-    expert on this rank.
+    """The canonical name of a chunk's parameter, and its local expert number (None for a dense parameter).
 
     Args:
-        router: whether the parameter's layer has experts; the norm before them stays apart.
+        first_layer: global number of the chunk's first decoder layer.
+        tied: whether the output layer is the embedding.
+        router: whether the parameter's layer has experts; the norm before them stays separate.
     """
     name, expert = module_name, None
     for local, fused in _LOCAL_NORMS[: 1 if router else 2]:
@@ -64,10 +64,11 @@ def canonical_name(
 def named_tensors(
     chunk: VisionLanguageModel, first_layer: int, first_expert: int = 0
 ) -> Iterator[LiveTensor]:
-    """The parameters of one chunk. A tied output layer yields the embedding's name a second time.
+    """The parameters of one chunk. A tied output layer gives the embedding's name a second time.
 
     Args:
-        first_layer, first_expert: the first of this chunk, of this rank, counted over all.
+        first_layer: global number of the chunk's first decoder layer.
+        first_expert: number over all ranks of this rank's first expert.
     """
     routed = {name.split(".mlp.router.")[0] for name, _ in chunk.named_parameters() if ".mlp.router." in name}
     tied = chunk.share_embeddings_and_output_weights

@@ -1,8 +1,8 @@
 """Rotary tables: M-RoPE of the language model and 2D RoPE of the vision tower.
 
 Both give the angles ``[S, 1, 1, dim]`` that Megatron-core's rotary functions take (two equal halves,
-rotate-half convention). The products are elementwise in fp32, never a matrix product, so TF32 settings cannot
-touch them.
+rotate-half convention). The products are elementwise in fp32 and never matrix products,
+so TF32 settings do not affect them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron_vl.spec.families import LanguageSpec
 class MRope(nn.Module):
     """Multimodal RoPE (Qwen2-VL, arXiv 2409.12191): each frequency follows time, height or width.
 
-    Reference: ``Qwen2VLRotaryEmbedding`` and ``apply_multimodal_rotary_pos_emb`` of transformers;
-    interleaved, ``Qwen3VLTextRotaryEmbedding``. It takes the place of core's ``MultimodalRotaryEmbedding``
+    Reference: ``Qwen2VLRotaryEmbedding`` and ``apply_multimodal_rotary_pos_emb`` of transformers, and
+    ``Qwen3VLTextRotaryEmbedding`` for the interleaved order. It replaces core's ``MultimodalRotaryEmbedding``
     and is called in the same way.
     """
 
@@ -26,9 +26,8 @@ class MRope(nn.Module):
         half = language.head_dim // 2
         exponent = torch.arange(0, language.head_dim, 2, dtype=torch.float32) / language.head_dim
         self._inv_freq = 1.0 / language.rope_theta**exponent
-        if (
-            language.mrope_interleaved
-        ):  # t h w t h w ..., and time alone where height and width have had their number
+        if language.mrope_interleaved:
+            # t h w t h w ..., then only time when height and width have all their frequencies
             self._axis = torch.zeros(half, dtype=torch.int64)
             for axis in (1, 2):
                 self._axis[axis : 3 * language.mrope_section[axis] : 3] = axis
@@ -49,17 +48,17 @@ class MRope(nn.Module):
 
 
 def vision_angles(position_hw: Tensor, head_dim: int) -> Tensor:
-    """2D RoPE of the vision tower: the first half of the frequencies follows the row, the second the column.
+    """2D RoPE of the vision tower:
+    the first half of the frequencies follows the row, the second half the column.
 
     Args:
         position_hw: int [P, 2], row and column of each patch.
 
     Returns:
-        Angles [P, 1, 1, head_dim], fp32. Reference: ``VisionRotaryEmbedding`` and ``rot_pos_emb`` of
-        Qwen2-VL.
+        Angles [P, 1, 1, head_dim], fp32.
+        Reference: ``VisionRotaryEmbedding`` and ``rot_pos_emb`` of Qwen2-VL.
     """
-    exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=position_hw.device) / (
-        head_dim // 2
-    )
+    half = head_dim // 2
+    exponent = torch.arange(0, half, 2, dtype=torch.float32, device=position_hw.device) / half
     angles = (position_hw.float()[:, :, None] * (1.0 / 10000.0**exponent)).flatten(1)
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -1,4 +1,4 @@
-"""Megatron-core's TransformerConfig for the language model and for the vision tower, from a ModelSpec."""
+"""Makes Megatron-core's TransformerConfig for the language model and the vision tower from a ModelSpec."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: fl
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": init_std,
-        # Fusions are CUDA kernels (or torch.compile, which only slows the CPU path).
+        # Fusions are CUDA kernels (or torch.compile, which only makes the CPU path slower).
         "apply_rope_fusion": cuda,
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,
-        # Set on Transformer Engine's linears alone: megatron_vl/core_fixes/wgrad_fusion.py says why.
+        # This is set only on Transformer Engine's linears;
+        # megatron_vl/core_fixes/wgrad_fusion.py explains why.
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": cuda,
         "calculate_per_token_loss": True,
         "use_cpu_initialization": False,
         "batch_p2p_comm": cuda,
-        # Under pipeline parallelism the output of a stage is freed once it is sent; its graph stays.
+        # Under pipeline parallelism the output of a stage is freed once it is sent. Its graph is kept.
         "deallocate_pipeline_outputs": True,
         "variable_seq_lengths": False,
     }
@@ -53,11 +54,11 @@ def language_config(
     aux_loss: float = 0.0,
     tp_comm_overlap: bool = False,
 ) -> TransformerConfig:
-    """The language model's config, which also steers the pipeline schedules and gradient finalisation.
+    """The language model's config, which also controls the pipeline schedules and gradient finalisation.
 
     Args:
         aux_loss: coefficient of the experts' load-balancing loss; 0: none.
-        tp_comm_overlap: tensor-parallel collectives beside the matrix products
+        tp_comm_overlap: overlap tensor-parallel collectives with matrix products
             (:mod:`megatron_vl.parallel.tp_overlap`).
     """
     if tp_comm_overlap and not platform.transformer_engine:
@@ -91,8 +92,7 @@ def language_config(
         **_fp8(platform, fp8, dtype),
         **_common(platform, layout, dtype, spec.initializer_range),
     )
-    # Overlapped p2p of the interleaved schedule needs unbatched sends; batched ones are what 1F1B uses on
-    # CUDA.
+    # The interleaved schedule's overlapped p2p needs unbatched sends. On CUDA, 1F1B uses batched ones.
     if layout.vpp > 1:
         config.batch_p2p_comm = False
         config.overlap_p2p_comm = platform.name == "cuda"
@@ -108,8 +108,8 @@ def vision_config(
     recompute: RecomputeConfig,
     fp8: Fp8Config,
 ) -> TransformerConfig:
-    """The vision tower's config: on one pipeline stage, no sequence parallelism (its patch count varies per
-    row)."""
+    """The vision tower's config: one pipeline stage
+    and no sequence parallelism (its patch count varies per row)."""
     v = spec.vision
     return TransformerConfig(
         num_layers=v.num_layers,
@@ -122,7 +122,7 @@ def vision_config(
         add_bias_linear=True,
         gated_linear_unit=v.gated_mlp,
         activation_func=ACTIVATIONS[v.activation],
-        # Core fuses bias with SwiGLU and GELU, not with plain quick-GELU.
+        # Core fuses the bias with SwiGLU and GELU but not with plain quick-GELU.
         bias_activation_fusion=platform.name == "cuda" and v.gated_mlp,
         sequence_parallel=False,
         pipeline_model_parallel_size=1,
@@ -144,17 +144,17 @@ def _fp8(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, An
 
 def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool = False) -> dict[str, Any]:
     if kind == "selective" and "layernorm" in modules and not platform.transformer_engine:
-        # Core 0.19.2: CheckpointWithoutOutput takes an argument only with Transformer Engine and fails in the
-        # backward pass.
+        # In core 0.19.2, CheckpointWithoutOutput takes its argument only with Transformer Engine; without it,
+        # the backward pass fails.
         raise RunConfigError(
             "recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp"
         )
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    core_modules = [module for module in modules if module != "activation"]  # ours: fused_layers.FusedMLP
+    core_modules = [module for module in modules if module != "activation"]  # done by fused_layers.FusedMLP
     if experts and "mlp" in modules:
         core_modules.append("moe")
-    elif experts and "activation" in modules and platform.transformer_engine:  # for grouped experts alone
+    elif experts and "activation" in modules and platform.transformer_engine:  # only for grouped experts
         core_modules.append("moe_act")
     if kind == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}
@@ -162,5 +162,5 @@ def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool 
 
 
 def fp8_rows(config: TransformerConfig) -> int:
-    """Products in FP8 take a multiple of this many rows on each rank; 1 without FP8."""
+    """The number of rows on each rank must be a multiple of this for products in FP8; 1 without FP8."""
     return {None: 1, "blockwise": 128}.get(config.fp8_recipe if config.fp8 else None, 16)

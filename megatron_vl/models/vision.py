@@ -1,7 +1,7 @@
 """The packed vision tower as a Megatron-core TransformerBlock.
 
-All images and video frames of a row go through in one call, in window order (the loader has arranged them),
-tensor parallel over the group that is handed in. Reference: ``Qwen2VisionTransformerPretrainedModel``,
+All images and video frames of a row are processed in one call, in the window order that the loader has
+arranged, with tensor parallelism over the given group. Reference: ``Qwen2VisionTransformerPretrainedModel``,
 ``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen3VLVisionModel`` of transformers.
 """
 
@@ -24,7 +24,8 @@ from megatron_vl.spec.families import VisionSpec
 
 
 class PatchEmbed(nn.Module):
-    """Conv3d with kernel = stride written as a matrix product (10x faster), from uint8 planes.
+    """The patch embedding from uint8 planes:
+    a Conv3d with kernel = stride, written as a matrix product (10x faster).
 
     Pixels are normalised here, on the device, with the checkpoint's own mean and standard deviation.
     """
@@ -51,10 +52,10 @@ class PatchEmbed(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """A square table of learned position embeddings, interpolated (bilinear, corners aligned) to the size of
-    each frame.
+    """A square table of learned position embeddings, interpolated to the size of each frame.
 
-    Reference: ``get_vision_interpolation_indices_and_weights`` of transformers.
+    The interpolation is bilinear with aligned corners. Reference:
+    ``get_vision_interpolation_indices_and_weights`` of transformers.
     """
 
     def __init__(self, side: int, width: int, dtype: torch.dtype) -> None:
@@ -63,28 +64,29 @@ class PositionTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(side**2, width, dtype=dtype))
 
     def forward(self, position_hw: Tensor, frame_hw: Tensor) -> Tensor:
-        """Rows and columns int [P, 2] of patches in frames of frame_hw int [P, 2] patches -> fp32 [P,
-        width]."""
+        """position_hw, frame_hw int [P, 2]:
+        a patch's position and its frame's size in patches -> fp32 [P, width]."""
         place = position_hw.float() * (self.side - 1) / (frame_hw - 1).clamp(min=1)
         low = place.floor()
         part = place - low
         near = low.long()
         far = (near + 1).clamp(max=self.side - 1)
-        rows, columns = torch.stack((near[:, 0], far[:, 0]), 1), torch.stack((near[:, 1], far[:, 1]), 1)
-        row_weight, column_weight = (
-            torch.stack((1 - part[:, 0], part[:, 0]), 1),
-            torch.stack((1 - part[:, 1], part[:, 1]), 1),
-        )
+
+        rows = torch.stack((near[:, 0], far[:, 0]), 1)
+        columns = torch.stack((near[:, 1], far[:, 1]), 1)
+        row_weight = torch.stack((1 - part[:, 0], part[:, 0]), 1)
+        column_weight = torch.stack((1 - part[:, 1], part[:, 1]), 1)
+
         index = (rows[:, :, None] * self.side + columns[:, None, :]).flatten(1)
         weight = (row_weight[:, :, None] * column_weight[:, None, :]).flatten(1)
         return F.embedding_bag(index, self.weight.float(), per_sample_weights=weight, mode="sum")
 
 
 class Merger(nn.Module):
-    """Norm, then each merge unit's patches side by side through a two-layer GELU MLP to the language width.
+    """Norm, then a two-layer GELU MLP from each merge unit's concatenated patches to the language width.
 
     Args:
-        norm_unit: the norm is over a whole merge unit (mergers of DeepStack), not over each patch.
+        norm_unit: whether the norm is over a whole merge unit (mergers of DeepStack) instead of each patch.
     """
 
     def __init__(
@@ -119,13 +121,14 @@ class Merger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches of a whole row in, merged features out.
+    """Computes merged features from the patches of a whole row.
 
     Args:
-        pixel_mean, pixel_std: per channel, for pixels scaled to 0..1.
+        pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
         pg: process groups of the tower; only ``tp`` and ``cp`` matter.
         fused_windows, recompute_activation: see :func:`megatron_vl.models.layer_specs.block_spec`.
-        frozen: the blocks and the embeddings of patches and positions take no gradient; the mergers may.
+        frozen: whether the blocks and the embeddings of patches
+            and positions get no gradient. The mergers may.
     """
 
     def __init__(
@@ -145,8 +148,8 @@ class VisionTower(nn.Module):
         super().__init__()
         self.vision, self.frozen = vision, frozen
         self.rotating_kernels = fused_windows or attention_backend == "triton"
-        # Products in FP8 contract over whole tiles of patches; what is added is one more segment of zeros,
-        # cut off at the end.
+        # Products in FP8 need whole tiles of patches.
+        # One more segment of zeros fills them and is cut off at the end.
         self.padded_to = fp8_rows(config)
         self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
@@ -158,6 +161,7 @@ class VisionTower(nn.Module):
                 vision.position_table_side, vision.hidden_size, config.params_dtype
             )
             nn.init.normal_(self.position_table.weight, std=config.init_method_std)
+
         spec = block_spec(
             platform,
             config,
@@ -175,18 +179,22 @@ class VisionTower(nn.Module):
         )
 
     def forward(self, batch: VisionInput) -> list[Tensor]:
-        """[merged features, out_hidden], in tower order: those of the last layer, then those of each
-        DeepStack layer."""
+        """Features [merged features, out_hidden] in tower order,
+        of the last layer and then of each DeepStack layer."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             hidden = self.patch_embed(batch.planes, batch.plane_index)
             if self.position_table is not None:
                 hidden = hidden + self.position_table(batch.position_hw, batch.frame_hw).to(hidden.dtype)
+
             angles = vision_angles(batch.position_hw, self.vision.head_dim)
             full, window = batch.full, batch.window
             if self.padded_to > 1:
                 extra = -hidden.shape[0] % self.padded_to
-                hidden, angles = F.pad(hidden, (0, 0, 0, extra)), F.pad(angles, (0, 0, 0, 0, 0, 0, 0, extra))
-                full, window = (segments.padded(hidden.shape[0], extra) for segments in (full, window))
+                hidden = F.pad(hidden, (0, 0, 0, extra))
+                angles = F.pad(angles, (0, 0, 0, 0, 0, 0, 0, extra))
+                full = full.padded(hidden.shape[0], extra)
+                window = window.padded(hidden.shape[0], extra)
+
             hidden = hidden[:, None]
             half = angles[:, 0, 0, : self.vision.head_dim // 2]
             cos_sin = (half.cos().contiguous(), half.sin().contiguous()) if self.rotating_kernels else None
@@ -197,7 +205,8 @@ class VisionTower(nn.Module):
                 packed_seq_params=packed_row(full, window, cos_sin),
                 extract_layer_indices=set(self.vision.deepstack_layers),
             )
-        # The block gives a pair when it was asked for inner layers.
+
+        # The block returns a pair if it was asked for inner layers.
         last, inner = hidden if self.deepstack_mergers else (hidden, [])
         patches = batch.position_hw.shape[0]
         deepstack = [

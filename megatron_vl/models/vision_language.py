@@ -1,8 +1,8 @@
-"""One pipeline chunk of a vision-language model: vision tower (first chunk only) and its part of the
-GPTModel.
+"""One pipeline chunk of a vision-language model:
+a part of the GPTModel and, on the first chunk, the vision tower.
 
-Features take the place of the placeholders' embeddings before the sequence-parallel scatter, so that images
-may lie anywhere in a row and any tensor-parallel rank may own any token.
+Features replace the placeholders' embeddings before the sequence-parallel scatter, so that images may be
+anywhere in a row and any tensor-parallel rank may own any token.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from megatron_vl.parallel.ddp import AbsentTower
 
 
 class VisionLanguageModel(MegatronModule):
-    """What Megatron-core's schedules call: ``forward(row)`` gives per-token losses on the last chunk, hidden
-    states before.
+    """The module that Megatron-core's schedules call.
+
+    ``forward(row)`` gives per-token losses on the last chunk and hidden states on the others.
 
     Args:
         config: the language model's TransformerConfig.
         language: this chunk's GPTModel, built with ``scatter_embedding_sequence_parallel=False``.
-        vision: the tower on the first chunk, None elsewhere.
+        vision: the tower on the first chunk; None elsewhere.
         deepstack: levels of visual features that the first decoder layers add.
         layers: the global decoder layers of this chunk.
-        message_levels: levels for which every pipeline message has room: as many as travel over any stage
-            boundary.
+        message_levels: number of levels for which every pipeline message has room:
+            the most that cross any stage boundary.
     """
 
     def __init__(
@@ -50,13 +51,11 @@ class VisionLanguageModel(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.deepstack, self.message_levels = deepstack, message_levels
-        self.levels_in, self.levels_out = (
-            levels_before(layers.start, deepstack),
-            levels_before(layers.stop, deepstack),
-        )
+        self.levels_in = levels_before(layers.start, deepstack)
+        self.levels_out = levels_before(layers.stop, deepstack)
         self.vision_model = vision
         self.absent_tower: AbsentTower | None = None
-        """Set where rows without pictures may skip the tower; without it they run it on a dummy picture."""
+        """Set if rows without pictures may skip the tower; otherwise they run it on a dummy picture."""
         self.language_model = language
         self.model_type = language.model_type
         self.pre_process = language.pre_process
@@ -65,20 +64,23 @@ class VisionLanguageModel(MegatronModule):
         self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
 
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
-        """Takes what came from the stage before: the hidden state, the levels of DeepStack still to be added,
-        and unused room."""
+        """Takes the message of the previous stage:
+        hidden state, remaining levels of DeepStack, and unused room."""
         received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         if received is not None and self.levels_in < self.message_levels:
             received = received[: received.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)]
         self.language_model.set_input_tensor([received])
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """The tied weight on the stages that hold it; core sums its gradient over both."""
+        """The tied weight on the stages that hold it. Core sums its gradient over both stages."""
         return self.language_model.shared_embedding_or_output_weight()
 
     def forward(self, row: DeviceRow, labels: bool = True) -> Tensor:
-        """Per-token losses [1, S] (logits [1, S, V / tp] when ``labels`` is False) on the last chunk, else a
-        pipeline message: hidden state and levels of DeepStack, [(1 + message_levels) * S (/ tp), 1, H].
+        """The output of this chunk.
+
+        On the last chunk, it is per-token losses [1, S], or logits [1, S, V / tp] if ``labels`` is False. On
+        other chunks, it is a pipeline message of hidden state and levels of DeepStack, [(1 + message_levels)
+        * S (/ tp), 1, H].
 
         Losses outside ``row.loss_index`` are 0.
         """
@@ -96,16 +98,16 @@ class VisionLanguageModel(MegatronModule):
             padding_mask=self._padding_mask(row),
             **selection,
         )
+
         unused = 0 if self.post_process else self.message_levels - self.levels_out
         if unused:
-            out = torch.cat(
-                (out, out.new_zeros(out.shape[0] // (1 + self.levels_out) * unused, *out.shape[1:]))
-            )
+            length = out.shape[0] // (1 + self.levels_out)
+            out = torch.cat((out, out.new_zeros(length * unused, *out.shape[1:])))
         return out
 
     def _padding_mask(self, row: DeviceRow) -> Tensor | None:
-        """Which tokens are padding, bool [1, S (/ tp)]; None where none is, or where no experts ask for
-        it."""
+        """A mask of padding tokens, bool [1, S (/ tp)];
+        None if there is no padding or the model has no experts."""
         if not self.config.num_moe_experts or row.real_tokens == row.tokens.numel():
             return None
         padding = torch.arange(row.tokens.numel(), device=row.tokens.device) >= row.real_tokens
@@ -115,21 +117,23 @@ class VisionLanguageModel(MegatronModule):
         return padding[None]
 
     def _embed(self, row: DeviceRow) -> Tensor:
-        """Token embeddings with the features in place and the levels of DeepStack, [(1 + levels) * S (/ tp),
-        1, H].
+        """Token embeddings with features in place, and the levels of DeepStack:
+        [(1 + levels) * S (/ tp), 1, H].
 
-        Scattered when sequence parallel, each part on its own.
+        Under sequence parallelism, each part is scattered separately.
         """
         features = None
         if self.absent_tower is not None:
             self.absent_tower.gather()
         if self.vision_model is not None and row.vision is not None and not self._may_skip_tower(row):
-            # Before the embedding, as parameters are registered: in that order they are gathered and
-            # gradients reduced.
+            # The tower runs before the embedding because parameters are registered,
+            # gathered and reduced in that order.
             features = self.vision_model(row.vision)
+
         embedded = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
         if features is None and self.absent_tower is not None:
             embedded = self.absent_tower.skip(embedded)
+
         parts = [embedded, *(torch.zeros_like(embedded) for _ in range(self.deepstack))]
         if features is not None:
             parts = [
@@ -140,8 +144,8 @@ class VisionLanguageModel(MegatronModule):
         return torch.cat(parts) if self.deepstack else parts[0]
 
     def _may_skip_tower(self, row: DeviceRow) -> bool:
-        """Whether the row has no picture and the backward pass will come by the embedding, where the tower is
-        reported."""
+        """Whether the row has no picture and the backward pass will reach the embedding,
+        where the tower is reported."""
         if self.absent_tower is None or row.feature_index is None or row.feature_index.numel():
             return False
         return not torch.is_grad_enabled() or any(
@@ -150,10 +154,10 @@ class VisionLanguageModel(MegatronModule):
 
 
 def place_features(embedded: Tensor, features: Tensor, feature_index: Tensor | None) -> Tensor:
-    """Puts features [N, H] at tokens ``feature_index`` of embedded [S, 1, H].
+    """Puts features [N, H] at the tokens ``feature_index`` of embedded [S, 1, H].
 
-    A text-only row that ran the tower has no index: its dummy features are added as zero, so that the tower's
-    gradients exist on every rank in every step (overlapped reduction waits for each of them).
+    If a text-only row ran the tower, its index is empty. Its dummy features are then added as zero, so that
+    the tower's gradients exist on every rank in every step (overlapped reduction waits for each of them).
     """
     assert feature_index is not None
     features = features.to(embedded.dtype)

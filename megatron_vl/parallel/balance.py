@@ -1,8 +1,9 @@
-"""Which data-parallel rank gets which rows of a step, so that no rank waits for one with more pictures.
+"""Assigns the rows of a step to data-parallel ranks so that no rank waits for one with more pictures.
 
-Rows have equally many tokens and different numbers of patches. Ranks meet at every gradient reduction, so a
-step lasts as long as the rank with the most work. Every rank keeps as many rows as it read; rows are swapped
-between the ranks with the most and the least work while that lowers the larger of the two.
+Rows have the same number of tokens but different numbers of patches. Ranks wait for each other at every
+gradient reduction, so a step takes as long as the rank with the most work. Every rank keeps as many rows as
+it read. Rows are swapped between the ranks with the most and the least work as long as this lowers the larger
+of the two loads.
 """
 
 from __future__ import annotations
@@ -10,27 +11,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CANDIDATES = 8
-"""Ranks with the least work that are tried as partners: trying all of hundreds takes half a second and gains
-nothing."""
+"""Number of ranks with the least work to try as partners.
+Trying hundreds takes half a second and gains nothing."""
 
 
 @dataclass(frozen=True)
 class RowOrigin:
-    """A row of the step: the rank that read it and its number there."""
+    """A row of the step, given by the rank that read it and its number there."""
 
     rank: int
     row: int
 
 
 def balance(costs: list[list[float]], tolerance: float = 0.01) -> list[list[RowOrigin]]:
-    """An assignment of all rows, the same on every rank that calls with the same costs.
+    """Assigns all rows to ranks. The result depends only on the costs, so it is equal on all ranks.
 
     Args:
-        costs: of each rank, the cost of each of its rows; equally many rows everywhere.
-        tolerance: ends when the largest rank is within this share of the mean.
+        costs: for each rank, the cost of each of its rows. All ranks have the same number of rows.
+        tolerance: stop when the largest load exceeds the mean by no more than this share.
 
     Returns:
-        Of each rank, the rows that it works on; a row that stays keeps its number.
+        For each rank, the rows that it works on. A row that stays keeps its number.
     """
     places = [[RowOrigin(rank, row) for row in range(len(own))] for rank, own in enumerate(costs)]
     loads = [sum(own) for own in costs]
@@ -52,8 +53,10 @@ def balance(costs: list[list[float]], tolerance: float = 0.01) -> list[list[RowO
 def _best_swap(
     costs: list[list[float]], places: list[list[RowOrigin]], loads: list[float], heavy: int
 ) -> tuple[int, int, int, float] | None:
-    """(other rank, row of the heavy rank, row of the other, cost moved) that lowers the pair's larger load
-    most."""
+    """The swap that lowers the larger load of a pair most; None if no swap lowers it.
+
+    It is (other rank, row of the heavy rank, row of the other rank, cost moved).
+    """
 
     def cost(place: RowOrigin) -> float:
         return costs[place.rank][place.row]
@@ -63,7 +66,7 @@ def _best_swap(
         if light == heavy:
             continue
         if best is not None and loads[light] >= best[0]:
-            break  # whoever has more cannot end below what was found
+            break  # a rank with a larger load cannot do better
         for given, ours in enumerate(places[heavy]):
             for taken, theirs in enumerate(places[light]):
                 moved = cost(ours) - cost(theirs)

@@ -1,17 +1,17 @@
-"""Data parallelism of a rank's chunk: Megatron-core's DDP (0.19.2), with four differences.
+"""Data parallelism of a rank's chunk: Megatron-core's DDP (0.19.2) with four differences.
 
-* Gradients are divided by the tokens of the batch in the own slice alone. With the distributed optimizer a
-  rank reads no others, and core divides the whole buffers: 60 GB of memory traffic a step for a model of 7 B
-  parameters, 14 ms on an H200.
-* Reductions that overlap with the backward pass are started in the order of the buckets, the same on every
-  rank. Core starts each when its last gradient is there, which is one order only while all ranks run one
-  graph.
-* A row without pictures skips the vision tower (:class:`AbsentTower`), so ranks do run different graphs. A
-  tower that ran on a dummy picture instead cost 100 ms a row on H200 (Qwen2.5-VL-7B): its kernels are so
-  small that launching them is the limit, 15 % of a step of text rows.
-* Before a module runs, the gathers of its parameters are looked up by bucket, found once, and not by
-  parameter: a layer of Qwen3-VL-30B-A3B has 256 and more of them on a GPU, and asking for each took a sixth
-  of what the host does in a step.
+* A rank divides gradients by the tokens of the batch only in its own slice. With the distributed optimizer it
+  reads no other slices, but core divides the whole buffers. For a model of 7 B parameters, that is 60 GB of
+  memory traffic per step, or 14 ms on an H200.
+* Reductions that overlap with the backward pass start in the order of the buckets, which is equal on every
+  rank. Core starts each when its last gradient is ready,
+  so the orders are equal only if all ranks run the same graph.
+* A row without pictures skips the vision tower (:class:`AbsentTower`), so ranks run different graphs. Running
+  the tower on a dummy picture took 100 ms per row on H200 (Qwen2.5-VL-7B), or 15 % of a step of text rows,
+  because its kernels are so small that launching them takes most of the time.
+* Before a module runs, its parameters' gathers are found by bucket, which is looked up once, instead of by
+  parameter. A layer of Qwen3-VL-30B-A3B has 256 or more parameters on a GPU, and checking each took a sixth
+  of the host's time in a step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 
 class ReplicaDDP(DistributedDataParallel):
-    """Core's DDP with the differences above; see
-    :class:`megatron.core.distributed.DistributedDataParallel`."""
+    """Core's DDP with the four differences above."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,7 +38,7 @@ class ReplicaDDP(DistributedDataParallel):
             ]
 
     def scale_gradients(self, scaling_factor: Tensor | float) -> None:
-        """Multiplies this rank's reduced gradients; after the reduction only."""
+        """Multiplies this rank's reduced gradients. Call it only after the reduction."""
         config = self.ddp_config
         buffers = self.buffers + self.expert_parallel_buffers
         simple = config.use_distributed_optimizer and config.num_distributed_optimizer_instances == 1
@@ -52,18 +51,17 @@ class ReplicaDDP(DistributedDataParallel):
                 bucket.grad_data.chunk(size)[rank].mul_(scaling_factor)
 
     def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """What the hooks of these parameters say in the backward pass, for those that autograd does not come
-        by."""
+        """Does what DDP's hooks do in the backward pass, for parameters that autograd does not reach."""
         if not self.ddp_config.overlap_grad_reduce:
             return
         for parameter in parameters:
             group = self.param_to_bucket_group[parameter]
             if not group.is_last_microbatch:
-                return  # the same for all groups
+                return  # this is equal for all groups
             group.register_grad_ready(parameter, self.force_all_reduce)
 
     def _make_forward_pre_hook(self) -> Callable[..., None]:
-        """What core's hook does, for one module; core makes one for each."""
+        """Makes a hook that does what core's does. Core calls this once for each module."""
         groups: list[Any] | None = None
 
         def hook(module: nn.Module, *_: Any) -> None:
@@ -87,8 +85,10 @@ class ReplicaDDP(DistributedDataParallel):
 
 
 class _InOrder:
-    """Starts the gradient reductions of bucket groups in the order of the list; one that is ready early waits
-    for its turn."""
+    """Starts the gradient reductions of bucket groups in the order of the list.
+
+    A group that is ready early waits for its turn.
+    """
 
     def __init__(self, groups: list[Any]) -> None:
         self.starts = [group.start_grad_sync for group in groups]
@@ -97,11 +97,11 @@ class _InOrder:
         self.begin()
 
     def begin(self) -> None:
-        """For the next step."""
+        """Prepares for the next step."""
         self.turn, self.waiting = 0, dict[int, Callable[[], None]]()
 
     def start(self, number: int, *args: Any, **kwargs: Any) -> None:
-        """In place of ``start_grad_sync`` of the group of this number."""
+        """Replaces ``start_grad_sync`` of the group with this number."""
         self.waiting[number] = partial(self.starts[number], *args, **kwargs)
         while self.turn in self.waiting:
             self.waiting.pop(self.turn)()
@@ -109,11 +109,11 @@ class _InOrder:
 
 
 class AbsentTower:
-    """What a rank owes the others of its data-parallel group for a row that does not run the vision tower.
+    """Takes part in the tower's collectives for a row that does not run the vision tower.
 
-    They gather the tower's parameters before their first row of a step and reduce its gradients behind the
-    last one; this rank takes part in both at the same places in the order of collectives. Its own gradients
-    of such a row are zero.
+    The other ranks of the data-parallel group gather the tower's parameters before their first row of a step
+    and reduce its gradients after the last one. This rank takes part in both, at the same places in the order
+    of collectives. Its own gradients of such a row are zero.
     """
 
     def __init__(self, ddp: ReplicaDDP, tower: nn.Module) -> None:
@@ -121,27 +121,27 @@ class AbsentTower:
         self.trained = [p for p in tower.parameters() if p in ddp.param_to_bucket_group]
         mine = {id(ddp.param_to_bucket_group[p]) for p in self.trained}
         self.groups = [group for group in reversed(ddp.bucket_groups) if id(group) in mine]
-        # Gathered ahead, all at once, so that the order does not depend on the modules that run.
+        # All are gathered ahead at once, so that the order does not depend on the modules that run.
         warnings.filterwarnings(
             "ignore", message="The next bucket's parameter all-gather operation has already been"
         )
 
     @property
     def _gathers(self) -> bool:
-        """Whether parameters are gathered as modules run; during validation they are all there."""
+        """Whether parameters are gathered as modules run. During validation they are already complete."""
         return bool(self.ddp.ddp_config.overlap_param_gather and self.ddp.remove_forward_pre_hook_handles)
 
     def gather(self) -> None:
-        """Before the tower runs or is skipped: starts gathering its parameters, where that was not done in
-        this step."""
+        """Starts gathering the tower's parameters if this step has not done so.
+        Call it before each row's tower."""
         if self._gathers:
             for group in self.groups:
                 if not group.param_gather_dispatched:
                     group.start_param_sync()
 
     def skip(self, embedded: Tensor) -> Tensor:
-        """``embedded`` itself, whose backward pass reports the tower's gradients, which stay as they are, as
-        ready."""
+        """Returns ``embedded``. Its backward pass reports the tower's gradients,
+        which do not change, as ready."""
         if self._gathers:
             for group in self.groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -149,7 +149,7 @@ class AbsentTower:
 
 
 class _InBackward(torch.autograd.Function):
-    """The identity, whose backward pass calls a function."""
+    """The identity. Its backward pass calls a function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
@@ -163,7 +163,7 @@ class _InBackward(torch.autograd.Function):
 
 
 def connect_tower(ddp: ReplicaDDP) -> None:
-    """Lets the chunk in ``ddp`` skip its tower, when it has one, for rows without pictures."""
+    """Lets the chunk in ``ddp`` skip its tower, if it has one, for rows without pictures."""
     chunk = ddp.module
     if chunk.vision_model is not None:
         chunk.absent_tower = AbsentTower(ddp, chunk.vision_model)

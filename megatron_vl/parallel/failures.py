@@ -1,15 +1,15 @@
 """The failure of one rank ends all ranks, within seconds and with one message.
 
-Ranks meet in collectives. When one fails alone (its replica's data, its part of a checkpoint), the others
-wait there: over NCCL until the watchdog's timeout, half an hour later; over gloo they say that a connection
-was closed. Therefore a rank that fails leaves its message in the key-value store of the process group before
-it ends. On every other rank a thread waits for that key, prints the message and ends the process, wherever
-the main thread is. The first message counts: what fails after it mostly fails because of it.
+If one rank fails (because of its replica's data or its part of a checkpoint, say), the others wait for it in
+collectives. Over NCCL they wait until the watchdog's timeout after half an hour; over gloo they report that a
+connection was closed. So a rank that fails leaves its message in the key-value store of the process group
+before it ends. On every other rank a thread waits for that key, prints the message and ends the process,
+wherever the main thread is. The first message counts, because later failures usually follow from it.
 
-A step costs nothing: the threads wait inside the store's server, without polling. Each rank holds one more
-connection to that server (2 instead of 1, for any number of ranks). From the failure to the last rank's end
-it takes the store's round trip, at most ``_SEEN_S`` for ranks that no longer answer, and at most
-``_WRITERS_S`` while a checkpoint is still being written.
+Steps do not become slower: the threads wait inside the store's server without polling. Each rank holds one
+more connection to that server (2 instead of 1, for any number of ranks). The time from the failure to the end
+of the last rank is the store's round trip, plus at most ``_SEEN_S`` for ranks that no longer answer and at
+most ``_WRITERS_S`` while a checkpoint is being written.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from megatron_vl.core_fixes.default_store import default_store
 from megatron_vl.errors import TRACEBACK
 
 _SEEN_S = 5.0
-"""How long a rank that ends waits until all others have read the message: the store may end with it."""
+"""Seconds that an ending rank waits for all others to read the message, because the store may end with it."""
 _WRITERS_S = 60.0
-"""How long a rank that ends waits for threads that write a checkpoint."""
+"""Seconds that an ending rank waits for threads that write a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a training ends."""
+    """Why a training run ends."""
 
     rank: int
-    """The rank that failed; the empty message of an orderly end has one too."""
+    """The rank that failed. The empty message of an orderly end also has a rank."""
     message: str
     fixable: bool = True
-    """Whether it is something that a user can fix, of which a traceback says nothing."""
+    """Whether a user can fix it; a traceback would then not help."""
 
 
 class _Watch:
-    """This rank's thread that waits for a failure of another rank."""
+    """A thread of this rank that waits for the failure of another rank."""
 
     def __init__(self, number: int) -> None:
         import torch.distributed as dist
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.key = f"megatron_vl/failure/{number}"
-        # A connection of its own: the main thread may wait in its own one for a rank that is gone. Both are
-        # there from the start, as connecting to a server that has ended takes until the store's timeout.
+        # The thread needs a separate connection, because the main thread may be waiting in its own for a lost
+        # rank. Both are opened at the start: connecting to a server that has ended blocks until a timeout.
         self.store = default_store().clone()
         self.leaving = threading.RLock()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
 
     def publish(self, store: Any, message: str, fixable: bool = True) -> Failure:
-        """Makes ``message`` known unless another was earlier. Returns the first one."""
+        """Publishes ``message`` unless another was published earlier. Returns the first one."""
         mine = json.dumps(asdict(Failure(self.rank, message, fixable)))
         return _read(store.compare_set(self.key, "", mine))
 
     def wait(self, store: Any, seconds: float) -> Failure | None:
-        """The first failure, or None after that time. Raises RuntimeError when the store has ended."""
+        """The first failure, or None after ``seconds``. Raises RuntimeError if the store has ended."""
         import torch.distributed as dist
 
         try:
@@ -81,14 +81,14 @@ class _Watch:
             while failure is None:
                 failure = self.wait(self.store, 3600)
         except RuntimeError:
-            return  # the store's server has ended: nothing more will be heard
+            return  # the store's server has ended: no message can arrive any more
         if not failure.message or not self.leaving.acquire(blocking=False):
-            return  # an orderly end, or the main thread is on its way out by itself
+            return  # an orderly end, or the main thread is already ending the process
         tell_once(failure)
         self.leave(self.store)
 
     def leave(self, store: Any) -> None:
-        """Ends the process, without the destructors of communicators whose other ends are gone."""
+        """Ends the process without running destructors of communicators, whose peers may be gone."""
         deadline = time.monotonic() + _WRITERS_S
         for thread in threading.enumerate():
             if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
@@ -100,7 +100,7 @@ class _Watch:
                 store.set(everyone, "1")
             store.wait([everyone], timedelta(seconds=_SEEN_S))
         except RuntimeError:
-            pass  # a rank that does not answer has ended, or the store has
+            pass  # a rank that does not answer has ended, or the store has ended
 
         sys.stdout.flush()
         sys.stderr.flush()
@@ -116,7 +116,7 @@ _started = 0
 
 
 def watch() -> None:
-    """From now on the failure of any rank ends this one. Once the process group is there, on all ranks."""
+    """From now on, the failure of any rank ends this one. Call it on all ranks, with a process group."""
     global _watch, _started
     import torch.distributed as dist
 
@@ -126,7 +126,7 @@ def watch() -> None:
 
 
 def stop() -> None:
-    """The orderly end: the threads end on all ranks. After a barrier, on all ranks."""
+    """Ends the threads of all ranks in an orderly way. Call it on all ranks after a barrier."""
     global _watch
     if _watch is not None:
         _watch.publish(default_store(), "")
@@ -135,14 +135,14 @@ def stop() -> None:
 
 
 def report(message: str, fixable: bool = True) -> Failure:
-    """Makes this rank's failure known to the others. Returns the one to speak of: the first of any rank.
+    """Publishes this rank's failure. Returns the failure to print: the first of any rank.
 
-    The caller tells it and then calls :func:`leave`.
+    The caller prints it and then calls :func:`leave`.
     """
     own = Failure(int(os.environ.get("RANK", "0")), message, fixable)
     if _watch is None:
         return own
-    _watch.leaving.acquire()  # does not return when the thread is already ending the process
+    _watch.leaving.acquire()  # does not return if the thread is already ending the process
     try:
         return _watch.publish(default_store(), message, fixable)
     except RuntimeError:
@@ -150,7 +150,7 @@ def report(message: str, fixable: bool = True) -> Failure:
 
 
 def cause(seconds: float = _SEEN_S) -> str | None:
-    """Why another rank, which is known to have failed, did so; None when that is not known in time."""
+    """Why another rank that is known to have failed did so; None if that does not become known in time."""
     if _watch is None:
         return None
     try:
@@ -161,24 +161,24 @@ def cause(seconds: float = _SEEN_S) -> str | None:
 
 
 def leave() -> None:
-    """Ends this process with exit code 1 once the others know why. Returns only where there are no others."""
+    """Ends this process with exit code 1 once the others know why. Returns only if there are no others."""
     if _watch is not None:
         _watch.leave(default_store())
 
 
 def tell_once(failure: Failure) -> None:
-    """Prints why the training ends; of this node's ranks, only the first with this message does."""
+    """Prints why the training ends. Of this node's ranks, only the first with this message prints it."""
     message = failure.message.partition("\n")[0]
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        # torchrun gives each rank a folder of its own within one of this start's.
+        # torchrun makes one folder for this start, and in it one for each rank.
         mark = Path(error_file).parent.parent / f"told_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
         try:
             mark.open("x").close()
         except FileExistsError:
             return
         except OSError:
-            pass  # better twice than never
+            pass  # better printed twice than never
 
     hint = f"\n({TRACEBACK}=1 shows where)" if failure.fixable and not os.environ.get(TRACEBACK) else ""
     print(f"megatron_vl.train: rank {failure.rank}: {failure.message}{hint}", file=sys.stderr, flush=True)

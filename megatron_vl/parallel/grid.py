@@ -1,9 +1,9 @@
-"""The process grid: who is who among tensor, pipeline and data parallel ranks.
+"""The process grid: each rank's coordinates in tensor, pipeline and data parallelism.
 
-Ranks are laid out as Megatron-core does (``tp`` fastest, then ``dp``, then ``pp``), so that tensor-parallel
-peers share a node. To the experts the same ``tp * dp`` ranks of a stage are ``etp`` fastest, then ``ep``,
-then expert-data-parallel. Core's global groups are the only ones used for training; this module adds what the
-loader needs.
+Ranks are ordered as in Megatron-core (``tp`` fastest, then ``dp``, then ``pp``), so that tensor-parallel
+peers share a node. For experts, the same ``tp * dp`` ranks of a stage are ordered with ``etp`` fastest, then
+``ep``, then expert-data-parallel. Training uses only core's global groups;
+this module adds the groups that the loader needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_vl.spec.tensors import Cut, TensorInfo
 
 @dataclass(frozen=True)
 class ProcessGrid:
-    """This rank's coordinates and the groups that rows travel over."""
+    """This rank's coordinates, and the groups that rows are sent over."""
 
     tp_rank: int
     pp_rank: int
@@ -35,31 +35,31 @@ class ProcessGrid:
     dp: int
     vpp: int
     cut: Cut
-    """Into how many parts tensors are cut."""
+    """The numbers of parts that tensors are cut into."""
     ep_rank: int
     etp_rank: int
     edp_rank: int
-    """Among the ranks that hold the same experts."""
+    """This rank's number among the ranks that hold the same experts."""
     rank: int
     world_size: int
     replica_group: dist.ProcessGroup
     """All tp x pp ranks of this data-parallel replica."""
     replica_source: int
-    """Global rank (stage 0, tp 0) of this replica that owns the loader."""
+    """Global number of this replica's rank (stage 0, tp 0) that owns the loader."""
     replica_gloo: dist.ProcessGroup
     """The same ranks over gloo, for small host-side messages."""
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     owners_gloo: dist.ProcessGroup | None
-    """The loaders' owners of all replicas, in data-parallel order, where rows are exchanged between them;
-    None on other ranks, where there is one replica, and where the grid was made without it."""
+    """The loaders' owners of all replicas in data-parallel order, for the exchange of rows. None on other
+    ranks, with only one replica, or if the grid was made without it."""
 
     def part(self, info: TensorInfo) -> int:
-        """Which part of a tensor this rank holds (see :meth:`Cut.part`)."""
+        """The part of a tensor that this rank holds (see :meth:`Cut.part`)."""
         return self.cut.part(info, tp_rank=self.tp_rank, ep_rank=self.ep_rank, etp_rank=self.etp_rank)
 
     def is_first_copy(self, info: TensorInfo) -> bool:
-        """Whether this rank is the first of those that hold the same part of a tensor for different data."""
+        """Whether this rank is the first of the ranks that hold the same part of a tensor."""
         return (self.edp_rank if info.experts else self.dp_rank) == 0
 
     @property
@@ -68,7 +68,7 @@ class ProcessGrid:
 
     @property
     def has_vision(self) -> bool:
-        """Whether the vision tower lives on this rank."""
+        """Whether this rank holds the vision tower."""
         return self.pp_rank == 0
 
     @property
@@ -77,7 +77,7 @@ class ProcessGrid:
 
 
 def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
-    """Joins the process group described by torchrun's environment; a single process when there is none."""
+    """Joins the process group of torchrun's environment; without one, makes a group of a single process."""
     if dist.is_initialized():
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -92,49 +92,51 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
 
 
 def end_distributed() -> None:
-    """Ends all process groups; collective. Nobody leaves while another still talks: with gloo that aborts the
-    other."""
+    """Ends all process groups. Collective.
+
+    No rank leaves while another still communicates, because with gloo that would abort the other.
+    """
     dist.barrier()
     failures.stop()
     end_groups()
 
 
 def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
-    """Initialises Megatron-core's groups for ``layout`` and returns this rank's place. Collective over all
-    ranks.
+    """Initialises Megatron-core's groups for ``layout``. Returns this rank's grid. Collective over all ranks.
 
     Args:
-        owners: also the group in which the loaders' owners exchange rows (``data.balance``). Each owner holds
-            a connection to every other one.
+        owners: whether to make the group in which the loaders' owners exchange rows (``data.balance``). Each
+            owner holds a connection to every other one.
     """
     from megatron.core import parallel_state as mpu
 
     if mpu.model_parallel_is_initialized():
         tp_overlap.stop()
         mpu.destroy_model_parallel()  # forgets the groups
-    with core_keeps_groups():  # all ranks begin a layout together
+    with core_keeps_groups():  # all ranks start a layout together
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            # for checkpoints of core's distributed optimizer, which are not used
+            # only core's distributed checkpoints need these, and they are not used
             create_gloo_process_groups=False,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
         )
+
     replica = mpu.get_model_parallel_group()
     rank = dist.get_rank()
     dp = mpu.get_data_parallel_world_size()
     gloo = replica
     if layout.tp * layout.pp > 1 and dist.get_backend() not in ("gloo", "fake"):
-        # Every rank must take part in making every group.
+        # Every rank must take part in the creation of every group.
         for d in range(dp):
-            members = [
-                p * layout.tp * dp + d * layout.tp + t for p in range(layout.pp) for t in range(layout.tp)
-            ]
+            firsts = [p * layout.tp * dp + d * layout.tp for p in range(layout.pp)]
+            members = [first + t for first in firsts for t in range(layout.tp)]
             group = kept_group(members, "gloo", "REPLICA_GLOO")
             if rank in members:
                 gloo = group
+
     return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
@@ -159,7 +161,7 @@ def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
 
 
 def _owners(tp: int, dp: int, rank: int) -> dist.ProcessGroup | None:
-    """The group of the loaders' owners, on its members. Collective over all ranks."""
+    """The group of the loaders' owners; None on other ranks. Collective over all ranks."""
     if dp == 1 or dist.get_backend() == "fake":
         return None
     members = [d * tp for d in range(dp)]

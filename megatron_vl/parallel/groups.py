@@ -1,13 +1,12 @@
-"""Process groups that stay when the layout changes, and serve the next one.
+"""Process groups that are kept when the layout changes, so that the next layout can use them.
 
-A training makes its groups once. The parity table runs dozens of layouts in the same processes, and
-Megatron-core (0.19.2) makes some thirty groups for each, which it forgets and never ends. Every gloo group
-has threads of its own and a connection to every other member: a thousand threads were there after 30 layouts.
-Layouts that follow each other therefore share their groups, which saves these threads and the time that it
-takes to connect them.
+A training run makes its groups once. The parity table runs dozens of layouts in the same processes, and
+Megatron-core (0.19.2) makes some thirty groups for each, which it never ends. Every gloo group has its own
+threads and a connection to every other member, which added up to a thousand threads after 30 layouts. So
+successive layouts share their groups, which saves these threads and the time to connect.
 
-Sharing is not what keeps a rank alive: ranks of the parity table once died of a damaged heap, which came from
-two worker threads of one gloo group (see :mod:`megatron_vl.core_fixes.gloo_threads`), not from ending groups.
+Sharing is not needed to prevent crashes. Ranks of the parity table once died of a damaged heap, but the cause
+was two worker threads of one gloo group (see :mod:`megatron_vl.core_fixes.gloo_threads`).
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ _Kind = tuple[tuple[int, ...], str | None, str | None]
 
 
 class _Groups:
-    """The groups of one default group."""
+    """The groups that were made under one default group."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
         self.made: dict[tuple[_Kind, int], Any] = {}
-        """By kind, and how many of the kind the layout had asked for before."""
+        """By kind, and the number of groups of this kind that the layout had asked for before."""
         self.asked: Counter[_Kind] = Counter()
         self.layouts = 0
 
     def begin_layout(self) -> None:
-        """Waits until every rank is here: one that left the last layout by an error would take part in what
-        is not its own.
+        """Waits until every rank is here.
 
-        Through the store, as a collective would be such a one.
+        A rank that left the last layout by an error could still be in one of its collectives. So the ranks
+        wait for each other through the store and not in a collective.
         """
         self.asked.clear()
         self.layouts += 1
@@ -73,17 +72,19 @@ def _of_this_world() -> _Groups:
 
 
 def kept_group(ranks: list[int], backend: str, purpose: str) -> Any:
-    """As ``torch.distributed.new_group``, or the group that an earlier layout had for the same. Collective
-    over all ranks."""
+    """Makes a group as ``torch.distributed.new_group`` does, or reuses the group of an earlier layout.
+
+    Collective over all ranks.
+    """
     return _of_this_world().get(ranks, backend, purpose)
 
 
 @contextmanager
 def core_keeps_groups() -> Iterator[None]:
-    """A new layout begins: within, ``initialize_model_parallel`` takes the groups of earlier layouts where
-    they fit.
+    """Begins a new layout. Within the context,
+    ``initialize_model_parallel`` reuses groups of earlier layouts.
 
-    Collective over all ranks. What earlier layouts used stays, buffers of NCCL's communicators included.
+    Collective over all ranks. Nothing of earlier layouts is freed, including buffers of NCCL's communicators.
     """
     from megatron.core import parallel_state as mpu
 
@@ -103,11 +104,11 @@ def core_keeps_groups() -> Iterator[None]:
 
 
 def end_groups() -> None:
-    """Ends all process groups of this process, and drops whatever holds one. Does nothing where there are
-    none.
+    """Ends all process groups of this process and drops everything that holds one.
 
-    A gloo group that is still held when Python exits is destroyed by nobody: its threads run into the end of
-    the process, which then aborts now and then (SIGABRT, "terminate called without an active exception").
+    If a gloo group is still held when Python exits, it is never destroyed. Its threads are then still running
+    at the end of the process, which sometimes aborts (SIGABRT, "terminate called without an active
+    exception"). Without process groups, this function does nothing.
     """
     global _groups
     if dist.is_available() and dist.is_initialized():
@@ -118,8 +119,8 @@ def end_groups() -> None:
 
 
 def _forget_core_groups() -> None:
-    """Core's own ``destroy_model_parallel`` leaves some groups where they are, as those of optimizer
-    instances."""
+    """Drops core's references to groups.
+    ``destroy_model_parallel`` keeps some, as those of optimizer instances."""
     mpu: Any = sys.modules.get("megatron.core.parallel_state")
     if mpu is None:
         return

@@ -1,19 +1,18 @@
-"""How many files this process may have open: sockets to the other ranks of a large run are files too."""
+"""The limit on open files of this process, which also applies to sockets to the ranks of a large run."""
 
 from __future__ import annotations
 
 import resource
 
 OPEN_FILES = 65_536
-"""What a process of the largest runs needs: one or two connections to each of some ten thousand ranks."""
+"""Enough for a process of the largest runs: one or two connections to each of some ten thousand ranks."""
 
 
 def raise_open_files() -> int:
-    """Lets this process open up to :data:`OPEN_FILES` files, as far as the system permits it. Returns how
-    many it may.
+    """Raises this process's limit on open files to :data:`OPEN_FILES`, or as far as the system permits.
 
-    The usual limit of 1,024 can be raised by the process itself: the server of a store holds two connections
-    to each rank, a gloo group one to each member.
+    A process can raise its usual limit of 1,024 itself. More is needed because the server of a store holds
+    two connections to each rank, and a gloo group one to each member. Returns the limit.
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if now == resource.RLIM_INFINITY:

@@ -1,9 +1,8 @@
-"""Tensor-parallel collectives that run beside the matrix products of the same layer (Transformer Engine's
-userbuffers).
+"""Overlaps tensor-parallel collectives with the matrix products of the same layer.
 
-Without it the all-gather before and the reduce-scatter behind every block of a sequence-parallel layer stand
-in its way. The decoder layers take part alone: their collectives always carry ``[seq_len, hidden_size]``,
-while the tower has another number of patches in every row.
+It uses Transformer Engine's userbuffers. Without them, every block of a sequence-parallel layer waits for the
+all-gather before it and the reduce-scatter after it. Only decoder layers take part: their collectives always
+carry ``[seq_len, hidden_size]``, while the tower's number of patches differs from row to row.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ _started = False
 
 
 def start(seq_len: int, hidden_size: int, tp: int, dtype: torch.dtype, fp8: bool) -> None:
-    """Allocates the buffers that the tensor-parallel ranks of a node share; before the first forward pass.
-    Collective.
+    """Allocates the buffers that the tensor-parallel ranks of a node share. Collective.
 
     Args:
-        seq_len: tokens of a row.
-        fp8: the layers' products run in FP8, and so do what they gather.
+        seq_len: number of tokens of a row.
+        fp8: whether the layers' products, and so what they gather, are in FP8.
 
     Raises:
         RuntimeError: the GPUs of a tensor-parallel group cannot map each other's memory (CUDA IPC).
@@ -33,9 +31,9 @@ def start(seq_len: int, hidden_size: int, tp: int, dtype: torch.dtype, fp8: bool
     from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
 
     stop()
-    # Transformer Engine would use NVLink multicast where the device has it, which many containers and virtual
-    # machines do not allow; without it the copies go over CUDA IPC. UB_SKIPMC=0 in the environment brings it
-    # back.
+    # Transformer Engine would use NVLink multicast if the device has it, but many containers and virtual
+    # machines do not allow it. Without it the copies use CUDA IPC.
+    # UB_SKIPMC=0 in the environment enables it again.
     os.environ.setdefault("UB_SKIPMC", "1")
     mode = UserBufferQuantizationMode.FP8 if fp8 else UserBufferQuantizationMode.NONE
     initialize_ub(
@@ -45,7 +43,7 @@ def start(seq_len: int, hidden_size: int, tp: int, dtype: torch.dtype, fp8: bool
 
 
 def stop() -> None:
-    """Frees the buffers, when there are any; layers built for them cannot run afterwards."""
+    """Frees the buffers, if there are any. Layers that were built for them cannot run afterwards."""
     global _started
     if _started:
         from transformer_engine.pytorch.module.base import destroy_ub
@@ -56,16 +54,16 @@ def stop() -> None:
 
 @contextmanager
 def paused(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Forward passes of ``chunks`` with ordinary collectives meanwhile, for rows of another length than
-    ``seq_len``.
+    """Within the context, forward passes of ``chunks`` use ordinary collectives, for rows of another length.
 
-    Userbuffers move what the buffer holds, whatever the row does: with a shorter one they read and write past
-    its tensors.
+    Userbuffers always move a whole buffer, so with a shorter row they would read and write past its tensors.
     """
     names = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop")
-    using = [
-        (m, name) for chunk in chunks for m in chunk.modules() for name in names if getattr(m, name, False)
-    ]
+    using = []
+    for chunk in chunks:
+        for module in chunk.modules():
+            using += [(module, name) for name in names if getattr(module, name, False)]
+
     for module, name in using:
         setattr(module, name, False)
     try:

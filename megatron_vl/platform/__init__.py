@@ -1,6 +1,6 @@
-"""What differs between CUDA and CPU, and nothing else.
+"""The differences between CUDA and CPU.
 
-:func:`get_platform` answers once per process. On CPU it also makes Megatron-core's CUDA calls answerable (see
+:func:`get_platform` decides once per process. On CPU it also makes Megatron-core's CUDA calls work (see
 :mod:`megatron_vl.platform.cpu`), so it must be called before a Megatron-core module is built.
 """
 
@@ -15,12 +15,12 @@ from megatron_vl.errors import UserError
 
 
 class PlatformError(UserError, RuntimeError):
-    """This machine, or this process, cannot run on the platform that was asked for."""
+    """This machine or process cannot run on the requested platform."""
 
 
 @dataclass(frozen=True)
 class Platform:
-    """The facts a program asks of its platform."""
+    """The facts about its platform that a program needs."""
 
     name: str
     """``cuda`` or ``cpu``."""
@@ -31,9 +31,9 @@ class Platform:
 
     @property
     def device(self) -> torch.device:
-        return (
-            torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")
-        )
+        if self.name == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     def synchronize(self) -> None:
         if self.name == "cuda":
@@ -52,15 +52,15 @@ _platform: Platform | None = None
 
 
 def get_platform(name: str = "auto") -> Platform:
-    """The platform of this process; the first call decides.
+    """The platform of this process. The first call decides.
 
     Args:
-        name: ``auto`` (CUDA when a GPU is there), ``cuda`` or ``cpu``.
+        name: ``auto`` (CUDA if there is a GPU), ``cuda`` or ``cpu``.
 
     Raises:
         CoreVersionError: this version of Megatron-core was never tested with this toolkit.
-        PlatformError: CUDA was asked for and is not there, Transformer Engine does not import on CUDA, or an
-            earlier call decided otherwise.
+        PlatformError: there is no GPU for ``cuda``, Transformer Engine cannot be imported on CUDA, or an
+            earlier call chose another platform.
     """
     global _platform
     if _platform is None:

@@ -1,9 +1,9 @@
 """Makes Megatron-core 0.19.2 run on a machine without a GPU.
 
 Core asks ``torch.cuda`` for devices, streams and RNG states, creates tensors with ``device="cuda"`` and
-compares type strings with ``torch.cuda.FloatTensor``. Here those questions are answered for the CPU:
-functions of ``torch.cuda`` by assignment, factories and tensor methods by one :class:`TorchFunctionMode`.
-Nothing of this is loaded on CUDA.
+compares type strings with ``torch.cuda.FloatTensor``. This module redirects all of these to the CPU: it
+replaces functions of ``torch.cuda``, and one :class:`TorchFunctionMode` handles factories and tensor methods.
+It is not loaded on CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_vl.core_fixes.gloo_threads import use_one_worker
 
 
 class _Stream:
-    """A stream on a device where every operation is done when its call returns."""
+    """A stream of a device on which every operation is finished when its call returns."""
 
     cuda_stream = 0
 
@@ -60,7 +60,7 @@ class _Event:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether ``device`` means a GPU: a string, a torch.device, or a bare index."""
+    """Whether ``device``, a string, a torch.device or an index, means a GPU."""
     if isinstance(device, bool):
         return False
     if isinstance(device, int):
@@ -83,7 +83,7 @@ class CudaOnCpu(TorchFunctionMode):
         if func is _TENSOR_CUDA:
             return args[0]
         if func is _TENSOR_TYPE and len(args) == 1 and not kwargs:
-            # Core decides by type strings which parameters get master weights.
+            # Core decides by the type string whether a parameter gets master weights.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
@@ -108,16 +108,15 @@ _installed: CudaOnCpu | None = None
 
 
 def install() -> None:
-    """Answers core's CUDA questions for the CPU, for the life of the process. Calling it twice does nothing
-    more."""
+    """Redirects core's CUDA calls to the CPU for the life of the process. A second call does nothing."""
     global _installed
     if _installed is not None:
         return
     if torch.cuda.is_available():
-        # With a GPU in the machine core's imports would initialise it all the same; hiding it is the user's
-        # call.
+        # If the machine has a GPU, core's imports would initialise it.
+        # A variable that the user has set takes precedence.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    # Core warns on every start unless this is set; without a GPU the value has no meaning.
+    # Core warns at every start unless this is set. Without a GPU the value has no effect.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _patch_torch_cuda()
     _patch_core_rng()
@@ -158,7 +157,8 @@ def _patch_core_rng() -> None:
 
     from megatron.core.tensor_parallel import random as core_random
 
-    # There is one generator on CPU, so core's "CPU RNG state changed within GPU RNG context" is always true.
+    # The CPU has only one generator,
+    # so core would always warn "CPU RNG state changed within GPU RNG context".
     logging.getLogger(core_random.__name__).setLevel(logging.ERROR)
 
     core_random._get_cuda_rng_state = _get_rng_state

@@ -1,8 +1,8 @@
-"""Which decoder layers live on which pipeline stage.
+"""The layout of a model: which pipeline stage holds which decoder layers.
 
-A layout is written as the number of decoder layers of each stage, in model order. With interleaving (VPP)
-entry ``v * pp + p`` is virtual chunk ``v`` of pipeline rank ``p``. The vision tower and the embedding are on
-the first entry, the final norm and the output layer on the last; both may have fewer decoder layers, or none.
+A layout lists the number of decoder layers of each stage in model order. With interleaving (VPP), entry ``v *
+pp + p`` is virtual chunk ``v`` of pipeline rank ``p``. The first entry also holds the vision tower and the
+embedding, and the last entry the final norm and the output layer. Both may have fewer decoder layers or none.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ class Layout:
     pp: int
     vpp: int
     layers: tuple[int, ...]
-    """Decoder layers of each of the ``pp * vpp`` entries, in model order."""
+    """Number of decoder layers of each of the ``pp * vpp`` entries, in model order."""
     ep: int = 1
-    """Expert parallel size. The ranks of a stage, ``tp * dp`` of them, are ``etp * ep * expert-dp`` to the
-    experts."""
+    """Expert parallel size. For experts, the ``tp * dp`` ranks
+    of a stage are arranged as ``etp * ep * expert-dp``."""
     etp: int = 1
-    """Expert tensor parallel size. Megatron-core's default is ``tp``; here it is 1, whole experts, as cutting
-    small matrices further costs more than it saves."""
+    """Expert tensor parallel size. Megatron-core's default is ``tp``. Here it is 1 (whole experts), because
+    cutting small matrices further costs more than it saves."""
 
     @property
     def cut(self) -> Cut:
-        """Into how many parts the tensors of a stage are cut."""
+        """The numbers of parts that the tensors of a stage are cut into."""
         return Cut(self.tp, self.ep, self.etp)
 
     @property
     def least_dp(self) -> int:
-        """The fewest data-parallel ranks: the experts' ``ep * etp`` divide the ``tp * dp`` of a stage."""
+        """The smallest data-parallel size,
+        so that the experts' ``ep * etp`` divides the ``tp * dp`` of a stage."""
         experts = self.ep * self.etp
         return experts // math.gcd(self.tp, experts)
 
@@ -49,7 +50,7 @@ class Layout:
         return sum(self.layers[: vp_stage * self.pp + pp_rank])
 
     def chunk_layers(self, pp_rank: int, vp_stage: int = 0) -> range:
-        """Global decoder layers of one chunk."""
+        """Global numbers of the decoder layers of one chunk."""
         first = self.first_layer(pp_rank, vp_stage)
         return range(first, first + self.layers[vp_stage * self.pp + pp_rank])
 
@@ -96,12 +97,12 @@ def make_layout(
     """A validated layout.
 
     Args:
-        layers: decoder layers of each of the ``pp * vpp`` entries; None spreads them evenly, the first
-            entries getting one fewer where they do not divide (they also hold the vision tower and the
-            embedding).
+        layers: number of decoder layers of each of the ``pp * vpp`` entries. None spreads them evenly. If
+            they do not divide, the first entries get one fewer (they
+            also hold the vision tower and the embedding).
 
     Raises:
-        LayoutError: a number is impossible for this model; the message says which and what would be valid.
+        LayoutError: a number is impossible for this model. The message says which, and what would be valid.
     """
     for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("etp", etp)):
         if value < 1:
@@ -113,7 +114,7 @@ def make_layout(
     if layers is None:
         if total < entries:
             raise LayoutError(
-                f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; write layers by hand"
+                f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; set layers by hand"
                 " to leave some empty"
             )
         layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
@@ -132,23 +133,22 @@ def run_layout(spec: ModelSpec, parallel: ParallelConfig) -> Layout:
     """The layout that a run asks for.
 
     Raises:
-        LayoutError: it is impossible for this model.
+        LayoutError: the layout is impossible for this model.
     """
     p = parallel
     if spec.language.moe and p.tp > 1 and not p.sequence_parallel:
         raise LayoutError(
-            f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank routes tokens of"
-            " its own"
+            f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank must route its"
+            " own tokens"
         )
     return make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
 
 
 def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
-    """The layout that :meth:`Layout.as_dict` gave; what was stored before there were experts has no ``ep``
-    and ``etp``.
+    """The layout that :meth:`Layout.as_dict` wrote. Older versions wrote no ``ep`` and ``etp``.
 
     Raises:
-        KeyError, LayoutError: a field is missing, or impossible for this model.
+        KeyError, LayoutError: a field is missing or impossible for this model.
     """
     sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers")}
     return make_layout(spec, **sizes, ep=stored.get("ep", 1), etp=stored.get("etp", 1))

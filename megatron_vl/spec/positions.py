@@ -1,14 +1,15 @@
 """Positions: M-RoPE of the language model, 2D positions and attention segments of the vision tower.
 
-Pure torch on the CPU, computed by the loader: a training step never derives a position or a segment on the
-device. References: for M-RoPE, ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning code. They
-compute what ``get_rope_index`` of transformers computed when the models were released (4.45 for Qwen2-VL,
-4.49 for Qwen2.5-VL, 4.57 for Qwen3-VL), and what vLLM computes. For the tower, ``get_vision_position_ids``,
-``get_vision_window_index`` and ``get_vision_cu_seqlens`` of ``transformers.vision_utils`` (5.17).
+The loader computes them with torch on the CPU, so that a training step never derives a position or a segment
+on the device. The reference for M-RoPE is ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning
+code. They compute the same as ``get_rope_index`` of transformers when the models were released (4.45 for
+Qwen2-VL, 4.49 for Qwen2.5-VL, 4.57 for Qwen3-VL), and the same as vLLM. The reference for the tower is
+``get_vision_position_ids``, ``get_vision_window_index`` and ``get_vision_cu_seqlens`` of
+``transformers.vision_utils`` (5.17).
 
 A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches
-are in merge-unit order throughout (frame, unit row, unit column, row in unit, column in unit), as HF's
-processors emit them.
+are always in merge-unit order (frame, unit row, unit column, row in unit, column in unit),
+as HF's processors emit them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_vl.spec.families import ModelSpec, VisionSpec
 
 
 class PositionError(ValueError):
-    """Tokens and grids that do not belong together; the message names the medium and both counts."""
+    """Tokens and grids do not match. The message names the medium and both counts."""
 
 
 @dataclass(frozen=True)
@@ -47,27 +48,30 @@ class GridTHW:
         return self.t * self.h * self.w
 
     def tokens(self, merge: int) -> int:
-        """Placeholders of this medium in the text, for a spatial merge size of ``merge``."""
+        """Number of placeholders of this medium in the text, for a spatial merge size of ``merge``."""
         return self.patches // merge**2
 
 
 def placeholder_runs(grids: Sequence[GridTHW], spec: ModelSpec) -> list[GridTHW]:
-    """The media as the text has them: frame groups of a video apart where the family writes a time before
-    each."""
+    """The media as the text contains them.
+
+    If the family writes a timestamp before each frame group of a video, each group is a separate entry.
+    """
     if not spec.vision.video_timestamps:
         return list(grids)
-    frames = [
-        (dataclasses.replace(grid, t=1, timestamps=()), grid.t if grid.kind == "video" else 1)
-        for grid in grids
-    ]
-    return [frame for frame, count in frames for _ in range(count)]
+
+    runs = []
+    for grid in grids:
+        frame = dataclasses.replace(grid, t=1, timestamps=())
+        runs += [frame] * (grid.t if grid.kind == "video" else 1)
+    return runs
 
 
 def placeholder_positions(token_ids: Tensor, grids: Sequence[GridTHW], spec: ModelSpec) -> list[int]:
-    """Where the placeholders of each grid start in ``token_ids`` (int64 [S]), in the order of the text.
+    """The starts of each grid's placeholders in ``token_ids`` (int64 [S]), in the order of the text.
 
-    Runs are told apart by the counts of the grids, so two media may touch. ``grids`` are
-    :func:`placeholder_runs`.
+    ``grids`` come from :func:`placeholder_runs`.
+    Their counts separate the runs, so two media may be adjacent.
 
     Raises:
         PositionError: the placeholders do not match the grids in kind, order or number.
@@ -78,8 +82,9 @@ def placeholder_positions(token_ids: Tensor, grids: Sequence[GridTHW], spec: Mod
     wanted = [grid.tokens(merge) for grid in grids]
     if len(where) != sum(wanted):
         raise PositionError(
-            f"the text holds {len(where)} image and video placeholders, its media need {sum(wanted)}"
+            f"the text holds {len(where)} image and video placeholders; its media need {sum(wanted)}"
         )
+
     starts, seen = [], 0
     for number, (grid, count) in enumerate(zip(grids, wanted, strict=True)):
         run = where[seen : seen + count]
@@ -98,19 +103,19 @@ def mrope_positions(
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
     Text counts up in all three rows. A medium at position ``p`` spans ``p + (time, row, column)`` in merge
-    units, and the text after it goes on after the largest of these positions. Frame groups are 1 apart in
-    time in Qwen2-VL. In Qwen2.5-VL, group ``i`` is at ``int(i * second_per_grid * tokens_per_second)``. In
-    Qwen3-VL, each is a medium of its own, with text between.
+    units, and the text after it continues after the largest of these positions. In Qwen2-VL, frame groups are
+    1 apart in time. In Qwen2.5-VL, group ``i`` is at ``int(i * second_per_grid * tokens_per_second)``. In
+    Qwen3-VL, each group is a separate medium, with text between them.
 
-    By the rule ``transformers_5_3``, text goes on at ``p + max(rows, columns)``, which may lie within the
-    video, and ``second_per_grid`` is cut to whole seconds first, so that clips of less than a second a group
-    stand still.
+    By the rule ``transformers_5_3``, text continues at ``p + max(rows, columns)``, which may lie within the
+    video. ``second_per_grid`` is first truncated to whole seconds, so that all groups of a clip have the same
+    time if a group takes less than a second.
 
     Args:
-        token_ids: int64 [S], placeholders already expanded.
+        token_ids: int64 [S], with expanded placeholders.
         grids: the media of the sample in the order of the text.
         spec: the model.
-        video_positions: the rule; it makes no difference to images, nor to Qwen3-VL.
+        video_positions: the rule. It makes no difference for images or for Qwen3-VL.
 
     Raises:
         PositionError: the placeholders do not match the grids.
@@ -138,7 +143,7 @@ def _medium_positions(grid: GridTHW, vision: VisionSpec, video_positions: VideoP
     times = torch.arange(grid.t)
     if grid.kind == "video" and vision.tokens_per_second:
         seconds = grid.second_per_grid if video_positions == "released" else int(grid.second_per_grid)
-        # In float32, as everywhere: the product of a float64 may be cut to another number.
+        # This is computed in float32, as in the references: a float64 product may truncate to another number.
         times = (times * torch.tensor(seconds, dtype=torch.float32) * vision.tokens_per_second).long()
 
     merge = vision.spatial_merge_size
@@ -156,14 +161,15 @@ def patch_positions(grid: GridTHW, merge: int) -> Tensor:
 
 @dataclass
 class WindowOrder:
-    """How the vision tower reads the merge units of a list of media."""
+    """The order in which the vision tower processes the merge units of a list of media."""
 
     units: Tensor
-    """int64 [N]: the merge unit (in HF order over all media) at each place of the tower's order."""
+    """int64 [N]: for each place in the tower's order, the merge unit in HF order over all media."""
     cu_seqlens: Tensor
-    """int32 [frames + 1]: patches of whole frames."""
+    """int32 [frames + 1]: cumulative numbers of patches of whole frames."""
     cu_window_seqlens: Tensor
-    """int32 [windows + 1]: patches of windows; equal to ``cu_seqlens`` for a family without windows."""
+    """int32 [windows + 1]: cumulative numbers of patches of windows;
+    equal to ``cu_seqlens`` for a family without windows."""
 
     def patches(self, merge_unit: int) -> Tensor:
         """int64 [N * merge_unit]: the same permutation for patches."""
@@ -171,13 +177,16 @@ class WindowOrder:
 
 
 def window_order(grids: Sequence[GridTHW], vision: VisionSpec) -> WindowOrder:
-    """Window order of all media of a row: frames stay together, windows row by row within a frame, no empty
-    windows."""
+    """The window order of all media of a row.
+
+    Frames stay together, windows go row by row within a frame, and there are no empty windows.
+    """
     unit = vision.merge_unit
     frames = torch.tensor([grid.h * grid.w for grid in grids for _ in range(grid.t)], dtype=torch.int32)
     cu_seqlens = _cumulative(frames)
     if not vision.window_size:
         return WindowOrder(torch.arange(int(frames.sum()) // unit), cu_seqlens, cu_seqlens)
+
     side = vision.window_size // vision.spatial_merge_size // vision.patch_size
     keys, first = [], 0
     for grid in grids:
@@ -186,6 +195,7 @@ def window_order(grids: Sequence[GridTHW], vision: VisionSpec) -> WindowOrder:
         )
         keys.append((torch.arange(grid.t)[:, None] * per_frame + window + first).flatten())
         first += grid.t * per_frame
+
     key = torch.cat(keys)
     units = torch.argsort(key, stable=True)
     sizes = torch.unique_consecutive(key[units], return_counts=True)[1]

@@ -1,18 +1,17 @@
-"""The one canonical table of a model's tensors: names, shapes, how tensor parallelism cuts them, where they
-live.
+"""The canonical table of a model's tensors: their names, shapes, cuts and places in the pipeline.
 
 Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers, whatever
-modules hold them at run time. Checkpoints, converters and the trainer all read this table; nothing else knows
-a shape.
+modules hold the tensors at run time. Checkpoints, converters and the trainer all read this table.
+No other code defines a shape.
 
-Conventions of the full (TP 1) tensors:
+The full (TP 1) tensors follow these conventions:
 
-* ``linear_qkv`` holds, per key/value head, its query heads, its key head, its value head:
+* ``linear_qkv`` holds for each key/value head its query heads, its key head and its value head:
   ``[g * (q/g + 2) * d, h]``.
-* a gated ``linear_fc1`` holds gate then up: ``[2 * f, h]``; ``f`` of the vision tower is padded to a multiple
-  of 128.
-* experts are stacked along dim 0: fc1 ``[E, 2 * f, h]`` (gate then up in each), fc2 ``[E, h, f]``.
-* the patch embedding is a matrix ``[hidden, channels * time * row * column]``.
+* A gated ``linear_fc1`` holds gate, then up: ``[2 * f, h]``.
+  In the vision tower, ``f`` is padded to a multiple of 128.
+* Experts are stacked along dim 0: fc1 is ``[E, 2 * f, h]`` (gate, then up in each), fc2 is ``[E, h, f]``.
+* The patch embedding is a matrix ``[hidden, channels * time * row * column]``.
 """
 
 from __future__ import annotations
@@ -25,48 +24,48 @@ from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 
 Split = Literal["replicated", "column", "row", "gated"]
-"""How a matrix is cut: not at all; dim 0; dim 1; dim 0 of each of two stacked halves (gate, up). Experts:
-each one so."""
+"""How a matrix is cut: not at all, along dim 0, along dim 1, or along dim 0 of each of two stacked halves
+(gate, up). In a stack of experts, it applies to each expert."""
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 OUTPUT = "language_model.output_layer.weight"
 
 
 class LayoutError(UserError, ValueError):
-    """A model and a parallel layout that do not fit; the message says which number and what would be
-    valid."""
+    """A parallel layout does not fit the model. The message says which number, and what would be valid."""
 
 
 class Cut(NamedTuple):
-    """Into how many parts the tensors of a stage are cut: dense ones into ``tp``, experts' into ``ep * etp``.
+    """The numbers of parts that the tensors of a stage are cut into:
+    ``tp`` for dense ones, ``ep * etp`` for experts'.
 
-    Tensor and expert parallelism number the same ranks of a stage in two ways that have nothing to do with
-    each other (Megatron-core's dense and expert grids), so a tensor is cut by one of the two alone.
+    Tensor and expert parallelism number the same ranks of a stage in two independent ways (Megatron-core's
+    dense and expert grids), so each tensor is cut by only one of the two.
     """
 
     tp: int = 1
     """Tensor parallel size."""
     ep: int = 1
-    """Expert parallel size: whole experts, in contiguous runs."""
+    """Expert parallel size: it divides the experts into contiguous runs of whole experts."""
     etp: int = 1
-    """Expert tensor parallel size: each expert's matrices."""
+    """Expert tensor parallel size: it cuts each expert's matrices."""
 
     def parts(self, info: TensorInfo) -> int:
-        """The number of parts of a tensor; a replicated one has as many, all the same."""
+        """The number of parts of a tensor. A replicated tensor has as many parts, which are all equal."""
         return self.ep * self.etp if info.experts else self.tp
 
     def part(self, info: TensorInfo, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> int:
-        """The part that a rank holds: ``tp_rank``, or ``ep_rank * etp + etp_rank`` of an expert tensor."""
+        """The part that a rank holds: ``tp_rank``, or ``ep_rank * etp + etp_rank`` for an expert tensor."""
         return ep_rank * self.etp + etp_rank if info.experts else tp_rank
 
 
 WHOLE = Cut()
-"""Not cut at all."""
+"""No cut: one part holds the whole tensor."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its full shape, how it is cut and its place in the pipeline."""
+    """One tensor: its full shape, how it is cut, and its place in the pipeline."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,10 +73,10 @@ class TensorInfo:
     place: str
     """``vision``, ``embedding``, ``head`` or ``layer``."""
     layer: int = -1
-    """Zero-based decoder layer when ``place`` is ``layer``."""
+    """Zero-based decoder layer if ``place`` is ``layer``."""
     experts: int = 0
-    """Experts stacked along dim 0, which expert parallel ranks share; ``split`` is then how expert tensor
-    parallelism cuts each one's matrix (dims 1 and 2). 0: a dense tensor."""
+    """Number of experts stacked along dim 0, which expert-parallel ranks share. ``split`` then says how
+    expert tensor parallelism cuts each expert's matrix (dims 1 and 2). 0: a dense tensor."""
 
     def shard_shape(self, cut: Cut) -> tuple[int, ...]:
         """The shape of one part."""
@@ -91,8 +90,8 @@ class TensorInfo:
 
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
-    """All tensors of the model by canonical name, in model order. A tied output layer has no entry of its
-    own."""
+    """All tensors of the model by canonical name, in model order.
+    A tied output layer has no separate entry."""
     infos = [*_vision(spec), *_language(spec)]
     return {info.name: info for info in infos}
 
@@ -123,6 +122,7 @@ def _vision(spec: ModelSpec) -> list[TensorInfo]:
         add("patch_embed.proj.bias", (h,))
     if v.position_table_side:
         add("position_table.weight", (v.position_table_side**2, h))
+
     fc1: tuple[int, Split] = (2 * f, "gated") if v.gated_mlp else (f, "column")
     for i in range(v.num_layers):
         layer = f"decoder.layers.{i}."
@@ -136,6 +136,7 @@ def _vision(spec: ModelSpec) -> list[TensorInfo]:
         add(f"{layer}mlp.linear_fc1.bias", (fc1[0],), fc1[1])
         add(f"{layer}mlp.linear_fc2.weight", (h, f), "row")
         add(f"{layer}mlp.linear_fc2.bias", (h,))
+
     merger("merger", h)
     for number in range(len(v.deepstack_layers)):
         merger(f"deepstack_mergers.{number}", unit)
@@ -166,9 +167,8 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
         add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
         if m.moe and m.has_experts(i):
             count, width = m.moe.num_experts, m.moe.ffn_hidden_size
-            add(
-                "pre_mlp_layernorm.weight", (h,)
-            )  # the router reads it too, so that Megatron-core keeps it apart
+            # The router reads its output too, so Megatron-core does not fuse it.
+            add("pre_mlp_layernorm.weight", (h,))
             add("mlp.router.weight", (count, h))
             add("mlp.experts.linear_fc1.weight", (count, 2 * width, h), "gated", count)
             add("mlp.experts.linear_fc2.weight", (count, h, width), "row", count)
@@ -176,6 +176,7 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
             add("mlp.linear_fc1.layer_norm_weight", (h,))
             add("mlp.linear_fc1.weight", (2 * f, h), "gated")
             add("mlp.linear_fc2.weight", (h, f), "row")
+
     out.append(TensorInfo("language_model.decoder.final_layernorm.weight", (h,), "replicated", "head"))
     if not m.tied_embeddings:
         out.append(TensorInfo(OUTPUT, (m.vocab_size, h), "column", "head"))
@@ -183,7 +184,7 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
 
 
 def check_cut(spec: ModelSpec, cut: Cut) -> None:
-    """Raises :class:`LayoutError` unless every tensor of the model can be cut so."""
+    """Raises :class:`LayoutError` unless every tensor of the model can be cut in this way."""
     check_tp(spec, cut.tp)
     moe = spec.language.moe
     if moe is None:
@@ -204,7 +205,8 @@ def check_cut(spec: ModelSpec, cut: Cut) -> None:
 
 
 def part_of(name: str) -> str:
-    """``vision``, ``merger`` or ``language``: the parts that are frozen and given learning rates alone."""
+    """``vision``, ``merger`` or ``language``:
+    the parts that can be frozen and have their own learning rates."""
     if name.startswith(("vision_model.merger.", "vision_model.deepstack_mergers.")):
         return "merger"
     return "vision" if name.startswith("vision_model.") else "language"

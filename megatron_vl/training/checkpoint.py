@@ -1,17 +1,19 @@
-"""Saving and resuming one's own run.
+"""Saves and resumes a run.
 
     DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.weights.run_folder`)
-    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their
-    hashes, lineage DIR/step_00000120/lineage.json      what it was trained from, small enough to be read of
-    every checkpoint DIR/step_00000120/weights/          safetensors shards, read by merge, export and every
-    later run DIR/step_00000120/optimizer/        one safetensors file a rank and an index of them
+    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, lineage, and files
+                                        with their hashes
+    DIR/step_00000120/lineage.json      what it was trained from; small, so that those of all checkpoints
+                                        can be read
+    DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
+    DIR/step_00000120/optimizer/        one safetensors file per rank and an index of them
                                         (see :mod:`megatron_vl.training.optimizer_state`)
-    DIR/step_00000120/loader/           one state a data-parallel replica
+    DIR/step_00000120/loader/           one state per data-parallel replica
 
-A save copies the state to host memory and returns; a thread writes it while training goes on. Ranks agree
-through marker files, not collectives, so that the thread never meets the training's communication: each rank
-leaves a marker when its files are on disk, and rank 0 gives the folder its name when all are there. A
-checkpoint therefore exists under its name only when all of it does, and a crash at any moment leaves the last
+A save copies the state to host memory and returns; a thread writes it while training continues. Ranks agree
+through marker files, not collectives, so that the thread never interferes with the training's communication.
+Each rank writes a marker when its files are on disk, and rank 0 gives the folder its name when all markers
+are there. So a checkpoint has its name only when it is complete, and a crash at any moment leaves the last
 good one. A step that another branch has saved is set aside, not replaced.
 """
 
@@ -92,24 +94,24 @@ _FORMAT = 1
 def run_parameters(
     chunks: list[DistributedDataParallel], layout: Layout, grid: ProcessGrid
 ) -> list[LiveTensor]:
-    """The parameters of this rank. A tied output layer is a second parameter of the embedding's name."""
+    """The parameters of this rank. A tied output layer is a second parameter under the embedding's name."""
     return chunk_tensors([chunk.module for chunk in chunks], layout, grid.pp_rank, grid.ep_rank)
 
 
 @dataclass
 class Snapshot:
-    """One rank's part of a checkpoint, on the host, independent of the running training."""
+    """One rank's part of a checkpoint: a copy in host memory, which training no longer changes."""
 
     step: int
     weights: dict[str, Tensor] | None
-    """None on all but the first data-parallel replica."""
+    """None on all data-parallel replicas but the first."""
     experts: dict[str, Tensor] | None
-    """Stacks of this rank's experts; None on all but the first of the ranks that hold the same ones."""
+    """Stacks of this rank's experts. If several ranks hold the same experts, None on all but the first."""
     optimizer: dict[str, Tensor]
     loader: dict[str, Any] | None
     facts: dict[str, Any]
     pending: dict[str, int] = field(default_factory=dict)
-    """Samples that this rank alone has counted since the last printed step (see :func:`add_pending`)."""
+    """This rank's own counts since the last printed step (see :func:`add_pending`)."""
 
 
 def take_snapshot(
@@ -124,11 +126,11 @@ def take_snapshot(
     run: dict[str, Any],
     pending: dict[str, int] | None = None,
 ) -> Snapshot:
-    """Copies this rank's state to the host; collective where parameters are still being gathered.
+    """Copies this rank's state to the host. Collective if parameters are still being gathered.
 
     Args:
-        run: facts for ``run.json``; rank 0's are written.
-        pending: what this rank has counted and ``run["bad_samples"]`` does not have yet.
+        run: facts for ``run.json``; those of rank 0 are written.
+        pending: this rank's counts that ``run["bad_samples"]`` does not include yet.
     """
     for chunk in chunks:
         # With the overlapped gather the weights of the last update arrive only with the next forward pass.
@@ -149,8 +151,7 @@ def take_snapshot(
 
 @torch.no_grad()
 def stack_experts(tensors: list[LiveTensor]) -> dict[str, Tensor]:
-    """Host copies of a rank's experts by canonical name, stacked [E / ep, ...] in the order of their
-    numbers."""
+    """Host copies of a rank's experts by canonical name, stacked [E / ep, ...] by expert number."""
     numbers: dict[str, list[int]] = {}
     for name, _, expert in tensors:
         numbers.setdefault(name, []).append(expert)  # type: ignore[arg-type]
@@ -166,12 +167,11 @@ class CheckpointSaver:
     """Writes snapshots in the background, one at a time.
 
     Args:
-        keep: latest checkpoints kept; 0 keeps all. Only those that the present weights were trained from are
-            counted and
-            deleted: what a roll-back left behind is its owner's to delete.
-        keep_every: checkpoints of multiples of this step are kept for good; 0: none.
-        lineage: of what is saved (see :func:`megatron_vl.weights.run_folder.choose`); None: a branch that
-            begins here.
+        keep: number of latest checkpoints to keep; 0 keeps all. Only checkpoints that the current weights
+            were trained from are counted and deleted. Those that a roll-back abandoned are left to the user.
+        keep_every: checkpoints of multiples of this step are never deleted; 0: none.
+        lineage: lineage of what is saved (see :func:`megatron_vl.weights.run_folder.choose`);
+            None: a new branch.
     """
 
     def __init__(
@@ -201,8 +201,7 @@ class CheckpointSaver:
             )
 
     def start(self, take: Callable[[], Snapshot], step: int) -> None:
-        """Takes a snapshot and begins to write it; collective. Waits for an earlier save that is not done
-        yet."""
+        """Takes a snapshot and starts to write it. Collective. Waits for an unfinished earlier save."""
         self.wait()
         partial = self._partial(step)
         if self.grid.rank == 0:
@@ -215,12 +214,15 @@ class CheckpointSaver:
         self._thread.start()
 
     def error(self) -> str | None:
-        """What went wrong with a save on this rank, if anything has."""
+        """The error of a save on this rank; None if there was none."""
         return self._error
 
     def wait(self) -> None:
-        """Until this rank's part (on rank 0: the whole checkpoint) is on disk. Raises CheckpointError when it
-        failed."""
+        """Waits until this rank's part (on rank 0: the whole checkpoint) is on disk.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -243,7 +245,7 @@ class CheckpointSaver:
             write_json(partial / "done" / f"rank_{rank:05d}.json", marker)
             if rank == 0:
                 self._commit(partial, snapshot)
-        except BaseException as error:  # a thread's exception would vanish: the loop asks for it
+        except BaseException as error:  # a thread's exception would be lost, so the loop asks for it
             self._error = (
                 f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
             )
@@ -251,13 +253,14 @@ class CheckpointSaver:
                 failed = partial / "done" / f"rank_{rank:05d}.failed"
                 try:
                     write_json(failed, f"{type(error).__name__}: {error}")
-                except OSError:  # not even that fits on the disk
+                except OSError:  # even the message does not fit on the disk
                     failed.touch()
             except OSError:
                 pass  # rank 0 will see the missing marker when this rank stops
 
     def _write_weights(self, partial: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
-        """The manifest's entries of what this rank writes: none, its dense tensors, its experts, or both."""
+        """Writes this rank's dense tensors, its experts, both or none.
+        Returns their entries of the manifest."""
         grid, folder, entries = self.grid, partial / "weights", []
         if snapshot.weights is not None:
             entries.append(write_rank_file(folder, grid.tp_rank, grid.pp_rank, snapshot.weights))
@@ -268,7 +271,7 @@ class CheckpointSaver:
         return entries
 
     def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
-        """Optimizer and loader state of this rank. Returns path in the checkpoint -> size and hash."""
+        """Writes this rank's optimizer and loader state. Returns path in the checkpoint -> size and hash."""
         place = {axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "pp", "dp", "ep", "etp")}
         name = f"optimizer/{state_file(self.grid.rank)}"
         files = {name: write_hashed(partial / name, snapshot.optimizer, place)}
@@ -278,7 +281,7 @@ class CheckpointSaver:
         return files
 
     def _commit(self, partial: Path, snapshot: Snapshot) -> None:
-        """Waits for all ranks' markers, completes the checkpoint and gives it its name. On rank 0."""
+        """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its name."""
         markers = self._wait_for_markers(partial / "done")
         entries = [entry for marker in markers for entry in marker["weights"]]
         weights = write_manifest(
@@ -307,12 +310,11 @@ class CheckpointSaver:
         self._prune(snapshot.step)
 
     def _name(self, partial: Path, step: int) -> None:
-        """Gives a whole checkpoint its name. One that has it already keeps its content, under another
-        name."""
+        """Gives a complete checkpoint its name. A checkpoint that already has the name is renamed first."""
         final = step_folder(self.folder, step)
         if final.exists():
-            # It stays the latest, if it was, until the new one has the name: a kill in between loses the new
-            # one alone.
+            # If it was the latest, it stays so until the new one has the name.
+            # A kill in between loses only the new one.
             os.replace(final, aside(Saved(final, step, lineage_or_none(final, step))))
         os.replace(partial, final)
         durable.sync(self.folder)
@@ -330,11 +332,11 @@ class CheckpointSaver:
             time.sleep(0.05)
 
     def _prune(self, newest: int) -> None:
-        """Deletes what is not kept among the checkpoints that led to the newest one."""
+        """Deletes those checkpoints that led to the newest one and are not to be kept."""
         try:
             saved = saved_checkpoints(self.folder)
         except CheckpointError:
-            return  # what led where is not known, so nothing is deleted; the next start says so
+            return  # the lineage is not known, so nothing is deleted; the next start reports it
         line = sorted(
             (s for s in saved if self._lineage.holds(newest, s.point)), key=lambda saved: saved.step
         )
@@ -349,7 +351,8 @@ class CheckpointSaver:
 
 
 def lineage_or_none(path: Path, step: int) -> Lineage:
-    """A checkpoint's lineage, for its name alone: an unknown one is that of an older version."""
+    """A checkpoint's lineage, needed only to name it.
+    An unreadable one counts as that of an older version."""
     try:
         return read_lineage(path, step)
     except CheckpointError:
@@ -361,11 +364,10 @@ def state_file(rank: int) -> str:
 
 
 def lock_folder(folder: Path) -> Any:
-    """Keeps other runs from writing to ``folder`` for the life of this process; the lock dies with it,
-    however it dies.
+    """Keeps other runs from writing to ``folder`` while this process lives. The lock ends with the process.
 
     Raises:
-        CheckpointError: another run holds it.
+        CheckpointError: another run holds the lock.
     """
     file = (folder / ".lock").open("w")
     try:
@@ -380,7 +382,7 @@ def lock_folder(folder: Path) -> Any:
 
 
 def read_run(source: Path) -> dict[str, Any]:
-    """``run.json`` of a step folder. Raises CheckpointError when it cannot be used."""
+    """``run.json`` of a step folder. Raises CheckpointError if it cannot be used."""
     path = source / "run.json"
     if not path.is_file():
         raise CheckpointError(f"{source} is not a checkpoint of a run: {path.name} is missing")
@@ -397,7 +399,7 @@ def read_run(source: Path) -> dict[str, Any]:
         ):
             raise CheckpointError(f"{path} is damaged: layout, files or step has another type")
         for name in saved["files"]:
-            # A checkpoint may come from anybody: its names stay inside its folder.
+            # A checkpoint may come from anybody, so its names must stay inside its folder.
             if not re.fullmatch(
                 r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)", name
             ):
@@ -411,13 +413,13 @@ def read_run(source: Path) -> dict[str, Any]:
 
 @dataclass
 class Restored:
-    """What a checkpoint gives back beside weights, optimizer and random numbers."""
+    """What loading a checkpoint returns; weights, optimizer and random numbers are restored in place."""
 
     loader: dict[str, Any] | None
     """The loader state of this replica, on the rank that owns its loader."""
     bad_samples: dict[str, Any] | None
-    """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None: saved by an
-    older version."""
+    """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None if an older
+    version saved the checkpoint."""
 
 
 def load(
@@ -431,16 +433,15 @@ def load(
     run: dict[str, Any],
     restart_data: bool = False,
 ) -> Restored:
-    """Restores weights, optimizer and random numbers of a step folder in this run's layout, whatever layout
-    wrote it. Collective.
+    """Restores weights, optimizer and random numbers of a step folder, whatever layout wrote it. Collective.
 
     Args:
         run: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.run_facts`);
-            they must be equal.
-        restart_data: the data set starts anew instead; the facts may then differ.
+            they must equal the saved ones.
+        restart_data: read the data set from its start instead; the facts may then differ.
 
     Raises:
-        CheckpointError: files are missing or damaged, or the order of samples could not be kept.
+        CheckpointError: files are missing or damaged, or the order of samples would change.
     """
     saved = check_resumable(source, run, restart_data)
     parameters = run_parameters(chunks, layout, grid)
@@ -460,8 +461,11 @@ def load(
 
 
 def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
-    """The weights of a step folder. Raises CheckpointError or WeightsError when they are not those of its
-    ``run.json``."""
+    """The weights of a step folder.
+
+    Raises:
+        CheckpointError, WeightsError: they are not the weights that ``run.json`` names.
+    """
     reader = WeightReader(source / "weights")
     if reader.manifest["digest"] != saved.get("weights"):
         raise CheckpointError(
@@ -473,8 +477,10 @@ def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
 def open_optimizer(
     source: Path, saved: dict[str, Any], written: Layout, grid: ProcessGrid
 ) -> OptimizerReader:
-    """The optimizer state of a step folder; collective. Without an index, rank 0 reads all headers and tells
-    the others."""
+    """The optimizer state of a step folder. Collective.
+
+    If there is no index, rank 0 reads all headers and sends the others what it found.
+    """
     states = {
         name.removeprefix("optimizer/"): f
         for name, f in saved["files"].items()
@@ -487,7 +493,7 @@ def open_optimizer(
 
 
 def _told_by_first(grid: ProcessGrid, work: Callable[[], Any]) -> Any:
-    """What ``work`` gives on rank 0, or its CheckpointError, on all ranks."""
+    """Runs ``work`` on rank 0 and returns its result, or raises its CheckpointError, on all ranks."""
     told: list[Any] = [None, ""]
     if grid.rank == 0:
         try:
@@ -509,10 +515,10 @@ def _loader_state(source: Path, saved: dict[str, Any], grid: ProcessGrid) -> dic
 
 
 def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> dict[str, Any]:
-    """``run.json`` of a step folder, once a run with the facts ``now`` can go on from it.
+    """``run.json`` of a step folder from which a run with the facts ``now`` can continue.
 
     Raises:
-        CheckpointError: it is missing or damaged, or the order of samples could not be kept.
+        CheckpointError: the file is missing or damaged, or the order of samples would change.
     """
     saved = read_run(source)
     for name, value in () if restart_data else now.items():
@@ -527,7 +533,7 @@ def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> di
 
 @torch.no_grad()
 def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: ProcessGrid) -> None:
-    """Fills this rank's parameters from weights of any layout, each rank reading only its own slices."""
+    """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices."""
     for name, parameter, expert in parameters:
         info = reader.table[name]
         local = None if expert is None else expert % (info.experts // grid.cut.ep)
@@ -535,7 +541,7 @@ def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: Proce
 
 
 def verify_files(source: Path) -> list[str]:
-    """What is wrong with the optimizer, loader and lineage files of a step folder; empty when nothing is."""
+    """What is wrong with the optimizer, loader and lineage files of a step folder; empty if nothing is."""
     problems, saved = [], read_run(source)
     for name, facts in sorted(saved["files"].items()):
         try:
@@ -550,7 +556,7 @@ def verify_files(source: Path) -> list[str]:
 
 
 def _says_the_same(source: Path, saved: dict[str, Any]) -> bool:
-    """Whether ``lineage.json`` is there and is the lineage of ``run.json``."""
+    """Whether ``lineage.json`` exists and has the same lineage as ``run.json``."""
     try:
         return parse_lineage(read_signed(source / LINEAGE, saved["step"])) == parse_lineage(saved["lineage"])
     except (OSError, ValueError, KeyError, TypeError):

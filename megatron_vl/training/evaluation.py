@@ -1,8 +1,8 @@
-"""Validation while a training runs: the loss of the held-out split, and answers to a few of its prompts.
+"""Validation during training: the loss on the held-out split, and answers to a few of its prompts.
 
-The rows are read once, before the first step, and are the same each time and in every layout: each
-data-parallel replica reads all of them and keeps its share. Training does not notice: no gradient, no random
-number, and no row of its own is touched (tests/training/test_run.py).
+The rows are read once, before the first step. They are the same each time and in every layout: each
+data-parallel replica reads all of them and keeps its share. Training is not affected: evaluation touches no
+gradient, no random number generator and no training row (tests/training/test_run.py).
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from megatron_vl.training.step import reduce_losses, run_schedule
 
 @dataclass
 class Answer:
-    """One prompt of the held-out split and what the model says to it."""
+    """One prompt of the held-out split and the model's answer to it."""
 
     key: str
-    """Of the sample in the data set."""
+    """Key of the sample in the data set."""
     prompt: str
     wanted: str
-    """What the data set says."""
+    """The answer in the data set."""
     answer: str = ""
 
 
 @dataclass
 class Evaluation:
-    """What an evaluation found; the loss is equal on all ranks, answers are on rank 0."""
+    """The result of an evaluation. The loss is equal on all ranks; the answers are on rank 0 only."""
 
     loss: float
-    """Mean over all loss tokens of the rows."""
+    """Mean loss over all loss tokens of the rows."""
     loss_tokens: int
     seconds: float
     answers: list[Answer] = field(default_factory=list)
 
 
 class Evaluator:
-    """Holds the rows and prompts that are evaluated. Collective to build.
+    """Holds the rows and prompts to evaluate. Building it is collective.
 
     Raises:
-        ValueError: on all ranks, when the split cannot be read or none of its samples be used.
+        ValueError: on all ranks, if the split cannot be read or none of its samples can be used.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Evaluator:
                 with _random_state_kept():
                     self._read(spec)
             except (ValueError, OSError, RuntimeError) as error:
-                # Told by all ranks: the others would wait, and then say that a peer is gone.
+                # All ranks must raise this: the others would wait and then report a lost peer.
                 failure, cause = describe(error), error
         counts: list[Any] = [(failure, len(self.rows), len(self.prompts), self.stop)]
         if grid.tp * grid.pp > 1:
@@ -99,7 +99,7 @@ class Evaluator:
                     self._add_prompt(row)
 
     def _loaded(self, spec: ModelSpec, count: int, pack: bool) -> Iterator[Row]:
-        """The first rows of the split; the same on every replica."""
+        """The first ``count`` rows of the split, equal on every replica."""
         from megatron_vl.data.loader import build_loader
 
         data = dataclasses.replace(self.config.data, num_workers=0, pack=pack)
@@ -111,7 +111,8 @@ class Evaluator:
             loader.close()
 
     def _share(self, rows: list[Row]) -> list[Row]:
-        """This replica's rows, as many as every other's, filled up with rows that have no loss."""
+        """This replica's rows. All replicas get the same number;
+        rows without loss fill up the shorter shares."""
         grid, data = self.grid, self.config.data
         if not rows:
             raise RunConfigError(
@@ -127,24 +128,30 @@ class Evaluator:
         return mine + [filler] * (count - len(mine))
 
     def _add_prompt(self, row: Row) -> None:
-        """Asks for the first assistant turn of a row that holds one sample; what the row says itself lies
-        behind it."""
+        """Adds the prompt for the first assistant turn of a row that holds one sample.
+
+        The row's own text of that turn follows the prompt and becomes the wanted answer.
+        """
         learnt = row.loss_mask.bool()
         start = int(learnt.nonzero()[0])
-        end = start + int((~learnt[start:]).nonzero()[0]) if not learnt[start:].all() else len(learnt)
-        decode = self.tokenizer.decode
+        end = len(learnt)
+        if not learnt[start:].all():
+            end = start + int((~learnt[start:]).nonzero()[0])
+
         prompt, wanted = row.tokens[: start + 1], row.labels[start:end]
         self.prompts.append(Prompt(row, len(prompt)))
+
+        decode = self.tokenizer.decode
         texts = [decode(tokens, skip_special_tokens=True) for tokens in (prompt, wanted)]
         self.answers.append(Answer(row.keys[0], *texts))
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to evaluate after ``step`` steps: before the first, every ``eval.interval`` and at the
-        end."""
+        """Whether to evaluate after ``step`` steps:
+        before the first, every ``eval.interval``, and at the end."""
         return step % self.config.eval.interval == 0 or step == last
 
     def run(self, wrapped: list[DistributedDataParallel]) -> Evaluation:
-        """Evaluates the present weights. Collective over all ranks."""
+        """Evaluates the current weights. Collective over all ranks."""
         start = time.perf_counter()
         chunks = [chunk.module for chunk in wrapped]
         with _weights_in_place(wrapped):
@@ -157,16 +164,16 @@ class Evaluator:
     def _loss(self, chunks: list[Any]) -> tuple[float, int]:
         total, tokens = 0.0, 0
         rows = iter(self.rows) if self.grid.owns_loader else None
-        at_once = (
-            self.config.global_batch_size // self.grid.dp
-        )  # as in a training step, so that memory suffices
+        # As many rows as in a training step, so that memory suffices.
+        at_once = self.config.global_batch_size // self.grid.dp
+
         for start in range(0, self.row_count, at_once):
-            data = Feed(
-                self.grid, self.platform, rows, min(at_once, self.row_count - start), balanced=False
-            ).next_step()
+            count = min(at_once, self.row_count - start)
+            data = Feed(self.grid, self.platform, rows, count, balanced=False).next_step()
             reports = run_schedule(chunks, data.rows, seq_len=self.config.data.seq_len, forward_only=True)
-            loss, count, _ = reduce_losses(reports, self.grid, self.platform.device)
-            total, tokens = total + loss, tokens + count
+            loss, loss_tokens, _ = reduce_losses(reports, self.grid, self.platform.device)
+            total += loss
+            tokens += loss_tokens
         return total / max(tokens, 1), tokens
 
     def _answer(self, chunks: list[Any]) -> list[Answer]:
@@ -183,8 +190,11 @@ class Evaluator:
 
 @contextmanager
 def _weights_in_place(wrapped: list[DistributedDataParallel]) -> Iterator[None]:
-    """With the overlapped gather the weights of the last update arrive in the next forward pass of DDP:
-    fetched now, and the hooks that would wait for them are away meanwhile."""
+    """Makes the weights of the last update available inside the context.
+
+    With the overlapped gather they would arrive only in the next forward pass of DDP. They are gathered now,
+    and the hooks that would wait for them are removed until the context ends.
+    """
     overlapped = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
     for chunk in overlapped:
         chunk.disable_forward_pre_hook(param_sync=True)
@@ -197,7 +207,7 @@ def _weights_in_place(wrapped: list[DistributedDataParallel]) -> Iterator[None]:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Reading rows in this process leaves its generators as they were."""
+    """Restores this process's random number generators at the end of the context."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,9 +1,9 @@
-"""Rows from the one loader of a data-parallel replica to the ranks that need them.
+"""Sends rows from the one loader of a data-parallel replica to the ranks that need them.
 
-The rank at (stage 0, tp 0) owns the loader. Once a step, tokens, labels, positions and segment bounds of all
-its rows go to the whole replica in one broadcast; pixels and what belongs to them only to the tensor-parallel
-peers on stage 0. Sizes travel first as a small host-side message, so that no rank reads a number off the
-device.
+The rank at (stage 0, tp 0) owns the loader. Once per step, one broadcast sends tokens, labels, positions and
+segment bounds of all its rows to the whole replica. Pixels and their indices go only to the tensor-parallel
+peers on stage 0. Sizes are sent first in a small message between hosts,
+so that no rank reads a number from the device.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_vl.platform import Platform
 
 @dataclass(frozen=True)
 class _Buffer:
-    """One flat buffer in which tensors of a row travel together."""
+    """One flat buffer in which tensors of a row are sent together."""
 
     dtype: torch.dtype
     whole_replica: bool
-    """Whether all ranks of the replica get it; else those on the first stage."""
+    """Whether all ranks of the replica get the buffer; otherwise only those on the first stage."""
 
 
 _BUFFERS = {
@@ -44,8 +44,7 @@ _BUFFERS = {
 
 @dataclass(frozen=True)
 class _Field:
-    """One tensor of a row: what it is called on the way, in which buffer it travels, and where its owner
-    finds it."""
+    """One tensor of a row: its name in messages, the buffer that carries it, and how its owner reads it."""
 
     name: str
     buffer: str
@@ -57,7 +56,7 @@ def _vision_field(name: str, buffer: str = "ints") -> _Field:
 
 
 def _loss_index(row: Row) -> Tensor:
-    """Tokens whose logits are computed; empty for all of them."""
+    """The tokens whose logits are computed; empty means all of them."""
     index = loss_index(row.loss_mask)
     return row.tokens.new_empty(0) if index is None else index
 
@@ -77,8 +76,8 @@ _WIRE = (
     _vision_field("feature_index"),
     _vision_field("planes", "planes"),
 )
-"""All that travels of a row, in its order within each buffer. Packing, sizes and unpacking are derived from
-it."""
+"""All tensors of a row that are sent, in their order within each buffer.
+Packing, sizes and unpacking follow from it."""
 
 
 class FeedError(UserError, RuntimeError):
@@ -87,35 +86,36 @@ class FeedError(UserError, RuntimeError):
 
 @dataclass
 class StepData:
-    """The rows of one step on this rank, and what the log says of them."""
+    """The rows of one step on this rank, and their numbers for the log."""
 
     rows: list[DeviceRow]
     counts: dict[str, int] = field(default_factory=dict)
-    """samples, images, patches, dropped samples by reason (``dropped/REASON``); the same on every rank of the
-    replica."""
+    """Numbers of samples, images, patches, and dropped samples by reason (``dropped/REASON``). They are equal
+    on every rank of the replica."""
     segment_lengths: list[list[int]] = field(default_factory=list)
     """Document lengths in tokens of each row, without the padded tail, for FLOP counts."""
     vision_lengths: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """(full-attention lengths, window lengths) in patches of each row; empty lists for a text-only row."""
     loss_tokens: list[int] = field(default_factory=list)
-    """Tokens that bear loss, of each row."""
+    """Number of loss tokens of each row."""
     keys: list[list[str]] = field(default_factory=list)
-    """Keys of the samples of each row."""
+    """Keys of each row's samples."""
     dropped: list[dict[str, str]] = field(default_factory=list)
-    """Samples that could not be used, as listed by the loader (at most some hundreds a row)."""
+    """Samples that could not be used, as the loader lists them (at most some hundreds per row)."""
     wait_s: float = 0.0
-    """Seconds the loader's owner waited for its rows."""
+    """Seconds that the loader's owner waited for its rows."""
 
 
 @dataclass
 class _Packed:
-    """One row on its owner: what the others must know of it, and its tensors as flat buffers by name."""
+    """One row on its owner: the description that the other ranks need,
+    and its tensors as flat buffers by name."""
 
     described: dict[str, Any]
     buffers: dict[str, Tensor]
 
     def to(self, device: torch.device) -> _Packed:
-        """On the device; does not wait when this is pinned memory."""
+        """A copy on the device. The call does not wait if the buffers are in pinned memory."""
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.buffers.items()}
         return _Packed(self.described, moved)
 
@@ -124,8 +124,8 @@ class Feed:
     """Gives each rank of a replica its part of the next ``micro_batches`` rows.
 
     Args:
-        loader: an iterator of rows on the rank that owns the loader, None elsewhere.
-        balanced: rows change owners where that evens out the patches of the data-parallel ranks.
+        loader: an iterator of rows on the rank that owns the loader; None elsewhere.
+        balanced: whether rows are swapped between data-parallel ranks to even out their numbers of patches.
     """
 
     def __init__(
@@ -140,15 +140,16 @@ class Feed:
         if grid.owns_loader and loader is None:
             raise ValueError("the rank at pipeline stage 0, tensor rank 0 needs a loader")
         if balanced and grid.dp > 1 and grid.owns_loader and grid.owners_gloo is None:
-            raise ValueError("rows are to be exchanged between replicas: make the grid with owners=True")
+            raise ValueError("balanced=True needs a grid that was made with owners=True")
         self.grid, self.platform, self.loader, self.micro_batches = grid, platform, loader, micro_batches
         self.balanced = balanced and grid.dp > 1
 
     def next_step(self) -> StepData:
-        """Collective over the replica, with ``balanced`` over all replicas.
+        """The rows of the next step. Collective over the replica; with ``balanced``, over all replicas.
 
         Raises:
-            FeedError: the loader failed; on every rank of the replica, with ``balanced`` on every rank.
+            FeedError: the loader failed. Every rank of the replica raises it;
+                with ``balanced``, every rank does.
         """
         start = time.perf_counter()
         rows, error = self._read()
@@ -189,14 +190,14 @@ class Feed:
         except StopIteration:
             return [], f"{where}: the data set ended; training needs a repeating loader"
         except Exception as error:
-            # Every rank of the replica has to learn of it, or it hangs in the broadcast.
+            # Every rank of the replica must learn of the error, or it would hang in the broadcast.
             return [], f"{where}: {type(error).__name__}: {error}"
 
     def _exchange(self, own: list[_Packed], error: str) -> tuple[list[_Packed], str]:
-        """Rows after balancing over the owners of all replicas, or what went wrong on any of them.
+        """The rows after balancing over the owners of all replicas, or the error of one of them.
 
-        They travel between hosts' memories, over a group of their own: gradients and weights have the network
-        of the GPUs.
+        Rows travel between hosts' memories over a separate group.
+        The GPUs' network is left to gradients and weights.
         """
         grid = self.grid
         patches: list[Any] = [None] * grid.dp
@@ -206,13 +207,16 @@ class Feed:
         errors = [offer for offer in patches if isinstance(offer, str)]
         if errors:
             return [], errors[0]
+
         places = balance(patches)
         moves = [(place, rank) for rank, row in enumerate(places) for place in row if place.rank != rank]
         if not moves:
             return own, ""
+
         leaving = {place.row for place, _ in moves if place.rank == grid.dp_rank}
         descriptions: list[Any] = [None] * grid.dp
         dist.all_gather_object(descriptions, {i: own[i].described for i in leaving}, group=grid.owners_gloo)
+
         owners = dist.get_process_group_ranks(grid.owners_gloo)
         kept, transfers = [], []
         for rank, row in enumerate(places):
@@ -228,12 +232,14 @@ class Feed:
                 elif place.rank == grid.dp_rank:
                     given = own[place.row].buffers.values()
                     transfers += [dist.P2POp(dist.isend, t, owners[rank], grid.owners_gloo) for t in given]
+
         for work in dist.batch_isend_irecv(transfers) if transfers else []:
             work.wait()
         return kept, ""
 
     def _share(self, name: str, own: list[_Packed], described: list[dict[str, Any]]) -> list[Tensor]:
-        """A flat buffer for each row; from the loader's owner in one broadcast when others need them too."""
+        """A flat buffer for each row.
+        If other ranks need them too, the loader's owner sends all in one broadcast."""
         grid, buffer = self.grid, _BUFFERS[name]
         mine = [row.buffers[name] for row in own]
         if (grid.tp * grid.pp if buffer.whole_replica else grid.tp) == 1:
@@ -265,7 +271,11 @@ def _step_data(rows: list[DeviceRow], described: list[dict[str, Any]], wait_s: f
 
 
 def _describe(row: Row, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the other ranks must know of a row before its tensors arrive, whose shapes are given by field."""
+    """What the other ranks must know of a row before its tensors arrive.
+
+    Args:
+        shapes: shape of each tensor by field.
+    """
     vision = row.vision
     counts = {"samples": row.num_samples, "images": row.num_images, "patches": row.num_patches}
     counts |= {f"dropped/{reason}": n for reason, n in row.dropped.items()}
@@ -286,8 +296,8 @@ def _describe(row: Row, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _pack(row: Row) -> _Packed:
-    """The row in host memory (pinned when there is a GPU): pixels as they are, the small rest as two
-    buffers."""
+    """The row in host memory (pinned if there is a GPU):
+    one buffer of pixels and two small ones for the rest."""
     tensors = {entry.name: entry.read(row) for entry in _WIRE}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     buffers = {}
@@ -302,7 +312,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def _empty(described: dict[str, Any]) -> _Packed:
-    """Room for a row that comes from another owner."""
+    """Empty buffers for a row that comes from another owner."""
     pinned = torch.cuda.is_available()
     buffers = {
         name: torch.empty(_size(described, name), dtype=buffer.dtype, pin_memory=pinned)
@@ -317,8 +327,7 @@ def _size(described: dict[str, Any], buffer: str) -> int:
 
 
 def _unpack(described: dict[str, Any], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a row by field, in their shapes, as views of its buffers; of those buffers that are
-    there."""
+    """The tensors of a row by field, as views of the buffers that this rank has, in their shapes."""
     found: dict[str, Tensor] = {}
     for name, buffer in buffers.items():
         names = [entry.name for entry in _WIRE if entry.buffer == name]
@@ -331,7 +340,7 @@ def _unpack(described: dict[str, Any], buffers: dict[str, Tensor]) -> dict[str, 
 
 
 def _device_row(described: dict[str, Any], fields: dict[str, Tensor]) -> DeviceRow:
-    """The row without its pictures, in the types that the model takes."""
+    """The row without its pictures, in the types that the model expects."""
     selected = fields["loss_index"]
     return DeviceRow(
         tokens=fields["tokens"].long(),
@@ -347,7 +356,7 @@ def _device_row(described: dict[str, Any], fields: dict[str, Tensor]) -> DeviceR
 
 
 def _vision(described: dict[str, Any], fields: dict[str, Tensor]) -> tuple[VisionInput, Tensor]:
-    """The pictures of a row, and where their features go."""
+    """The pictures of a row, and the token positions of their features."""
     full, window = described["max_seqlens"]
     vision = VisionInput(
         planes=fields["planes"],

@@ -1,14 +1,14 @@
-"""FLOPs of a packed row: the model's, for MFU, and those of recomputation, which come on top for HFU.
+"""FLOPs of a packed row: those of the model, for MFU, and those of recomputation, which HFU adds.
 
-Counted: every matrix product of both towers (fused QKV, projections, MLPs, patch embedding, merger) over real
-tokens and patches, the output layer over the tokens that bear loss, which is all that training needs, and
-attention over true document, frame and window lengths, the causal half only where the mask is causal. Not
-counted: embeddings look-ups, norms, RoPE, softmax, activations, padding (rows' tails, padded FFN columns, the
-tokens that fill up the output layer's) and what attention kernels recompute inside themselves.
+The count includes every matrix product of both towers (fused QKV, projections, MLPs, patch embedding, merger)
+over real tokens and patches; the output layer over the loss tokens, which is all that training needs; and
+attention over true document, frame and window lengths, with only the causal half where the mask is causal. It
+does not include embedding look-ups, norms, RoPE, softmax, activations, padding (tails of rows, padded FFN
+columns, the tokens that fill up the output layer's) or what attention kernels recompute internally.
 
-The backward pass of a matrix product costs one forward for the gradient of its weight, where that is trained,
-and one for the gradient of its input, where something before it is trained; that of attention, which has no
-weights, two.
+The backward pass of a matrix product costs one forward for the gradient of its weight, if the weight is
+trained, and one for the gradient of its input, if something before it is trained. The backward pass of
+attention, which has no weights, costs two.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LanguageForward:
     attention: float
     """QK^T and PV, the causal half of each."""
     mlp: float
-    """Of layers with experts: the router, and the experts a token goes to."""
+    """In layers with experts: the router, and the experts that a token goes to."""
     head: float
     """The output layer over the vocabulary."""
 
@@ -65,7 +65,7 @@ class VisionForward:
     """QKV, projection and MLP of the blocks."""
     attention: float
     mergers: float
-    """The merger and those of DeepStack."""
+    """The merger and the mergers of DeepStack."""
 
     @property
     def blocks(self) -> float:
@@ -77,7 +77,7 @@ class VisionForward:
 
 
 def language_parts(m: LanguageSpec, lengths: list[int], head_tokens: int) -> LanguageForward:
-    """Forward FLOPs of documents of these lengths in tokens, ``head_tokens`` of them with logits."""
+    """Forward FLOPs of documents of these lengths in tokens. ``head_tokens`` of the tokens get logits."""
     tokens, heads = sum(lengths), m.num_heads * m.head_dim
     projections = m.hidden_size * (heads + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size
     return LanguageForward(
@@ -99,9 +99,11 @@ def vision_parts(v: VisionSpec, full: list[int], window: list[int]) -> VisionFor
     """Forward FLOPs of segments of these lengths in patches; both lists are empty for a text-only row."""
     patches = sum(full)
     weights = 4 * v.hidden_size**2 + (3 if v.gated_mlp else 2) * v.hidden_size * v.ffn_hidden_size
-    pairs = sum(
-        sum(n * n for n in (full if v.is_full_attention(layer) else window)) for layer in range(v.num_layers)
-    )
+
+    full_pairs = sum(n * n for n in full)
+    window_pairs = sum(n * n for n in window)
+    pairs = sum(full_pairs if v.is_full_attention(layer) else window_pairs for layer in range(v.num_layers))
+
     width = v.merge_unit * v.hidden_size
     units = (1 + len(v.deepstack_layers)) * (patches // v.merge_unit)
     return VisionForward(
@@ -120,27 +122,25 @@ def row_flops(
     window: list[int],
     head_tokens: int,
 ) -> Flops:
-    """FLOPs of forward and backward of one row.
+    """FLOPs of the forward and backward pass of one row.
 
     Args:
         lengths: real document lengths in tokens (without the padded tail).
         full, window: frame and window lengths in patches; empty for a text-only row.
-        head_tokens: tokens for which the output layer is computed. Model FLOPs are those of the tokens that
-            bear loss; many programs compute and count all of them.
+        head_tokens: tokens for which the output layer is computed. Model FLOPs count the loss tokens only;
+            many programs compute and count all tokens.
     """
-    language, vision = (
-        language_parts(spec.language, lengths, head_tokens),
-        vision_parts(spec.vision, full, window),
-    )
+    language = language_parts(spec.language, lengths, head_tokens)
+    vision = vision_parts(spec.vision, full, window)
     tower, merger, decoder = not model.freeze_vision, not model.freeze_merger, not model.freeze_language
     return Flops(
-        # Embeddings are part of the language model: something before its layers is trained in any case.
+        # Embeddings are part of the language model, so something before its layers is always trained.
         language=(2.0 + decoder) * (language.total - language.attention) + 3.0 * language.attention,
         # Pixels take no gradient.
         vision=(1.0 + tower) * vision.patch_embed
         + (3.0 if tower else 1.0) * vision.blocks
-        # A merger begins with a norm, whose weight needs the gradient of what follows even where the tower is
-        # frozen.
+        # A merger begins with a norm, whose weight needs the gradient
+        # of what follows even where the tower is frozen.
         + (1.0 + merger + (merger or tower)) * vision.mergers,
     )
 
@@ -153,12 +153,13 @@ def recompute_flops(
     full: list[int],
     window: list[int],
 ) -> Flops:
-    """FLOPs that recomputation adds to :func:`row_flops`: what the backward pass runs forward again, never
-    the output layer."""
-    language, vision = (
-        language_parts(spec.language, lengths, head_tokens=0),
-        vision_parts(spec.vision, full, window),
-    )
+    """FLOPs that recomputation adds to :func:`row_flops`.
+
+    They are those of the layers whose forward pass runs again during backward; the output layer's never does.
+    """
+    language = language_parts(spec.language, lengths, head_tokens=0)
+    vision = vision_parts(spec.vision, full, window)
+
     again = 0.0
     if recompute.language == "full":
         again = language.layers
@@ -174,7 +175,7 @@ PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800
 
 
 def peak_tflops(device_name: str, stated: float = 0.0) -> float:
-    """Peak for MFU: the stated one, else by device name, else 0 (MFU is then not shown)."""
+    """Peak for MFU: ``stated`` if given, else by device name, else 0 (MFU is then not shown)."""
     if stated:
         return stated
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), 0.0)

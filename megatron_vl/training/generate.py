@@ -1,8 +1,8 @@
-"""Greedy text from prompts with pictures and videos, under any layout, with the chunks of a training.
+"""Greedy decoding of prompts with pictures and videos, in any layout, with the chunks of a training run.
 
-Prompts go through the pipeline as rows, one each; then all of them together get one token a pass, with keys
-and values kept (:mod:`megatron_vl.models.kv_cache`). New tokens have the positions that an answer has in
-training.
+Each prompt goes through the pipeline as one row. After that, each pass adds one token to all prompts
+together, with keys and values kept (:mod:`megatron_vl.models.kv_cache`). New tokens have the same positions
+as an answer in training.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from megatron_vl.training.step import run_schedule
 
 @dataclass
 class Prompt:
-    """A row that begins with a prompt of ``length`` tokens. What follows in the row is not looked at."""
+    """A row that begins with a prompt of ``length`` tokens. The rest of the row is ignored."""
 
     row: Row
     length: int
 
     @property
     def next_position(self) -> int:
-        """The position of the first new token, as in training: one after the last token's, which is text."""
+        """The position of the first new token, as in training:
+        one after that of the last token, which is text."""
         return int(self.row.position_ids[:, self.length - 1].max()) + 1
 
 
 @dataclass
 class _Ask:
-    """A row, and the tokens of it whose successors are wanted."""
+    """A row, and those of its tokens whose successors are wanted."""
 
     row: DeviceRow
     tokens: list[int]
@@ -52,7 +53,7 @@ class _Ask:
 
 @contextmanager
 def inference(chunks: Sequence[VisionLanguageModel]) -> Iterator[None]:
-    """No gradients, no dropout, no recomputation."""
+    """Turns off gradients, dropout and recomputation."""
     for chunk in chunks:
         chunk.eval()
     try:
@@ -72,27 +73,33 @@ def generate(
     max_new_tokens: int,
     stop: Collection[int],
 ) -> list[list[int]]:
-    """The new tokens of each prompt, greedy, the one of ``stop`` that ended it included; on every rank.
-    Collective over all.
+    """The greedily decoded tokens of each prompt, equal on every rank. Collective over all ranks.
+
+    An answer includes the token of ``stop`` that ended it.
 
     Args:
-        chunks: this rank's chunks, not wrapped in DDP, their parameters up to date.
-        prompts: rows of one length, on the ranks that own a loader; None elsewhere. Each data-parallel
-            replica may have its own, as many as the others.
+        chunks: this rank's chunks, not wrapped in DDP, with up-to-date parameters.
+        prompts: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel replicas
+            may have different prompts, but the same number of them.
     """
     facts: list[Any] = [[(p.length, p.next_position) for p in prompts] if prompts is not None else None]
     if grid.tp * grid.pp > 1:
         dist.broadcast_object_list(facts, src=grid.replica_source, group=grid.replica_gloo)
-    lengths, positions = [length for length, _ in facts[0]], [position for _, position in facts[0]]
+    lengths = [length for length, _ in facts[0]]
+    positions = [position for _, position in facts[0]]
+
     rows = iter([p.row for p in prompts]) if prompts is not None else None
     cache = KVCache(lengths, max_new_tokens)
     answers: list[list[int]] = [[] for _ in lengths]
+
     with inference(chunks), tp_overlap.paused(chunks):
         asks = []
-        for i, row in enumerate(Feed(grid, platform, rows, len(lengths), balanced=False).next_step().rows):
+        data = Feed(grid, platform, rows, len(lengths), balanced=False).next_step()
+        for i, row in enumerate(data.rows):
             row.cache = CacheUse(cache, [i], filling=True)
             asks.append(_Ask(row, [lengths[i] - 1]))
         chosen = _successors(chunks, grid, platform, asks, len(lengths))
+
         active = list(range(len(lengths)))
         for count in range(max_new_tokens):
             for prompt, token in zip(active, chosen, strict=True):
@@ -100,9 +107,9 @@ def generate(
             active = [p for p in active if answers[p][-1] not in stop]
             if count + 1 == max_new_tokens or not _any_rank(bool(active), platform):
                 break
-            row = _new_tokens(
-                chunks[0], grid, platform, [(answers[p][-1], positions[p] + count) for p in active]
-            )
+
+            tokens = [(answers[p][-1], positions[p] + count) for p in active]
+            row = _new_tokens(chunks[0], grid, platform, tokens)
             row.cache = CacheUse(cache, active, filling=False)
             chosen = _successors(chunks, grid, platform, [_Ask(row, list(range(len(active))))], len(active))
             cache.advance(active)
@@ -110,7 +117,10 @@ def generate(
 
 
 def _any_rank(here: bool, platform: Platform) -> bool:
-    """Whether it holds on any rank: all make the same number of passes, as exchanges between experts need."""
+    """Whether ``here`` is true on any rank.
+
+    All ranks make the same number of passes, which the exchange between experts requires.
+    """
     flag = torch.tensor([int(here)], device=platform.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
@@ -119,7 +129,7 @@ def _any_rank(here: bool, platform: Platform) -> bool:
 def _new_tokens(
     chunk: VisionLanguageModel, grid: ProcessGrid, platform: Platform, tokens: list[tuple[int, int]]
 ) -> DeviceRow:
-    """A row of (token, position), filled up to what sequence parallelism and FP8 take."""
+    """A row of (token, position) pairs, padded to the length that sequence parallelism and FP8 need."""
     multiple = (grid.tp if chunk.config.sequence_parallel else 1) * fp8_rows(chunk.config)
     length = -(-max(len(tokens), 1) // multiple) * multiple
     filled = tokens + [(0, 0)] * (length - len(tokens))
@@ -140,11 +150,10 @@ def _new_tokens(
 def _successors(
     chunks: list[VisionLanguageModel], grid: ProcessGrid, platform: Platform, asks: list[_Ask], count: int
 ) -> list[int]:
-    """The likeliest successor of each token that is asked for, on every rank of the replica."""
+    """The likeliest successor of each token asked for, on every rank of the replica."""
     given = list(asks)
-    while (
-        grid.vpp > 1 and len(given) % grid.pp
-    ):  # the interleaved schedule takes multiples only; nobody looks at these
+    # The interleaved schedule takes multiples of the stages only. The results of these fillers are not used.
+    while grid.vpp > 1 and len(given) % grid.pp:
         row = asks[0].row
         given.append(_Ask(DeviceRow(**{**vars(row), "cache": None}), []))
     length = asks[0].row.tokens.numel()
@@ -164,14 +173,16 @@ def _successors(
 
 
 def _choose_step(asks: Iterator[_Ask], model: torch.nn.Module, *, grid: ProcessGrid) -> tuple[Tensor, Any]:
-    """What core's schedules call for each micro-batch of each chunk."""
+    """The function that core's schedules call for each micro-batch of each chunk."""
     ask = next(asks)
     return model(ask.row, labels=False), partial(_choose, ask=ask, grid=grid)
 
 
 def _choose(logits: Tensor, non_loss_data: bool, *, ask: _Ask, grid: ProcessGrid) -> Tensor:
-    """Greedy: int64 [tokens asked for], from logits [1, S, V / tp]. Of equal ones the first, as
-    ``argmax``."""
+    """The likeliest tokens, int64 [tokens asked for], from logits [1, S, V / tp].
+
+    Among equal logits the first one wins, as in ``argmax``.
+    """
     best = logits[0, ask.tokens].float().max(-1)
     if grid.tp == 1:
         return best.indices

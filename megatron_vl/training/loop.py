@@ -1,4 +1,4 @@
-"""The training run: set-up in order, then steps until the end."""
+"""The training run: set-up, then steps until the end."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from megatron_vl.weights.run_folder import by_branch, latest
 
 
 class TrainingStopped(UserError, RuntimeError):
-    """The run cannot go on; the message says why."""
+    """The run cannot continue. The message says why."""
 
 
 @dataclass
 class Run:
-    """Everything a running training consists of on one rank."""
+    """The state of a run on one rank."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -55,25 +55,24 @@ class Run:
     chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
     loader: Any
-    """The loader on the rank that owns it, None elsewhere."""
+    """The loader on the rank that owns it; None elsewhere."""
     saver: checkpoint.CheckpointSaver | None = None
     evaluator: Evaluator | None = None
     step: int = 0
-    """Optimizer steps done, skipped ones among them."""
+    """Optimizer steps done, including skipped ones."""
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIPPED, 0))
     """Skipped steps of the whole run, by reason."""
     resumed: bool = False
-    """Whether it goes on from a checkpoint of its own."""
+    """Whether the run was resumed from its own checkpoint."""
     bad_samples: dict[str, Any] | None = None
-    """Counts of a checkpoint to go on from, over all ranks."""
+    """Counts over all ranks from the checkpoint that the run resumes from."""
 
 
 def set_up(config: TrainConfig) -> Run:
-    """Builds the run: platform, groups, model, weights, optimizer, loader, and state when resuming.
-    Collective.
+    """Builds the run: platform, groups, model, weights, optimizer,
+    loader, and state when resuming. Collective.
 
-    What can be refused is refused before a process group starts, but for what is in the data set: one rank
-    reads it.
+    All checks run before a process group starts, except those of the data set, which one rank reads.
     """
     spec, layout = check(config)
     platform = get_platform(config.platform)
@@ -102,8 +101,10 @@ def set_up(config: TrainConfig) -> Run:
 
 
 def agree_on_start(config: TrainConfig, grid: ProcessGrid) -> Start:
-    """Where the run begins, as rank 0 sees the folder: another node's view of shared storage may be older.
-    Collective."""
+    """Where the run begins, as rank 0 sees the folder. Collective.
+
+    Other nodes may have an older view of shared storage.
+    """
     told: list[Any] = [None, ""]
     if grid.rank == 0:
         try:
@@ -118,20 +119,20 @@ def agree_on_start(config: TrainConfig, grid: ProcessGrid) -> Start:
 
 
 def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
-    """What rank 0 has read of the data set's description, by split; collective.
+    """What rank 0 reads from the data set's description, by split. Collective.
 
-    Thousands of ranks that read and check it themselves would be a load on the storage before the first
-    step, and some of them could end with a message that others do not have.
+    If thousands of ranks read and checked it themselves, they would load the storage before the first step,
+    and some could end with a message that the others do not have.
 
     Raises:
-        LoaderError: on all ranks alike, with what rank 0 found wrong.
+        LoaderError: on all ranks, with what rank 0 found wrong.
     """
     answer: list[Any] = [None, ""]
     cause = None
     if dist.get_rank() == 0:
         try:
             answer[0] = read_data(config)
-        except Exception as error:  # of whatever kind: the other ranks wait for an answer
+        except Exception as error:  # any kind: the other ranks wait for an answer
             answer[1], cause = str(error) or repr(error), error
     dist.broadcast_object_list(answer, src=0)
     if answer[1]:
@@ -148,7 +149,7 @@ def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, fa
 
 
 def resume(run: Run, start: Start) -> None:
-    """Goes on from the checkpoint that was chosen, when there is one, and says what was chosen."""
+    """Resumes from the chosen checkpoint, if there is one, and prints what was chosen."""
     c, source = run.config.checkpoint, start.source
     for line in start.said:
         say(run.grid, line)
@@ -177,7 +178,7 @@ def resume(run: Run, start: Start) -> None:
 
 
 _SKIPPED_STEPS, _AUX_LOSS = "skipped_steps", "moe_aux_loss"
-"""What a checkpoint's ``run.json`` tells besides the facts that have to be equal."""
+"""Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
 
 def _further_facts(run: Run) -> dict[str, Any]:
@@ -188,15 +189,15 @@ def _further_facts(run: Run) -> dict[str, Any]:
 
 
 def _skipped_before(saved: dict[str, Any]) -> dict[str, int]:
-    """Skipped steps up to a checkpoint; none where it does not say."""
+    """Skipped steps up to a checkpoint; none if it does not record them."""
     counts = saved.get(_SKIPPED_STEPS)
     known = counts if isinstance(counts, dict) else {}
     return {reason: count for reason, count in known.items() if reason in SKIPPED and isinstance(count, int)}
 
 
 def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
-    """What to say where the experts' load-balancing loss may have another coefficient than before; else
-    nothing."""
+    """A note if the experts' load-balancing loss may have another coefficient
+    than before; otherwise empty."""
     moe, model = run.spec.language.moe, run.config.model
     if moe is None or model.freeze_language:
         return ""
@@ -204,7 +205,7 @@ def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
     now = aux_loss_coefficient(run.spec, model)
     if _AUX_LOSS in saved:
         before = saved[_AUX_LOSS]
-        told = f"the experts' load-balancing loss had the coefficient {before}, from here on it is {now}"
+        told = f"the experts' load-balancing loss had the coefficient {before}; from here on it is {now}"
         return "" if before == now else told
     if model.moe_aux_loss is not None or now == moe.aux_loss_coef:
         return ""
@@ -216,7 +217,8 @@ def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
 
 
 def load_loader(loader: Any, state: dict[str, Any], start: Start) -> None:
-    """Goes on in the data; where that is refused, the message says how to start them anew instead."""
+    """Continues in the data. If the loader refuses the state,
+    the message says how to restart the data instead."""
     try:
         loader.load_state_dict(state)
     except ValueError as error:
@@ -229,8 +231,10 @@ def load_loader(loader: Any, state: dict[str, Any], start: Start) -> None:
 
 
 def kept_counts(run: Run, counts: dict[str, Any] | None, restarted: bool) -> dict[str, Any] | None:
-    """The checkpoint's counts of bad samples, unless the run goes on with another data set; collective after
-    a restart."""
+    """The checkpoint's counts of bad samples, unless the run continues with another data set.
+
+    Collective if the data was restarted.
+    """
     if counts is None or not restarted:
         return counts
     told = [run.loader is not None and run.loader.dataset == counts.get("dataset")]
@@ -240,7 +244,7 @@ def kept_counts(run: Run, counts: dict[str, Any] | None, restarted: bool) -> dic
 
 
 def save(run: Run, log: MetricsLog) -> None:
-    """Begins a checkpoint of the current step; collective."""
+    """Starts to save a checkpoint of the current step. Collective."""
     assert run.saver is not None
     counts, pending = log.bad_samples()
     if run.loader is not None:
@@ -265,8 +269,11 @@ def save(run: Run, log: MetricsLog) -> None:
 
 
 def train(config: TrainConfig) -> None:
-    """Runs a training from set-up to its last step. Raises TrainingStopped or CheckpointError when it cannot
-    go on."""
+    """Runs a training from set-up to its last step.
+
+    Raises:
+        TrainingStopped, CheckpointError: the run cannot continue.
+    """
     run = set_up(config)
     say(run.grid, _banner(run))
     if reason := aux_loss_reason(run.spec, config.model):
@@ -288,7 +295,7 @@ def train(config: TrainConfig) -> None:
         signalled = _steps(run, log)
         if run.saver is not None:
             run.saver.wait()
-        dist.barrier()  # rank 0 names the checkpoint; nobody leaves before
+        dist.barrier()  # no rank leaves before rank 0 has named the checkpoint
         if run.saver is not None:
             say(run.grid, f"checkpoints in {config.checkpoint.dir}: {_steps_of(Path(config.checkpoint.dir))}")
         if signalled:
@@ -297,7 +304,7 @@ def train(config: TrainConfig) -> None:
                 if run.saver is not None
                 else "nothing is saved, as checkpoint.dir is empty"
             )
-            say(run.grid, f"stopped behind step {run.step} of {config.steps}, as a signal asked; {then}")
+            say(run.grid, f"stopped after step {run.step} of {config.steps}, as a signal asked; {then}")
         failures.stop()
     finally:
         log.close()
@@ -310,7 +317,7 @@ def _last_step(config: TrainConfig) -> int:
 
 
 def _steps(run: Run, log: MetricsLog) -> bool:
-    """All steps that are left, with their checkpoints. Returns whether a signal ended them before."""
+    """Runs the remaining steps and saves their checkpoints. Returns whether a signal ended them early."""
     config, grid, c = run.config, run.grid, run.config.checkpoint
     feed = Feed(
         grid, run.platform, run.loader, config.global_batch_size // grid.dp, balanced=config.data.balance
@@ -349,17 +356,17 @@ def _steps(run: Run, log: MetricsLog) -> bool:
 
 
 def evaluate(run: Run, log: MetricsLog, last: int) -> None:
-    """Evaluates the present weights when it is time to; collective."""
+    """Evaluates the current weights if an evaluation is due. Collective."""
     if run.evaluator is not None and run.evaluator.due(run.step, last):
         log.evaluated(run.step, run.evaluator.run(run.chunks))
 
 
 def _too_many_skipped(reasons: list[str], step: int) -> str:
-    """Why a run ends whose last steps were all skipped, for these reasons."""
+    """The message of a run that ends because its last steps were all skipped, for these reasons."""
     where = f"in {len(reasons)} steps in a row, the last one step {step}"
     if NOT_FINITE not in reasons:
         return (
-            f"no token bore loss {where}; answers of the assistant alone do, so look for them in the data set"
+            f"no token bore loss {where}; only answers of the assistant do, so look for them in the data set"
         )
 
     told = "loss or gradient was not finite"
@@ -367,7 +374,7 @@ def _too_many_skipped(reasons: list[str], step: int) -> str:
 
 
 def _save_failure(run: Run) -> str:
-    """Why a checkpoint could not be written, in the words of a rank that knows."""
+    """Why a checkpoint could not be written, as reported by the rank that failed."""
     own = run.saver.error() if run.saver is not None else None
     if own is None and (known := failures.cause()):
         return known
@@ -380,7 +387,7 @@ def _save_failure(run: Run) -> str:
 
 
 def _steps_of(folder: Path) -> str:
-    """The steps that led to the latest checkpoint, and what else is there."""
+    """The checkpoints that led to the latest one, and those of abandoned branches."""
     present, left = by_branch(folder)
     steps = str([saved.step for saved in present])
     return f"{steps}; of abandoned branches: {[saved.step for saved in left]}" if left else steps

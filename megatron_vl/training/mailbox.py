@@ -1,9 +1,8 @@
-"""What loaders' owners have to say to rank 0 alone: lists of samples and counts by reason, at printed lines
-that have some.
+"""Messages of the ranks that own loaders to rank 0: lists of samples and counts by reason.
 
-It travels through the key-value store of the process group, from host to host: only the ranks that have
-something and rank 0 take part, and no GPU holds it. How many write is known from a reduction before
-(``Tally.senders``).
+They are sent at printed lines, through the key-value store of the process group, from host to host. Only rank
+0 and the ranks that have something to send take part, and no GPU memory is used. A reduction before has
+counted the senders (``Tally.senders``).
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import Any
 from megatron_vl.core_fixes.default_store import default_store
 
 _PART = 1 << 20
-"""Bytes of one entry of the store; its server refuses values of 8 MiB."""
+"""Size of one entry of the store in bytes. The store's server refuses values of 8 MiB."""
 
 
 class Mailbox:
-    """Letters to rank 0 and its answer to all, a round at a time. Every rank takes part in a round, or none.
+    """Messages to rank 0 and its answer to all, in rounds. Either every rank takes part in a round, or none.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -31,11 +30,11 @@ class Mailbox:
         """Key of rank 0's latest answer."""
 
     def begin(self) -> None:
-        """The next round; on all ranks."""
+        """Starts the next round. Call it on all ranks."""
         self.round += 1
 
     def send(self, order: int, value: Any) -> None:
-        """Leaves ``value`` (JSON) for rank 0, which will find it in the place ``order`` among the others."""
+        """Leaves ``value`` (JSON) for rank 0. Rank 0 sorts the messages by ``order``."""
         store, text = default_store(), json.dumps([order, value])
         slot = store.add(self._key("slots"), 1) - 1
         parts = [text[start : start + _PART] for start in range(0, len(text), _PART)]
@@ -44,7 +43,7 @@ class Mailbox:
         store.set(self._key(slot, "parts"), str(len(parts)))
 
     def receive(self, senders: int) -> list[Any]:
-        """On rank 0: what ``senders`` ranks sent, in their order. Waits for them."""
+        """On rank 0: waits for the messages of ``senders`` ranks and returns them sorted by their order."""
         store, found = default_store(), []
         for slot in range(senders):
             keys = [self._key(slot, number) for number in range(int(store.get(self._key(slot, "parts"))))]
@@ -55,7 +54,7 @@ class Mailbox:
         return [value for _, value in sorted(found, key=lambda entry: entry[0])]
 
     def share(self, value: Any = None) -> Any:
-        """What rank 0 gives, on every rank."""
+        """Returns on every rank the value that rank 0 passes."""
         store, last, self.answer = default_store(), self.answer, self._key("answer")
         if self.rank == 0:
             store.set(self.answer, json.dumps(value))

@@ -1,4 +1,4 @@
-"""What a run says of itself: one line a step, JSON lines, TensorBoard."""
+"""The metrics of a run: printed lines, JSON lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from megatron_vl.training.step import SKIPPED, StepResult
 from megatron_vl.training.tally import Tally
 
 LISTED_BYTES = 4 << 20
-"""Most bytes of lists of samples that a printed line collects from all ranks together."""
+"""Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""
 BACKLOG = 10_000
-"""Most samples that a rank keeps for the lists of later lines; further ones are in its counts only."""
+"""Largest number of samples that a rank keeps for the lists of later lines. Further ones are only counted."""
 
 
 class MetricsLog:
     """Collects a step's numbers over all ranks and writes them on rank 0.
 
-    Speed is the wall clock of whole steps, data included, between two printed lines; tokens are real ones,
-    without the padded tails of rows.
+    Speed is measured by the wall clock over whole steps, data loading included, between two printed lines.
+    Tokens do not include the padded tails of rows.
     """
 
     def __init__(self, config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, platform: Platform) -> None:
@@ -48,7 +48,7 @@ class MetricsLog:
         self.reasons: Counter[str] = Counter()
         self.keys: list[list[str]] = []
         self.dropped: list[dict[str, str]] = []
-        """Samples that could not be used and that rank 0 does not know of yet."""
+        """Samples that could not be used and that were not yet sent to rank 0."""
         self.listed: set[tuple[str, str]] = set()
         self.meter = BadSampleMeter(config.data.max_bad_share)
         name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
@@ -64,8 +64,8 @@ class MetricsLog:
             self.board = SummaryWriter(config.log.tensorboard)
 
     def add(self, data: StepData) -> None:
-        """Counts a step's rows; only the loader's owner of each replica counts, so that sums over ranks are
-        right."""
+        """Counts a step's rows. Only the rank of each replica that owns the loader counts,
+        so that sums are right."""
         self.steps += 1
         if not self.grid.owns_loader:
             return
@@ -93,7 +93,7 @@ class MetricsLog:
     def write(
         self, step: int, result: StepResult, rates: Rates, skipped: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Collective. Prints the line of ``step`` (one-based) and returns its numbers.
+        """Prints the line of ``step`` (one-based) and returns its numbers. Collective.
 
         Args:
             rates: learning rate of each part.
@@ -137,10 +137,12 @@ class MetricsLog:
         return numbers
 
     def _exchange_lists(self, step: int, total: Tally) -> dict[str, int]:
-        """Rank 0 writes what loaders' owners list. Returns the samples that could not be used by reason, on
-        every rank.
+        """Rank 0 writes the samples that the loaders' owners list.
 
-        One line's lists are bounded for all ranks together; what does not fit follows with the next line.
+        Returns the number of unusable samples by reason, equal on every rank.
+
+        The size of one line's lists is bounded for all ranks together.
+        What does not fit is sent with the next line.
         """
         if not total.senders:
             return {}
@@ -162,8 +164,10 @@ class MetricsLog:
         return self.mailbox.share(dict(found)) if total.dropped else {}
 
     def _expert_load(self, step: int, result: StepResult) -> dict[str, float]:
-        """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer; each layer
-        on TensorBoard."""
+        """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer.
+
+        TensorBoard gets the number of each layer.
+        """
         if result.expert_load is None:
             return {}
         load = result.expert_load.double().cpu()
@@ -176,7 +180,7 @@ class MetricsLog:
         return {"expert_load": max(float(share.max()) for share in shares.values())}
 
     def evaluated(self, step: int, result: Evaluation) -> None:
-        """Shows and writes an evaluation; its time is left out of the steps' speed."""
+        """Prints and writes an evaluation. Its time does not count in the steps' speed."""
         self.mark += result.seconds
         if self.grid.rank != 0:
             return
@@ -205,8 +209,8 @@ class MetricsLog:
             self.board.flush()
 
     def _quarantine(self, step: int, dropped: list[dict[str, str]]) -> None:
-        """Lists the samples that could not be used in ``quarantine.jsonl`` beside the checkpoints, each once
-        a run."""
+        """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints,
+        each of them once per run."""
         dropped = [sample for sample in dropped if (sample["key"], sample["reason"]) not in self.listed]
         self.listed |= {(sample["key"], sample["reason"]) for sample in dropped}
         if dropped and self.grid.rank == 0 and self.config.checkpoint.dir:
@@ -214,22 +218,24 @@ class MetricsLog:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in dropped)
 
     def too_many_bad(self) -> str | None:
-        """Why the run should stop, when more samples could not be used than ``data.max_bad_share``; equal on
-        all ranks."""
+        """Why the run must stop if more samples than ``data.max_bad_share`` could not be used;
+        equal on all ranks."""
         return self.meter.problem() or None
 
     def bad_samples(self) -> tuple[dict[str, Any], dict[str, int]]:
-        """For a checkpoint: the counts over all ranks up to the last printed step, and this rank's own since
-        then."""
+        """The counts to save in a checkpoint.
+
+        They are the counts over all ranks up to the last printed step, and this rank's own counts since then.
+        """
         own = {f"{DROPPED}{reason}": count for reason, count in self.reasons.items()}
         return self.meter.state_dict(), {"samples": self.tally.samples, **own}
 
     def load_bad_samples(self, state: dict[str, Any]) -> None:
-        """Goes on counting from a checkpoint; on all ranks alike."""
+        """Continues counting from a checkpoint. Call it on all ranks with the same state."""
         self.meter.load_state_dict(state)
 
     def _list_samples(self, step: int, keys: list[list[list[str]]]) -> None:
-        """One line a printed step: the samples of each row, rows of data-parallel rank 0 first."""
+        """Writes one line per printed step: the samples of each row, rows of data-parallel rank 0 first."""
         if self.grid.rank == 0 and self.config.checkpoint.dir:
             with (Path(self.config.checkpoint.dir) / "samples.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "rows": [row for part in keys for row in part]}) + "\n")
@@ -268,7 +274,7 @@ class MetricsLog:
 
 
 def _rates(numbers: dict[str, Any]) -> str:
-    """The learning rate of each part as a step's line has it:
+    """The learning rate of each part as a printed line shows it:
     ``lr 1.000e-05 (vision 0.000e+00, merger frozen)``."""
     language, vision, merger = (
         "frozen" if numbers[f"lr/{part}"] is None else f"{numbers[f'lr/{part}']:.3e}"
@@ -280,7 +286,7 @@ def _rates(numbers: dict[str, Any]) -> str:
 def _split_list(
     samples: list[dict[str, str]], size: int
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The first samples of about ``size`` bytes, one at least, and the others."""
+    """The first samples up to about ``size`` bytes (at least one sample), and the remaining ones."""
     count, used = 0, 0
     for sample in samples:
         used += len(json.dumps(sample))

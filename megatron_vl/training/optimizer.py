@@ -1,4 +1,4 @@
-"""AdamW through Megatron-core, learning rates per part of the model, and the schedules."""
+"""AdamW through Megatron-core, learning rates for the parts of the model, and their schedules."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_vl.platform import Platform
 from megatron_vl.training.weight_copy import copy_weights_together
 
 VISION = ("patch_embed", "position_table", "decoder")
-"""Modules of the vision tower with the learning rate of the tower."""
+"""Modules of the vision tower that have the tower's learning rate."""
 MERGERS = ("merger", "deepstack_mergers")
-"""Modules of the vision tower with the learning rate of the merger."""
+"""Modules of the vision tower that have the merger's learning rate."""
 Rates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger; None: frozen."""
 
@@ -28,10 +28,11 @@ Rates = dict[str, float | None]
 def build_optimizer(
     config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]
 ) -> ChainedOptimizer:
-    """The optimizer of this rank's trainable parameters; biases and norms take no weight decay.
+    """The optimizer of this rank's trainable parameters. Biases and norms have no weight decay.
 
-    A part with a rate of 0 stays bit for bit as it is, since weight decay is scaled by the rate. Its moments
-    follow its gradients all the same, so that a run that goes on with another rate finds them up to date.
+    The weights of a part with a rate of 0 do not change by a bit, because weight decay is scaled by the rate.
+    Its moments still follow its gradients,
+    so that a run that continues with another rate finds them up to date.
     """
     o = config.optimizer
     if o.cpu_offload and platform.name == "cpu":
@@ -71,8 +72,8 @@ def build_optimizer(
 
 
 def learning_rate(step: int, *, peak: float, final: float, steps: int, warmup: int, schedule: str) -> float:
-    """The rate of the zero-based ``step``: linear warm-up to ``peak``, then constant or cosine down to
-    ``final``.
+    """The rate of the zero-based ``step``:
+    linear warm-up to ``peak``, then constant or cosine down to ``final``.
 
     The first step of a warm-up of n steps has rate peak / n, the n-th has the peak; the last step of the run
     has (almost) the final rate. A pure function of the step, so a resumed run needs no schedule state.
@@ -86,7 +87,7 @@ def learning_rate(step: int, *, peak: float, final: float, steps: int, warmup: i
 
 
 def rate_of(config: TrainConfig, step: int, peak: float) -> float:
-    """The rate of the zero-based ``step`` of what has ``peak`` as its highest."""
+    """The rate at the zero-based ``step`` of a part whose highest rate is ``peak``."""
     o = config.optimizer
     final = peak * o.min_lr_ratio
     return learning_rate(
@@ -95,7 +96,7 @@ def rate_of(config: TrainConfig, step: int, peak: float) -> float:
 
 
 def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> Rates:
-    """Sets every group's rate and weight decay for ``step``; returns the rate of each part."""
+    """Sets every group's rate and weight decay for ``step``. Returns the rate of each part."""
     for group in optimizer.param_groups:
         group["lr"] = rate_of(config, step, group.get("max_lr", config.optimizer.lr))  # which may be 0
         group["weight_decay"] = config.optimizer.weight_decay * group.get("wd_mult", 1.0)
@@ -109,14 +110,16 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
 
 @torch.no_grad()
 def update(optimizer: ChainedOptimizer, wanted: bool) -> tuple[bool, float]:
-    """Clips and steps; collective. Returns (whether the weights were updated, the global gradient norm).
+    """Clips gradients and updates weights. Collective.
 
-    Core's own ``step`` computes the norm but goes on when it is NaN. Here the norm, which every rank sees,
-    decides.
+    Returns (whether the weights were updated, the global gradient norm).
+
+    Core's own ``step`` computes the norm but continues if it is NaN.
+    Here the norm, which is equal on every rank, decides.
 
     Args:
-        wanted: whether the step's loss allows an update, equal on all ranks. Without it weights, moments and
-            Adam's count of steps stay as they are.
+        wanted: whether the step's loss allows an update; equal on all ranks. If not, weights, moments and
+            Adam's step count do not change.
     """
     overflow = optimizer.prepare_grads()
     norm = optimizer.get_grad_norm()

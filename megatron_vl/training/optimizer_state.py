@@ -1,17 +1,18 @@
 """Optimizer state on disk: live fp32 tensors under canonical names, loadable in any layout.
 
-Each rank writes what its optimizer holds: for each parameter the range ``start:end`` of its flattened
-tensor-parallel shard that this data-parallel rank owns, with the master weights and Adam's moments.
-Megatron-core's ``dist_checkpointing`` is not used: core 0.19.2 packs buckets without their padding and slices
-them with it, so moments land at wrong offsets without a word, and its files are pickled.
+Each rank writes what its optimizer holds. For each parameter, this is the range ``start:end`` of the
+flattened tensor-parallel shard that this data-parallel rank owns, with master weights and Adam's moments.
+Megatron-core's ``dist_checkpointing`` is not used for two reasons: core 0.19.2 packs buckets without their
+padding but slices them with it, so that moments silently get wrong offsets, and its files are pickled.
 
-Key of a tensor: ``NAME[START:END]/KIND``, KIND one of ``main``, ``exp_avg``, ``exp_avg_sq``, ``step``; NAME
-is followed by ``#17`` for expert 17 of a stack, whose range is that of its own flattened shard.
+The key of a tensor is ``NAME[START:END]/KIND``, where KIND is ``main``, ``exp_avg``, ``exp_avg_sq`` or
+``step``. For expert 17 of a stack, NAME ends in ``#17``,
+and the range is that of the expert's own flattened shard.
 
-``index.json`` says which file holds which ranges, so that a rank that resumes opens the files that it needs
-and no others: ``{"files": [FILE, ...], "slices": {NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``.
-PART is the rank in tensor (or expert tensor) parallelism, FILE a place in ``files``, KINDS a bit for each of
-:data:`KINDS`, STEP Adam's count.
+``index.json`` says which file holds which ranges, so that a resuming rank opens only the files that it needs:
+``{"files": [FILE, ...], "slices": {NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``.
+PART is the rank in tensor (or expert tensor) parallelism, FILE an index into ``files``, KINDS has a bit for
+each of :data:`KINDS`, and STEP is Adam's step count.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class OptimizerSlice:
-    """A contiguous range of one parameter's flattened shard and the optimizer's fp32 tensors for it on this
-    rank."""
+    """A contiguous range of one parameter's flattened shard,
+    with this rank's fp32 optimizer tensors for it."""
 
     tensor: LiveTensor
     start: int
@@ -62,7 +63,7 @@ class OptimizerSlice:
 
     @property
     def name(self) -> str:
-        """The canonical name; of one expert of a stack, with its number."""
+        """The canonical name; for one expert of a stack, followed by its number."""
         return state_name(self.tensor.name, self.tensor.expert)
 
     def key(self, kind: str) -> str:
@@ -70,12 +71,12 @@ class OptimizerSlice:
 
 
 def state_name(name: str, expert: int | None) -> str:
-    """What the state of a tensor, or of one expert of a stack, is filed under."""
+    """The name under which the state of a tensor, or of one expert of a stack, is stored."""
     return name if expert is None else f"{name}#{expert}"
 
 
 def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) -> Iterator[OptimizerSlice]:
-    """What this rank's optimizer holds, parameter by parameter."""
+    """The state that this rank's optimizer holds, parameter by parameter."""
     tensors = {id(tensor.parameter): tensor for tensor in parameters}
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
@@ -86,12 +87,13 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) 
                     continue  # its range on this data-parallel rank is empty
                 index, order = part.model_param_group_index_map[parameter]
                 group = part.optimizer.param_groups[index]
-                main, span = group["params"][order], part._get_model_param_range_map(parameter)["param"]
+                main = group["params"][order]
+                span = part._get_model_param_range_map(parameter)["param"]
                 yield OptimizerSlice(
                     tensors[id(parameter)], span.start, span.end, main, part.optimizer.state[main], group
                 )
             continue
-        # Experts have an optimizer of their own, so each part of the chain has some of the parameters.
+        # Experts have their own optimizer, so each part of the chain holds only some of the parameters.
         groups = {id(main): group for group in part.optimizer.param_groups for main in group["params"]}
         for tensor in parameters:
             main = getattr(tensor.parameter, "main_param", tensor.parameter)
@@ -102,7 +104,8 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) 
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host, alone in its storage (shards are views of one buffer), safe from the next step."""
+    """A host copy with its own storage (shards are views of one buffer),
+    which the next step does not change."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -127,12 +130,15 @@ def _step_of(piece: OptimizerSlice) -> int:
 
 
 def write_hashed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Writes a safetensors file atomically and synced. Returns its size in bytes and the SHA-256 of its
-    content."""
+    """Writes a safetensors file atomically and flushes it to the disk.
+
+    Returns its size in bytes and the SHA-256 of its content.
+    """
     digest, partial = hashlib.sha256(), path.with_name(path.name + ".partial")
     header = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
-    # The header puts wide types first, so that all are aligned; the data follow in its order.
+    # The header puts wide types first, so that all tensors are aligned. The data follow in the same order.
     ordered = sorted(tensors.values(), key=lambda tensor: -tensor.element_size())
+
     size = 0
     try:
         with partial.open("wb") as file:
@@ -156,8 +162,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def check_hash(path: Path, facts: Mapping[str, Any]) -> None:
-    """Raises :class:`CheckpointError` unless the file is there with the size and content that were
-    written."""
+    """Raises :class:`CheckpointError` unless the file exists with the size and content that were written."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; the checkpoint is not whole")
     if path.stat().st_size != facts["bytes"]:
@@ -170,13 +175,14 @@ def check_hash(path: Path, facts: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} is damaged: its content is not what was written (SHA-256 differs)")
 
 
-# --- Which file holds what
-# ------------------------------------------------------------------------------------------
+# --- The index: which file holds what
 
 
 def slices_of(tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int) -> list[list[Any]]:
-    """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned: one rank's
-    part of the index."""
+    """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned.
+
+    This is one rank's part of the index.
+    """
     found = []
     for key, place in _places(tensors, tp_rank, etp_rank).items():
         step = int(tensors[f"{key}/step"])
@@ -203,12 +209,16 @@ def _places(keys: Iterable[str], tp_rank: int, etp_rank: int) -> dict[str, tuple
             kinds[piece],
         )
         for piece, m in matches.items()
-        if kinds[piece] & 1  # a slice is there when its master weights are
+        if kinds[piece] & 1  # a slice exists if its master weights do
     }
 
 
 def make_index(slices: Mapping[str, Iterable[Iterable[Any]]]) -> dict[str, Any]:
-    """The index of a checkpoint: file -> what :func:`slices_of` (or a header) says of it."""
+    """The index of a checkpoint.
+
+    Args:
+        slices: file -> its slices, as :func:`slices_of` or a header lists them.
+    """
     files = sorted(slices)
     table: dict[str, list[list[Any]]] = {}
     for number, file in enumerate(files):
@@ -223,14 +233,17 @@ def write_index(folder: Path, slices: Mapping[str, Iterable[Iterable[Any]]]) -> 
 
 
 def read_index(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The index that was written with the checkpoint. Raises :class:`CheckpointError` when it is missing or
-    damaged."""
+    """The index that was written with the checkpoint.
+
+    Raises:
+        CheckpointError: the index is missing or damaged.
+    """
     check_hash(folder / INDEX, files[INDEX])
     return json.loads((folder / INDEX).read_text())
 
 
 def index_of_headers(folder: Path, files: Iterable[str]) -> dict[str, Any]:
-    """An index of a checkpoint of an older version, which has none: opens every file.
+    """An index made from the headers of all files, for a checkpoint of an older version that has none.
 
     Raises:
         CheckpointError: a file is missing, or its header is damaged.
@@ -256,26 +269,26 @@ class _Piece(NamedTuple):
     file: str
     kinds: int
     step: int | None
-    """None where only a header was read."""
+    """None if only a header was read."""
 
 
 class _NotSaved(Exception):
-    """No state of this kind: the optimizer had made no step."""
+    """There is no state of this kind: the optimizer had made no step."""
 
 
 class OptimizerReader:
     """The optimizer state of a checkpoint, whatever layout wrote it.
 
-    A file is opened, and verified against its hash, when a range that it holds is first needed.
+    A file is opened and verified against its hash when one of its ranges is first needed.
 
     Args:
         folder: the checkpoint's ``optimizer`` folder.
-        files: name -> size and hash, as the checkpoint's ``run.json`` has them.
-        cut: how the tensors of what wrote it were cut.
-        index: what :func:`index_of_headers` made for a checkpoint without an index; None: made here where
-            there is none.
-        own: the file that this rank wrote, if it did; taken where several hold the same, so that they share
-            the reading.
+        files: name -> size and hash, as in the checkpoint's ``run.json``.
+        cut: how the tensors were cut in the layout that wrote the checkpoint.
+        index: what :func:`index_of_headers` made for a checkpoint without an index.
+            None: it is made here if needed.
+        own: the file that this rank wrote, if it did. If several files hold the same state, this one is
+            preferred, so that ranks share the reading.
     """
 
     def __init__(
@@ -300,7 +313,7 @@ class OptimizerReader:
             for name, slices in index["slices"].items():
                 for part, start, end, file, kinds, step in slices:
                     if any(type(value) is not int for value in (part, start, end, file, kinds, step or 0)):
-                        raise TypeError(f"a slice of {name} has a place that is no number")
+                        raise TypeError(f"a slice of {name} has an entry that is not a number")
                     self._pieces.setdefault((name, part), []).append(
                         _Piece(start, end, names[file], kinds, step)
                     )
@@ -311,7 +324,7 @@ class OptimizerReader:
             ) from error
         if unknown:
             raise CheckpointError(
-                f"{self.folder / INDEX} names {min(unknown)!r}, which is no file of this checkpoint"
+                f"{self.folder / INDEX} names {min(unknown)!r}, which is not a file of this checkpoint"
             )
 
     def _file(self, name: str) -> Any:
@@ -326,21 +339,25 @@ class OptimizerReader:
         self._open.clear()
 
     def _range(self, name: str, rank: int, kind: str, start: int, end: int) -> Tensor:
-        """Elements ``start:end`` of what a tensor (or expert tensor) rank wrote. Raises _NotSaved."""
+        """Elements ``start:end`` of what a tensor-parallel (or expert-tensor-parallel)
+        rank wrote. Raises _NotSaved."""
         out = torch.empty(end - start, dtype=torch.float32)
         pieces = [
             piece for piece in self._pieces.get((name, rank), []) if piece.start < end and piece.end > start
         ]
+
         at = start
         while at < end:
-            # A tied weight has state on two stages, one that is not spread on every replica: they are equal,
-            # so any may serve.
+            # A tied weight has state on two stages, and state that is not spread is on every replica. The
+            # copies are equal, so any of them will do.
             covering = [piece for piece in pieces if piece.start <= at < piece.end]
             if not covering:
                 self._nothing_for(name, rank, at, end)
+
             piece = min(covering, key=lambda piece: (piece.file not in self._open, piece.file != self.own))
             if not piece.kinds & 1 << KINDS.index(kind):
                 raise _NotSaved
+
             upto = min(end, piece.end)
             data = self._tensor(piece, f"{name}[{piece.start}:{piece.end}]/{kind}")
             out[at - start : upto - start] = data[at - piece.start : upto - piece.start]
@@ -348,7 +365,7 @@ class OptimizerReader:
         return out
 
     def _tensor(self, piece: _Piece, key: str) -> Any:
-        """A slice of a file, not read yet."""
+        """A slice of a file, which is read later."""
         try:
             return self._file(piece.file).get_slice(key)
         except SafetensorError as error:
@@ -358,10 +375,8 @@ class OptimizerReader:
 
     def _nothing_for(self, name: str, rank: int, at: int, end: int) -> NoReturn:
         if not self.indexed:
-            for (
-                file,
-                facts,
-            ) in self.files.items():  # a damaged header hides what its file holds: name that file
+            # A damaged header hides what its file holds: check_hash names that file.
+            for file, facts in self.files.items():
                 check_hash(self.folder / file, facts)
         raise CheckpointError(
             f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank};"
@@ -382,18 +397,18 @@ class OptimizerReader:
         """Elements ``start:end`` of a flattened part of a tensor, from whatever layout is on disk.
 
         Args:
-            part: which part (see :meth:`Cut.part`).
+            part: number of the part (see :meth:`Cut.part`).
             cut: how the tensor is to be cut.
-            expert: of a stack of experts, which (counted over all ranks); the range is then that of its own
-                shard.
+            expert: for a stack of experts, the expert's number over all ranks.
+                The range is then that of its own shard.
 
         Returns:
-            None when there is no state of this kind (before step 1).
+            None if there is no state of this kind (before step 1).
         """
         name, written = state_name(info.name, expert), self.cut
         if info.experts:
-            # Where an expert lay says nothing of its own matrix, which is cut as tensor parallelism cuts a
-            # dense one.
+            # Which rank held an expert does not matter for its matrix,
+            # which is cut as tensor parallelism cuts a dense one.
             info = dataclasses.replace(info, shape=info.shape[1:], experts=0)
             part, cut, written = part % cut.etp, Cut(cut.etp), Cut(written.etp)
         try:
@@ -406,8 +421,8 @@ class OptimizerReader:
     def _recut(
         self, name: str, info: TensorInfo, kind: str, part: int, cut: Cut, written: Cut, start: int, end: int
     ) -> Tensor:
-        """:meth:`get` from parts that were cut in another way: reads the rows of them that the range
-        touches."""
+        """:meth:`get` from parts that were cut differently:
+        reads those of their rows that the range touches."""
         columns = matrix_shape(info.shard_shape(cut))[1]
         theirs = matrix_shape(info.shard_shape(written))[1]
         first = start // columns
@@ -435,7 +450,8 @@ class OptimizerReader:
         return int(self._file(piece.file).get_tensor(f"{name}[{piece.start}:{piece.end}]/step"))
 
     def rng(self, file: str) -> dict[str, Tensor]:
-        """The random number generators that a rank saved in its file; empty when there is no such file."""
+        """The states of random number generators that a rank saved in its file;
+        empty if there is no such file."""
         if file not in self.files:
             return {}
         tensors = self._file(file)
@@ -450,7 +466,7 @@ def restore(
     table: Mapping[str, TensorInfo],
     grid: ProcessGrid,
 ) -> None:
-    """Fills this rank's master weights and moments from a checkpoint of any layout."""
+    """Restores this rank's master weights and moments from a checkpoint of any layout."""
     fused = any(
         type(getattr(part, "optimizer", None)).__name__ == "FusedAdam"
         for part in optimizer.chained_optimizers
@@ -460,14 +476,16 @@ def restore(
         main = reader.get(info, "main", grid.part(info), grid.cut, piece.start, piece.end, expert)
         assert main is not None
         piece.main.copy_(main.view_as(piece.main))
+
         for kind in KINDS[1:]:
             moment = reader.get(info, kind, grid.part(info), grid.cut, piece.start, piece.end, expert)
             if moment is not None:
                 piece.state[kind] = moment.view_as(piece.main).to(piece.main.device)
+
         step = reader.step(piece.name)
         if fused:
             piece.group["step"] = step
         elif step:
-            # One tensor a parameter: torch's Adam counts in place, and a shared one would count once per
-            # parameter.
+            # Each parameter needs its own tensor: torch's Adam counts in place, so that a shared tensor would
+            # be counted up once per parameter.
             piece.state["step"] = torch.tensor(float(step))

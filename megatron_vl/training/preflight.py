@@ -1,5 +1,4 @@
-"""What can be refused before anything is started: no torch is imported until the fields and paths are
-right."""
+"""Checks that run before anything is started. torch is not imported until fields and paths are right."""
 
 from __future__ import annotations
 
@@ -19,23 +18,23 @@ from megatron_vl.spec.layout import Layout, run_layout
 from megatron_vl.weights.run_folder import DataRestart, Lineage, Saved, StepMissingError, choose
 
 OWN_FILES = 512
-"""Open files that a rank needs beside one connection to each peer: libraries, shards, workers, log files."""
+"""Open files that a rank needs besides one connection to each peer: libraries, shards, workers, log files."""
 
 
 def launched_world_size() -> int:
-    """Ranks of this training, as torchrun says; 1 without it."""
+    """Number of ranks of this training, as torchrun sets it; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec, Layout]:
-    """Fields, the model's config, layout, paths, and whether the run's checkpoint can be resumed.
+    """Checks fields, the model's config, layout, paths, and whether the run's checkpoint can be resumed.
 
     Args:
-        world_size: None: as launched.
+        world_size: number of ranks; None: as launched.
 
     Raises:
-        RunConfigError, LayoutError, ConfigError, CheckpointError: the message names the field, path or
-        number.
+        RunConfigError, LayoutError, ConfigError, CheckpointError: a check failed. The message names the
+            field, path or number.
         CoreVersionError: this version of Megatron-core was never tested with this toolkit.
     """
     check_core_version()
@@ -47,6 +46,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             f"model.hf {config.model.hf} holds no config.json; give the folder of a downloaded checkpoint "
             "(hf download REPOSITORY --local-dir FOLDER)"
         )
+
     spec = read_spec(config.model.hf)
     layout = run_layout(spec, config.parallel)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
@@ -58,11 +58,13 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a"
             " checkpoint reads. Leave checkpoint.dir empty, or cpu_offload off"
         )
+
     if config.data.balance:
         check_open_files(dp)
     check_data_path(config.data.path)
     check_folder("checkpoint.dir", config.checkpoint.dir)
     check_folder("log.tensorboard", config.log.tensorboard)
+
     start = plan_start(config, dp)
     if start.source is not None:
         check_own_checkpoint(config, spec, dp, start)
@@ -78,7 +80,7 @@ def check_open_files(dp: int) -> None:
     """Refuses to exchange rows between more replicas than this process may hold connections to.
 
     Raises:
-        RunConfigError: names the limit that is needed.
+        RunConfigError: the limit is too low; the message names the one that is needed.
     """
     needed, allowed = dp + OWN_FILES, raise_open_files()
     if needed > allowed:
@@ -90,8 +92,9 @@ def check_open_files(dp: int) -> None:
 
 
 def check_data_path(path: str) -> None:
-    """Refuses what is neither a data set's folder nor a metadataset, by what is there; Energon's import takes
-    seconds.
+    """Refuses what is neither a data set's folder nor a metadataset.
+
+    It looks only at which files exist, because importing Energon takes seconds.
 
     Raises:
         RunConfigError: says what is missing.
@@ -112,19 +115,18 @@ def check_data_path(path: str) -> None:
             raise RunConfigError(
                 f"data.path {path} holds an unfinished conversion; run `megatron-vl data convert` again"
             )
-        raise RunConfigError(f"data.path {path} is no data set (it holds no .nv-meta); {advice}")
+        raise RunConfigError(f"data.path {path} is not a data set (it holds no .nv-meta); {advice}")
 
 
 def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
-    """What loaders need to know of the data set's splits: ``train``, and ``eval.split`` where there is
-    evaluation.
+    """What loaders need to know of the data set's splits: ``train``, and ``eval.split`` if the run evaluates.
 
-    One rank of a run calls this (see :func:`megatron_vl.training.loop.share_data`): it reads about 60 bytes
-    for each shard.
+    Only one rank of a run calls this (see :func:`megatron_vl.training.loop.share_data`).
+    It reads about 60 bytes for each shard.
 
     Raises:
         LoaderError: there is no data set, or a split of it is empty.
-        DescriptionError: its description could run code, or leads out of its folder.
+        DescriptionError: its description could run code or leads out of its folder.
     """
     found = read_description(Path(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}
@@ -132,7 +134,11 @@ def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
 
 
 def check_folder(field: str, path: str) -> None:
-    """Refuses a folder to be written, given by ``field`` (empty: none), that a file is in the way of.
+    """Refuses an output folder if a file is in its place or in the place of a folder above it.
+
+    Args:
+        field: name of the field that gives the folder.
+        path: the folder; empty: none.
 
     Raises:
         RunConfigError: names the field and the file.
@@ -142,9 +148,7 @@ def check_folder(field: str, path: str) -> None:
         (part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()), None
     )
     if path and in_the_way:
-        raise RunConfigError(
-            f"{field} {path}: {in_the_way} is a file; give a folder, which need not exist yet"
-        )
+        raise RunConfigError(f"{field} {path}: {in_the_way} is a file; give a folder, which may be a new one")
 
 
 @dataclass(frozen=True)
@@ -152,11 +156,11 @@ class Start:
     """Where a run begins.
 
     Attributes:
-        source: the checkpoint that it goes on from; None: it starts anew, from ``model.checkpoint`` or random
-            weights.
-        lineage: of what it will save.
+        source: the checkpoint to resume from; None:
+            the run starts from ``model.checkpoint`` or random weights.
+        lineage: lineage of what the run will save.
         restart_data: whether the data set is read from its start.
-        said: lines for the user.
+        said: lines to print for the user.
     """
 
     source: Saved | None
@@ -169,8 +173,8 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
     """Decides where a run with data-parallel size ``dp`` begins.
 
     Raises:
-        RunConfigError: ``checkpoint.step`` is not there.
-        CheckpointError: which checkpoint is the latest cannot be known, or it cannot be read.
+        RunConfigError: there is no checkpoint of ``checkpoint.step``.
+        CheckpointError: it is not known which checkpoint is the latest, or it cannot be read.
     """
     c = config.checkpoint
     folder = Path(c.dir) if c.dir and c.resume else None
@@ -182,7 +186,7 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
         raise RunConfigError(str(error)) from error
     source, lineage = choice.source, choice.lineage
     if not c.restart_data:
-        # Without the switch the record goes: given again later, it is a new request.
+        # Without the option the record is dropped, so that giving it again later is a new request.
         return Start(source, dataclasses.replace(lineage, data_restart=None), False, choice.said)
     if source is None:
         return Start(
@@ -191,22 +195,23 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
 
     done = source.lineage.data_restart
     if done is not None and done.attempt >= c.attempt and _reads_the_same(source, run_facts(config, dp)):
-        told = (
+        line = (
             f"checkpoint.restart_data: the data set was read from its start at step {done.step}, as this"
-            " checkpoint records; going on in it. To read it from its start once more, give"
+            " checkpoint records; the run continues in it. To read it from its start once more, give"
             f" --checkpoint.attempt {done.attempt + 1}"
         )
-        return Start(source, lineage, False, (*choice.said, told))
-    told = (
+        return Start(source, lineage, False, (*choice.said, line))
+
+    line = (
         f"checkpoint.restart_data: the data set is read from its start at step {source.step}; once this run"
-        " has saved, a start with the same option goes on in it"
+        " has saved, a start with the same option continues in it"
     )
     lineage = dataclasses.replace(lineage, data_restart=DataRestart(source.step, c.attempt))
-    return Start(source, lineage, True, (*choice.said, told))
+    return Start(source, lineage, True, (*choice.said, line))
 
 
 def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:
-    """Whether a run with the facts ``now`` can go on in the data where a checkpoint stopped."""
+    """Whether a run with the facts ``now`` can continue in the data where a checkpoint stopped."""
     from megatron_vl.training.checkpoint import read_run
 
     saved = read_run(source.path)
@@ -214,19 +219,19 @@ def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:
 
 
 def step_to_resume(config: TrainConfig) -> int | None:
-    """The step whose checkpoint this run goes on from; None when it starts anew."""
+    """The step whose checkpoint this run resumes from; None if it starts from step 0."""
     c = config.checkpoint
     source = choose(Path(c.dir) if c.dir and c.resume else None, c.step, c.branch, c.attempt).source
     return None if source is None else source.step
 
 
 def check_own_checkpoint(config: TrainConfig, spec: ModelSpec, dp: int, start: Start) -> None:
-    """Refuses a checkpoint of this run that it cannot go on from.
+    """Refuses a checkpoint of this run from which it cannot continue.
 
-    Its own files say which model it holds; ``model.checkpoint`` is neither read nor missed.
+    The checkpoint's own files say which model it holds. ``model.checkpoint`` is not read and need not exist.
 
     Raises:
-        CheckpointError: files are missing or damaged, or the order of samples could not be kept.
+        CheckpointError: files are missing or damaged, or the order of samples would change.
         RunConfigError: it holds another model than ``model.hf``.
     """
     from megatron_vl.training import checkpoint
@@ -238,22 +243,22 @@ def check_own_checkpoint(config: TrainConfig, spec: ModelSpec, dp: int, start: S
 
 
 def run_facts(config: TrainConfig, dp: int) -> dict[str, Any]:
-    """What must be equal for a resumed run to read the same samples."""
+    """The facts that must be equal for a resumed run to read the same samples."""
     return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 
 def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None:
-    """Refuses another rule for videos than that of the step folder ``source``, with ``restart_data`` too.
+    """Refuses a rule for videos other than that of the step folder ``source``, even with ``restart_data``.
 
     Raises:
-        RunConfigError: names the field, both rules, and what to do.
+        RunConfigError: the rules differ. The message names the field, both rules, and what to do.
     """
     path = source / "loader" / "dp_00000.json"
     if not path.is_file():
         return
     try:
         identity = dict(json.loads(path.read_text())["identity"])
-    except (ValueError, KeyError, TypeError):  # a damaged one is told, by its hash, where it is needed
+    except (ValueError, KeyError, TypeError):  # a damaged file is reported later, by its hash
         return
 
     for name, now in video_rule(config.data, spec.vision.video_timestamps).items():
@@ -267,11 +272,11 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None
 
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
-    """The reader of ``model.checkpoint``.
+    """Opens ``model.checkpoint``. Returns its reader.
 
     Raises:
         RunConfigError: it holds another model than ``model.hf``.
-        WeightsError, FileNotFoundError: it cannot be read.
+        WeightsError, FileNotFoundError: the weights cannot be read.
     """
     from megatron_vl.weights.reader import WeightReader
 
@@ -289,10 +294,10 @@ def check_same_model(held_by: str, held: ModelSpec, config: TrainConfig, spec: M
 
 
 def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[str]:
-    """What is allowed and rarely meant.
+    """Notes on settings that are allowed but rarely intended.
 
     Args:
-        resumes: weights come from the run's own checkpoint.
+        resumes: whether weights come from the run's own checkpoint.
     """
     found = []
     c = config.checkpoint

@@ -1,4 +1,4 @@
-"""One optimizer step: rows through the pipeline schedule, gradients finalised, weights updated.
+"""One optimizer step: run the pipeline schedule over the rows, finalise gradients, update weights.
 
 Gradients do not depend on the layout: the loss is a sum over tokens, and gradients are divided once by the
 number of loss tokens of the whole global batch.
@@ -34,8 +34,8 @@ from megatron_vl.training.optimizer import update
 
 NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
 SKIPPED = {NOT_FINITE: "loss or gradient is not finite", NO_LOSS_TOKENS: "no token of the step bears loss"}
-"""Why a step's update is left out: weights, moments and Adam's count of steps stay, data and schedules go
-on."""
+"""Why a step's update is skipped. Weights, moments and Adam's step count do not change; data and schedules
+advance."""
 
 
 @dataclass
@@ -43,16 +43,15 @@ class StepResult:
     """Numbers of one step, equal on all ranks."""
 
     loss: float
-    """Mean over the loss tokens of the global batch; NaN when there are none."""
+    """Mean over the loss tokens of the global batch; NaN if there are none."""
     loss_tokens: int
     grad_norm: float
     skipped: str
-    """One of :data:`SKIPPED`; empty when the weights were updated."""
+    """A key of :data:`SKIPPED`; empty if the weights were updated."""
     expert_load: Tensor | None = None
-    """Tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
+    """Number of tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
     failed: bool = False
-    """Whether any rank reported a failure that lies outside the step (a checkpoint that could not be
-    written)."""
+    """Whether any rank reported a failure outside the step (a checkpoint that could not be written)."""
     stop: bool = False
     """Whether any rank was asked to stop."""
 
@@ -62,7 +61,7 @@ class StepResult:
 
 
 def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[ReplicaDDP]:
-    """Chunks in Megatron-core's DDP, and the schedule's hooks set on the language config."""
+    """Wraps the chunks in Megatron-core's DDP and sets the schedule's hooks on the language config."""
     p = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -73,7 +72,7 @@ def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[Replica
     )
     core = chunks[0].config
     wrapped = [ReplicaDDP(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
-    # Delayed scaling reduces the maxima of all layers over all ranks: every rank has to run them in every
+    # Delayed scaling reduces the maxima of all layers over all ranks, so every rank must run them in every
     # row.
     tower_may_rest = not (config.fp8.recipe == "delayed" and config.fp8.vision)
     for chunk in wrapped:
@@ -96,7 +95,7 @@ def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str
 
 
 def forward_step(rows: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """What core's schedules call for each micro-batch of each chunk."""
+    """The function that core's schedules call for each micro-batch of each chunk."""
     row = next(rows)
     return model(row), partial(token_loss, row)
 
@@ -110,18 +109,19 @@ def run_schedule(
     step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]] = forward_step,
     collect_non_loss_data: bool = False,
 ) -> list[Any]:
-    """Forward (and backward) of all rows through this rank's chunks. Returns the reports; empty off the last
-    stage.
+    """Runs forward (and backward) of all rows through this rank's chunks.
+
+    Returns the reports of the rows. The list is empty on all stages but the last.
 
     Args:
-        rows: what ``step`` takes, one for each micro-batch.
-        collect_non_loss_data: the function that ``step`` returns gives a report alone, and no loss.
+        rows: the inputs of ``step``, one for each micro-batch.
+        collect_non_loss_data: the function that ``step`` returns gives only a report and no loss.
     """
     if not forward_only:
         begin_step(chunks, rows)
     iterators = [iter(rows) for _ in chunks]
-    # Core takes the size of its messages, and nothing else, from the length; levels of DeepStack travel
-    # behind the hidden state.
+    # Core derives only the size of its messages from the length. Levels of DeepStack travel after the hidden
+    # state.
     parts = 1 + get_attr_wrapped_model(chunks[0], "message_levels")
     return get_forward_backward_func()(
         forward_step_func=step,
@@ -147,8 +147,8 @@ def train_step(
     """One step over this rank's micro-batches; collective over all ranks.
 
     Args:
-        failed: this rank has failed at something outside the step; all ranks learn of it with the loss.
-        stop: this rank was asked to stop; likewise.
+        failed: this rank has failed at something outside the step. All ranks receive this flag with the loss.
+        stop: this rank was asked to stop. All ranks receive this flag too.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -172,9 +172,9 @@ def train_step(
 def reduce_losses(
     reports: list[dict[str, Tensor]], grid: ProcessGrid, device: torch.device, flags: tuple[bool, ...] = ()
 ) -> tuple[float, int, list[bool]]:
-    """(loss sum, loss tokens, whether each flag is up on any rank) of the global batch, on every rank.
+    """(loss sum, loss tokens, whether each flag is set on any rank) of the global batch, equal on every rank.
 
-    The one host sync of a step.
+    This is the only host synchronisation of a step.
     """
     mine = torch.tensor([0.0, 0.0, *map(float, flags)], dtype=torch.float64, device=device)
     if grid.is_last_stage and grid.tp_rank == 0:

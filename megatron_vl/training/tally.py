@@ -1,8 +1,8 @@
-"""What the ranks of a run count between two printed lines, and how the numbers of all ranks become one.
+"""The numbers that ranks count between two printed lines, and their reduction over all ranks.
 
-:class:`Tally` is the table: a field names a number and says how it is reduced. What is sent, reduced and read
-back follows from it, so a further number is one more line there. The message has a fixed size whatever the
-number of ranks; the device is read once.
+Each field of :class:`Tally` names a number and says how it is reduced. What is sent, reduced and read back
+follows from the fields, so a new number takes one more line there. The size of the message does not depend on
+the number of ranks, and the device is read once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def _largest(default: float | int) -> Any:
 
 @dataclass
 class Tally:
-    """One rank's numbers since the last printed line. Loaders' owners count rows; the others leave those
-    fields at 0.
+    """One rank's numbers since the last printed line.
+
+    Only ranks that own a loader count rows; the others leave those fields at 0.
 
     Integers are exact up to 2^53, as they travel as float64.
     """
@@ -33,20 +34,22 @@ class Tally:
     language_flops: float = _sum(0.0)
     vision_flops: float = _sum(0.0)
     tokens: int = _sum(0)
-    """Real ones, without the padded tails of rows."""
+    """Tokens of samples, without the padded tails of rows."""
     samples: int = _sum(0)
     images: int = _sum(0)
     patches: int = _sum(0)
     dropped: int = _sum(0)
     """Samples that could not be used."""
     senders: int = _sum(0)
-    """Ranks that have more to say than fits here (see :mod:`megatron_vl.training.mailbox`)."""
+    """Ranks that also send a message (see :mod:`megatron_vl.training.mailbox`)."""
     data_wait_s: float = _largest(0.0)
     memory_gib: float = _largest(0.0)
 
     def reduced(self, device: torch.device) -> Tally:
-        """The numbers of all ranks, equal on each. Collective; two small reductions and one look at the
-        device."""
+        """The numbers reduced over all ranks, equal on each. Collective.
+
+        It takes two small reductions and one read from the device.
+        """
         names: dict[Any, list[str]] = {}
         for entry in fields(self):
             names.setdefault(entry.metadata["op"], []).append(entry.name)

@@ -1,9 +1,9 @@
-"""Weights rounded into the model in a few launches instead of one each.
+"""Copies the updated weights into the model in a few launches instead of one launch for each.
 
-Megatron-core 0.19.2 copies every parameter's float32 shard into the model's buffers by itself
+Megatron-core 0.19.2 copies each parameter's float32 shard into the model's buffers with a launch of its own
 (``DistributedOptimizer._copy_main_params_to_model_params``). A rank of a model with experts holds thousands
-of parameters: 1,650 launches a step where a GPU's share of Qwen3-VL-30B-A3B is 3.7 billion parameters. The
-same copies as one ``torch._foreach_copy_`` give the same bits.
+of parameters: a GPU whose share of Qwen3-VL-30B-A3B is 3.7 billion parameters needs 1,650 launches per step.
+One ``torch._foreach_copy_`` makes the same copies with the same bits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 
 def copy_weights_together(optimizer: ChainedOptimizer) -> int:
-    """Gives each part of ``optimizer`` that copies float32 shards one call for all of them. Returns how many
-    parts there are.
+    """Makes each part of ``optimizer`` that copies float32 shards copy them all in one call.
 
-    Left alone are parts without parameters, and those whose weights get to the model in another way
+    Returns the number of such parts.
+
+    Parts without parameters do not change, nor do those whose weights reach the model in another way
     (offloaded or precision-aware optimizers, FP8 weights).
     """
     parts = [part for part in optimizer.chained_optimizers if _copies_shards(part)]
@@ -41,7 +42,7 @@ def _copies_shards(part: object) -> bool:
 
 
 class _Copy:
-    """The shards of one optimizer and where they go in the model's buffers, looked up once."""
+    """The shards of one optimizer and their places in the model's buffers, looked up once."""
 
     def __init__(self, part: DistributedOptimizer) -> None:
         self.part = part

@@ -1,4 +1,4 @@
-"""How tensors are cut into shards and put together again: rectangles copied between matrices."""
+"""Cuts tensors into shards and joins them again, by copying rectangles between matrices."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class Block(NamedTuple):
     rows: int
     cols: int
     row: int = 0
-    """First row in the whole; ``col`` likewise, ``part_row`` and ``part_col`` in the part."""
+    """First row in the whole matrix. ``col`` is the first column;
+    ``part_row`` and ``part_col`` are those in the part."""
     col: int = 0
     part_row: int = 0
     part_col: int = 0
     transposed: bool = False
-    """Whether the part has the rectangle with rows and columns changed, ``cols`` x ``rows``."""
+    """Whether the part holds the rectangle transposed, as ``cols`` x ``rows``."""
 
     def inverted(self, whole: str | int) -> Block:
-        """The same rectangle seen from the part: ``whole`` becomes the part."""
+        """The same rectangle with the roles swapped: ``whole`` becomes the part."""
         if self.transposed:
             return Block(whole, self.cols, self.rows, self.part_row, self.part_col, self.row, self.col, True)
         return Block(whole, self.rows, self.cols, self.part_row, self.part_col, self.row, self.col)
@@ -41,13 +42,13 @@ class Block(NamedTuple):
 def gather(
     blocks: Sequence[Block], region: Region, read: Callable[[str | int, Region], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """A region of a matrix made of ``blocks``; what no block covers is zero.
+    """A region of a matrix that consists of ``blocks``. What no block covers is zero.
 
     Args:
-        read: gives a region of a part, as a matrix.
+        read: returns a region of a part as a matrix.
 
     Returns:
-        ``[rows, cols]`` of ``dtype``; without a copy when one block covers the region and has that type.
+        ``[rows, cols]`` of ``dtype``. It is not copied if one block covers the region and has that type.
     """
     out: Tensor | None = None
     for block in blocks:
@@ -55,33 +56,29 @@ def gather(
         left, right = max(region.col, block.col), min(region.col_end, block.col + block.cols)
         if top >= bottom or left >= right:
             continue
+
         data = _read_block(block, Region(top, bottom, left, right), read)
         if (top, bottom, left, right) == region and data.dtype == dtype and not block.transposed:
             return data
         if out is None:
             out = torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
-        _copy(
-            data,
-            out[top - region.row : bottom - region.row, left - region.col : right - region.col],
-            block.transposed,
-        )
-    return (
-        out
-        if out is not None
-        else torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
-    )
+        target = out[top - region.row : bottom - region.row, left - region.col : right - region.col]
+        _copy(data, target, block.transposed)
+    if out is None:
+        return torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
+    return out
 
 
 def _copy(data: Tensor, out: Tensor, transposed: bool) -> None:
-    """Copies a matrix; a transposed one in strips that fit the cache, four times as fast, without a copy in
-    between."""
+    """Copies a matrix. A transposed one is copied in strips that fit the cache,
+    which is four times as fast."""
     strip = 64 if transposed else max(1, data.shape[1])
     for col in range(0, data.shape[1], strip):
         out[:, col : col + strip] = data[:, col : col + strip]
 
 
 def _read_block(block: Block, region: Region, read: Callable[[str | int, Region], Tensor]) -> Tensor:
-    """A region (of the whole, within ``block``) from the part."""
+    """Reads a region, given in the whole matrix and within ``block``, from the part."""
     if block.transposed:
         down, across = block.part_row - block.col, block.part_col - block.row
         turned = Region(
@@ -95,10 +92,9 @@ def _read_block(block: Block, region: Region, read: Callable[[str | int, Region]
     )
 
 
-@lru_cache(maxsize=256)  # asked for with every region, and a tensor of many experts has many
+@lru_cache(maxsize=256)  # called for every region; a tensor of many experts has many blocks
 def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
-    """How the full matrix is made of its parts (:attr:`Block.part` is the number of the part, see
-    :meth:`Cut.part`).
+    """The blocks of the full matrix. :attr:`Block.part` is the number of the part (see :meth:`Cut.part`).
 
     A replicated tensor is taken from part 0.
     """
@@ -114,18 +110,20 @@ def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
     if info.split == "column":
         height = rows // tp
         return tuple(Block(t, height, cols, row=t * height) for t in range(tp))
+
     half, height = rows // 2, rows // 2 // tp
-    return tuple(
-        Block(t, height, cols, row=i * half + t * height, part_row=i * height)
-        for i in (0, 1)
-        for t in range(tp)
-    )
+    gate = [Block(t, height, cols, row=t * height) for t in range(tp)]
+    up = [Block(t, height, cols, row=half + t * height, part_row=height) for t in range(tp)]
+    return (*gate, *up)
 
 
 def _expert_blocks(info: TensorInfo, cut: Cut) -> list[Block]:
-    """The blocks of one expert, once for each; runs of whole experts are one block."""
+    """The blocks of one expert, repeated for each expert. Runs of whole experts are joined into one block."""
     one = dataclasses.replace(info, shape=info.shape[1:], experts=0)
-    rows, part_rows, run = one.shape[0], one.shard_shape(Cut(cut.etp))[0], info.experts // cut.ep
+    rows = one.shape[0]
+    part_rows = one.shard_shape(Cut(cut.etp))[0]
+    run = info.experts // cut.ep
+
     blocks = [
         block._replace(
             part=expert // run * cut.etp + int(block.part),
@@ -135,6 +133,7 @@ def _expert_blocks(info: TensorInfo, cut: Cut) -> list[Block]:
         for expert in range(info.experts)
         for block in shard_blocks(one, Cut(cut.etp))
     ]
+
     joined: list[Block] = []
     for block in sorted(blocks, key=lambda block: (block.part, block.part_row)):
         if joined and (last := joined[-1])._replace(rows=0) == block._replace(
@@ -147,13 +146,13 @@ def _expert_blocks(info: TensorInfo, cut: Cut) -> list[Block]:
 
 
 def part_blocks(info: TensorInfo, part: int, cut: Cut) -> list[Block]:
-    """How one part is made of the full matrix: the inverse of :func:`shard_blocks`."""
+    """The blocks of one part, taken from the full matrix: the inverse of :func:`shard_blocks`."""
     source = 0 if info.split == "replicated" else part
     return [block.inverted(info.name) for block in shard_blocks(info, cut) if block.part == source]
 
 
 def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
-    """One part (see :meth:`Cut.part`) of a full tensor; a view where the cut allows it."""
+    """One part (see :meth:`Cut.part`) of a full tensor. It is a view if the cut allows it."""
     axis, ways = (1 if info.split == "row" else 0), cut.tp
     if info.experts:
         tensor = tensor.chunk(cut.ep)[part // cut.etp]
@@ -166,7 +165,7 @@ def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
 
 
 def unshard(shards: Sequence[Tensor], info: TensorInfo, cut: Cut) -> Tensor:
-    """The full tensor of all parts in order: the inverse of :func:`shard`."""
+    """The full tensor from all parts in order: the inverse of :func:`shard`."""
     if info.experts:
         one = dataclasses.replace(info, shape=info.shape[1:], experts=0)
         runs = [zip(*shards[at : at + cut.etp], strict=True) for at in range(0, len(shards), cut.etp)]

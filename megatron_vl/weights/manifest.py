@@ -2,17 +2,17 @@
 
 A folder of weights holds ``manifest.json`` and either the unsplit tensors
 (``weights-00001-of-00003.safetensors``) or one file for each model-parallel rank (``tp00_pp01.safetensors``,
-all virtual chunks of that rank) and, for models with experts, one for each expert-parallel rank
-(``ep00_etp00_pp01.safetensors``, only experts): which tensor ranks hold which experts depends on the
-data-parallel size, which weights do not have. Tensors carry the canonical names of
+with all virtual chunks of that rank). For models with experts, the experts are in one file for each
+expert-parallel rank (``ep00_etp00_pp01.safetensors``), because which tensor ranks hold which experts depends
+on the data-parallel size, which weights do not have. Tensors have the canonical names of
 :mod:`megatron_vl.spec.tensors` with global layer numbers. A replicated tensor is in the file of every
-tensor-parallel rank of its stage, so a rank reads one file, or two; a tied output layer is not stored (the
-last stage reads the embedding from the first stage's file).
+tensor-parallel rank of its stage, so a rank reads only one or two files. A tied output layer is not stored:
+the last stage reads the embedding from the first stage's file.
 
-Whatever lies on disk, :meth:`WeightReader.get` gives any slice for any layout. What is read is compared with
-the manifest's SHA-256 first, and the manifest with a digest of its own: nothing damaged is handed out.
-How one cut maps to another is written as :class:`Block` lists, rectangles of a matrix: converters use the
-same ones. Nothing here imports Megatron-core, and nothing is unpickled.
+:meth:`WeightReader.get` gives any slice for any layout, whatever layout is on disk. What is read is first
+compared with the manifest's SHA-256, and the manifest with its own digest, so that damaged data is never
+returned. The mapping from one cut to another is a list of :class:`Block`, rectangles of a matrix, which
+converters also use. Nothing here imports Megatron-core, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from megatron_vl.weights.tensor_files import (
 
 FORMAT = "megatron-vl-weights"
 VERSION = 2
-"""2 added the manifest's own digest."""
+"""Version 2 added the manifest's own digest."""
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.jsonl"
-"""Journal of a conversion under way (see :mod:`converters.restart`): who finds it without a manifest finds no
-checkpoint."""
+"""Journal of an unfinished conversion (see :mod:`converters.restart`). A folder with it and without a
+manifest is not a checkpoint."""
 
 
 def rank_file_name(tp_rank: int, pp_rank: int) -> str:
@@ -62,11 +62,11 @@ def expert_file_name(ep_rank: int, etp_rank: int, pp_rank: int) -> str:
 def file_entry(
     file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], place: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What the manifest needs to know of one rank's file.
+    """The manifest's entry for one rank's file.
 
     Args:
         tensors: name -> (type, stored shape, SHA-256).
-        place: the ranks whose file it is: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
+        place: the rank that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
     """
     table = {
         name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
@@ -78,11 +78,11 @@ def file_entry(
 def write_rank_file(
     folder: str | Path, tp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Writes the dense tensors of one model-parallel rank, atomically and synced to disk.
+    """Writes the dense tensors of one model-parallel rank atomically and flushes them to the disk.
 
     Args:
-        tensors: canonical name -> this rank's slice, of all virtual chunks; on any device, copied in small
-            pieces.
+        tensors: canonical name -> this rank's slice, of all virtual chunks, on any device.
+            They are copied in small pieces.
 
     Returns:
         The rank's entry (plain JSON types) for :func:`write_manifest`.
@@ -95,8 +95,10 @@ def write_rank_file(
 def write_expert_file(
     folder: str | Path, ep_rank: int, etp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """:func:`write_rank_file` for the expert tensors of one expert-parallel rank, stacked
-    ``[E / ep, ...]``."""
+    """Writes the expert tensors of one expert-parallel rank, stacked ``[E / ep, ...]``.
+
+    It is the same as :func:`write_rank_file` otherwise.
+    """
     path = Path(folder) / expert_file_name(ep_rank, etp_rank, pp_rank)
     return _write_file(path, tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
 
@@ -132,25 +134,25 @@ def write_manifest(
     rank_entries: Sequence[dict],
     origin: dict | None = None,
 ) -> str:
-    """Writes ``manifest.json``, last of all files, after checking that the entries are the whole model.
+    """Writes ``manifest.json`` as the last file, after checking that the entries are the whole model.
 
     Args:
         layout: None for unsplit weights.
-        rank_entries: what :func:`write_rank_file` and :func:`write_expert_file` returned on each rank, in any
-            order.
-        origin: anything worth keeping about where the weights came from; a run's ``step`` is compared with
-            its folder's.
+        rank_entries: the results of :func:`write_rank_file` and :func:`write_expert_file`
+            on all ranks, in any order.
+        origin: any facts to keep about the origin of the weights.
+            A run's ``step`` is compared with its folder's.
 
     Returns:
-        The manifest's digest, which stands for these weights.
+        The manifest's digest, which identifies these weights.
 
     Raises:
-        WeightsError: a tensor or file is missing, too many, of another shape or of two types; the message
-            names it.
+        WeightsError: a tensor or file is missing or unexpected,
+            or has a wrong shape or two types. The message names it.
     """
     if not spec.hf_config or read_spec(spec.hf_config) != spec:
         raise WeightsError(
-            "the model differs from its hf_config; weights are written with the config that describes them"
+            "the model differs from its hf_config; write weights with the config that describes them"
         )
     tensors = _check_entries(spec, layout, rank_entries)
     manifest = {
@@ -176,27 +178,25 @@ def write_manifest(
 
 
 def _part(info: TensorInfo | None, entry: Mapping[str, Any], layout: Layout | None) -> int | None:
-    """Which part of a tensor the file of ``entry`` holds; None where it is a file of ranks that hold no part
-    of it."""
+    """The part of a tensor that the file of ``entry`` holds; None if the file's ranks hold no part of it."""
     if info is None or layout is None or not info.experts:
         return entry.get("tp")
     return layout.cut.part(info, ep_rank=entry["ep"], etp_rank=entry["etp"]) if "ep" in entry else None
 
 
 def _rank(info: TensorInfo, part: int, cut: Cut) -> str:
-    """The words for who holds a part."""
+    """The name of the rank that holds a part, for messages."""
     if not info.experts:
         return f"tensor rank {part}"
-    return f"expert rank {part // cut.etp}" + (
-        f", expert tensor rank {part % cut.etp}" if cut.etp > 1 else ""
-    )
+    tensor_rank = f", expert tensor rank {part % cut.etp}" if cut.etp > 1 else ""
+    return f"expert rank {part // cut.etp}{tensor_rank}"
 
 
 def _check_entries(
     spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]
 ) -> dict[str, dict[str, Any]]:
-    """The manifest's tensor table, once every tensor is found where it belongs, with its shape and one
-    type."""
+    """Checks that every tensor is in its place with its shape and one type.
+    Returns the manifest's tensor table."""
     infos, cut = tensor_table(spec), layout.cut if layout else WHOLE
     stored: dict[tuple[int, int, str], dict[str, Any]] = {}
     for entry in entries:
@@ -205,8 +205,9 @@ def _check_entries(
             if part is None:
                 raise WeightsError(f"tensor {name!r} does not belong in {entry['file']}")
             if (part, entry["pp"], name) in stored:
-                raise WeightsError(f"tensor {name!r} is there twice: a second time in {entry['file']}")
+                raise WeightsError(f"tensor {name!r} exists twice, the second time in {entry['file']}")
             stored[part, entry["pp"], name] = tensor
+
     table = {}
     for name, info in infos.items():
         stage = layout.stage_of(info) if layout else 0
@@ -224,13 +225,16 @@ def _check_entries(
                     f"tensor {name!r} has shape {tensor['shape']} in {where}; it should be {shape}"
                 )
             found.append(tensor)
+
         if len({tensor["dtype"] for tensor in found}) > 1:
             raise WeightsError(f"tensor {name!r} has different types on its ranks")
         if info.split == "replicated" and len({tensor["sha256"] for tensor in found}) > 1:
             warnings.warn(
-                f"replicated tensor {name!r} differs between tensor ranks; rank 0's counts", stacklevel=3
+                f"replicated tensor {name!r} differs between tensor ranks; rank 0's is used",
+                stacklevel=3,
             )
         table[name] = {"dtype": found[0]["dtype"], "shape": list(info.shape), "split": info.split}
+
     if stored:
         part, stage, name = next(iter(stored))
         raise WeightsError(f"tensor {name!r} does not belong on part {part} of pipeline rank {stage}")
@@ -238,8 +242,7 @@ def _check_entries(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest as it was written. Raises :class:`WeightsError` when it is not one, or not as it was
-    written."""
+    """Reads a manifest. Raises :class:`WeightsError` if it is not a manifest or was changed."""
     try:
         manifest = json.loads(path.read_text())
     except ValueError as error:
@@ -262,7 +265,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_layout(spec: ModelSpec, manifest: dict[str, Any]) -> Layout | None:
-    """The layout in a manifest, when its other fields agree with it and with the config."""
+    """The layout in a manifest, after checking that the other fields agree with it and with the config."""
     layout, kind, family = manifest["layout"], manifest["kind"], manifest["family"]
     if family != spec.family:
         raise ConfigError(f"family is {family!r}, but hf_config is of a {spec.family} model")
@@ -278,7 +281,7 @@ def _check_tensor_table(path: Path, manifest: dict[str, Any], table: Mapping[str
     for name in sorted(expected.keys() | stated.keys()):
         if expected.get(name) != stated.get(name):
             raise WeightsError(
-                f"{path}: tensor {name!r} is {stated.get(name)}, its config says {expected.get(name)}"
+                f"{path}: tensor {name!r} is {stated.get(name)}; its config says {expected.get(name)}"
             )
         if manifest["tensors"][name]["dtype"] not in NAMES:
             raise WeightsError(f"{path}: tensor {name!r} has type {manifest['tensors'][name]['dtype']!r}")

@@ -33,12 +33,13 @@ from megatron_vl.weights.tensor_files import (
 
 
 def find_weights(path: str | Path) -> Path:
-    """The weights folder meant by ``path``: itself, a step folder of a run, or a run folder (its latest
-    checkpoint).
+    """Finds the weights folder for ``path``, which may be that folder, a step folder, or a run folder.
+
+    For a run folder it is that of the latest checkpoint.
 
     Raises:
-        FileNotFoundError: nothing there is a folder of weights; the message says what was looked for.
-        WeightsError: it cannot be known which checkpoint of a run is the latest.
+        FileNotFoundError: there is no folder of weights. The message says what was looked for.
+        WeightsError: it is not known which checkpoint of a run is the latest.
     """
     path = Path(path)
     for folder in (path, path / "weights"):
@@ -46,7 +47,7 @@ def find_weights(path: str | Path) -> Path:
             return folder
     if (path / UNFINISHED).is_file() and not (path / run_folder.LATEST).is_file():
         raise FileNotFoundError(
-            f"{path} holds a conversion that is not finished; run it again to let it go on"
+            f"{path} holds a conversion that is not finished; run it again to continue it"
         )
     try:
         saved = run_folder.latest(path)
@@ -65,28 +66,29 @@ def find_weights(path: str | Path) -> Path:
     weights = saved.path / "weights"
     if not (weights / MANIFEST).is_file():
         raise FileNotFoundError(
-            f"{weights / MANIFEST} is missing, though step {saved.step} is the latest of {path}"
+            f"{weights / MANIFEST} is missing, although step {saved.step} is the latest of {path}"
         )
     return weights
 
 
 class WeightReader:
-    """Reads weights of any layout as if of any other.
+    """Reads weights of any layout as if they had any other layout.
 
     Args:
-        verify: compare each stored tensor with its SHA-256 when it is first touched, before any of it is
-            handed out. A slice of a larger stored tensor costs a pass over all of that (1 to 2 GB/s a core).
+        verify: compare each stored tensor with its SHA-256 before any of it is first returned. For a slice of
+            a larger stored tensor, the whole tensor is read for this (1 to 2 GB/s per core).
 
     Attributes:
-        path: the folder of weights (a run or step folder is resolved to it).
-        manifest: the manifest as read.
+        path: the folder of weights (resolved from a run or step folder).
+        manifest: content of the manifest.
         spec: the model.
-        layout: None for unsplit weights; ``cut``: what it means for one stage.
+        layout: the layout of the weights; None for unsplit weights.
+        cut: how the layout cuts the tensors of a stage.
         table: canonical name -> :class:`TensorInfo`.
 
     Raises:
-        FileNotFoundError: no weights there.
-        WeightsError: the manifest or a file does not fit; the message names it.
+        FileNotFoundError: there are no weights.
+        WeightsError: the manifest or a file is invalid. The message names it.
     """
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
@@ -103,12 +105,7 @@ class WeightReader:
             raise
         except (ConfigError, LayoutError) as error:
             raise WeightsError(f"{self.path / MANIFEST}: {error}") from error
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ValueError,
-        ) as error:  # a field of another type than we write
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field has an unexpected type
             raise WeightsError(
                 f"{self.path / MANIFEST} is damaged: {type(error).__name__}: {error}"
             ) from error
@@ -119,21 +116,18 @@ class WeightReader:
         self._lock = threading.Lock()
 
     def _place_files(self) -> dict[tuple[int, str], str]:
-        """(part, tensor) -> file, once the manifest is known to describe this model."""
+        """(part, tensor) -> file, after checking that the manifest describes this model."""
         path = self.path / MANIFEST
         _check_tensor_table(path, self.manifest, self.table)
         where: dict[tuple[int, str], str] = {}
         for file, entry in self.manifest["files"].items():
-            # A manifest may come from anybody: its names stay inside its folder.
+            # A manifest may come from anybody, so its names must stay inside its folder.
             if not re.fullmatch(r"[\w.-]+\.safetensors", file):
                 raise WeightsError(f"{path}: {file!r} is not a file name of weights")
             if not (self.path / file).is_file():
-                raise WeightsError(f"{self.path / file} is missing, though {MANIFEST} names it")
+                raise WeightsError(f"{self.path / file} is missing, although {MANIFEST} names it")
             for name in entry["tensors"]:
-                if (
-                    name not in self.table
-                    or (self.layout.stage_of(self.table[name]) if self.layout else 0) != entry["pp"]
-                ):
+                if name not in self.table or self._stage(name) != entry["pp"]:
                     raise WeightsError(
                         f"{path}: tensor {name!r} does not belong in {file}, pipeline rank {entry['pp']}"
                     )
@@ -145,6 +139,7 @@ class WeightReader:
                         f"{path}: tensor {name!r} of {_rank(self.table[name], part, self.cut)} is in two"
                         " files"
                     )
+
         for name, info in self.table.items():
             for part in range(self.cut.parts(info)):
                 if (part, name) not in where:
@@ -156,8 +151,12 @@ class WeightReader:
             raise WeightsError(f"{path}: files of more ranks than its layout's {self.cut}")
         return where
 
+    def _stage(self, name: str) -> int:
+        """The pipeline rank that holds a tensor."""
+        return self.layout.stage_of(self.table[name]) if self.layout else 0
+
     def _check_step(self) -> None:
-        """Weights that a run saved say of which step they are; a step's folder holds those of its own."""
+        """Checks that a step folder holds the weights of its own step, if the weights record one."""
         step, folder = (self.manifest.get("origin") or {}).get("step"), self.path.parent
         if (
             step is not None
@@ -165,7 +164,7 @@ class WeightReader:
             and run_folder.folder_step(folder) not in (None, step)
         ):
             raise WeightsError(
-                f"{self.path / MANIFEST}: the weights are those of step {step}, but they lie in {folder.name}"
+                f"{self.path / MANIFEST}: the weights are those of step {step}, but they are in {folder.name}"
             )
 
     def names(self) -> list[str]:
@@ -173,11 +172,12 @@ class WeightReader:
         return list(self.table)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which a tensor is stored."""
+        """The type of a stored tensor."""
         return NAMES[self.manifest["tensors"][name]["dtype"]]
 
     def _open(self, part: int, name: str) -> TensorReader:
-        """The file with one part of a tensor, opened and checked once, the tensor verified once."""
+        """The file with one part of a tensor.
+        The file is opened and checked once, and the tensor verified once."""
         file = self._where[part, name]
         with self._lock:
             if file not in self._files:
@@ -185,10 +185,9 @@ class WeightReader:
             check = self._checks.setdefault((file, name), threading.Lock())
         reader = self._files[file]
         if self._verify and (file, name) not in self._checked:
-            with check:  # others that want this tensor wait, those that want another do not
-                if (file, name) not in self._checked and reader.sha256(name) != self.manifest["files"][file][
-                    "tensors"
-                ][name]:
+            with check:  # only threads that read this tensor wait
+                written = self.manifest["files"][file]["tensors"][name]
+                if (file, name) not in self._checked and reader.sha256(name) != written:
                     raise WeightsError(
                         f"{reader.path} is damaged: tensor {name!r} is not what was written (SHA-256 differs"
                         f" from {MANIFEST}); fetch or write the weights again"
@@ -197,7 +196,7 @@ class WeightReader:
         return reader
 
     def open_file(self, file: str) -> TensorReader:
-        """One of the manifest's files, once it holds the tensors that the manifest says."""
+        """Opens one of the manifest's files and checks that it holds the manifest's tensors."""
         reader = TensorReader(self.path / file)
         held = set(reader.names())
         for tensor in self.manifest["files"][file]["tensors"]:
@@ -211,40 +210,44 @@ class WeightReader:
         return reader
 
     def check(self, name: str) -> None:
-        """Verifies now what :meth:`region` of this tensor reads; raises :class:`WeightsError` when it is
-        damaged."""
+        """Verifies now what :meth:`region` reads of this tensor.
+
+        Raises:
+            WeightsError: the tensor is damaged.
+        """
         for part in {block.part for block in shard_blocks(self.table[name], self.cut)}:
             self._open(int(part), name)
 
     def fingerprint(self) -> dict[str, str]:
-        """What changes when any of these weights do."""
+        """A value that changes if any of these weights changes."""
         return {MANIFEST: self.manifest["digest"]}
 
     def region(self, name: str, region: Region) -> Tensor:
-        """A region of the full tensor taken as a matrix. May be a view of a file: do not write to it."""
+        """A region of the full tensor as a matrix. It may be a view of a file: do not write to it."""
         blocks = shard_blocks(self.table[name], self.cut)
         return gather(
             blocks, region, lambda part, w: self._open(int(part), name).region(name, w), self.dtype(name)
         )
 
     def get(self, name: str, part: int = 0, cut: Cut = WHOLE, expert: int | None = None) -> Tensor:
-        """One part of a tensor, whatever layout is on disk, in memory of its own.
+        """A copy of one part of a tensor, whatever layout is on disk.
 
         Args:
-            part: which of the ``cut.parts(info)`` parts (see :meth:`Cut.part`).
-            cut: how the model is to be cut; the default gives the full tensor.
-            expert: this one alone (counted within the part) of an expert tensor, without the leading
-                dimension.
+            part: number of the part, out of ``cut.parts(info)`` (see :meth:`Cut.part`).
+            cut: how to cut the model; the default gives the full tensor.
+            expert: for an expert tensor, return only this expert (counted within the part),
+                without the leading dimension.
 
         Raises:
-            LayoutError: the model cannot be cut so.
-            WeightsError: what is on disk is damaged.
+            LayoutError: the model cannot be cut in this way.
+            WeightsError: the stored tensor is damaged.
         """
         check_cut(self.spec, cut)
         info, dtype = self.table[name], self.dtype(name)
         shape, first = info.shard_shape(cut), 0
         if expert is not None:
             first, shape = range(shape[0])[expert] * shape[1], shape[1:]
+
         as_stored = cut[1:] == self.cut[1:] if info.experts else cut.tp == self.cut.tp
         blocks = part_blocks(info, part, cut)
         out = torch.empty(matrix_shape(shape), dtype=dtype)

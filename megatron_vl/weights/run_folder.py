@@ -1,19 +1,20 @@
-"""A run's folder: which checkpoints it holds, what each was trained from, and which is the latest.
+"""A run's folder: the checkpoints in it, what each was trained from, and which one is the latest.
 
     DIR/latest.json                       {"step": 120, "serial": 7, "branch": "1f3a9c02"}
     DIR/step_00000120/lineage.json        what this checkpoint was trained from; run.json says the same
     DIR/step_00000120.branch_9b01c2d4.5/  step 120 of an abandoned branch, set aside when it was saved again
 
-Every checkpoint counts as one save of its folder (``serial``). **The latest checkpoint is the one saved
-last**, never the one of the largest step: after a roll-back to step 2, step 3 is newer than the step 6 that
-was left behind. All of the project asks :func:`latest`. The order does not hang on ``latest.json``, so a run
-killed before that file was written loses nothing.
+The saves of a folder are numbered (``serial``). **The latest checkpoint is the one saved last**, not the one
+with the largest step: after a roll-back to step 2, step 3 is newer than the abandoned step 6. The whole
+project uses :func:`latest`. The order does not depend on ``latest.json``, so a run that is killed before that
+file is written loses nothing.
 
-A roll-back (``checkpoint.step``) begins a branch with the first checkpoint saved after it; until then it has
-not happened. The checkpoints that the new branch was not trained from stay on disk and are never chosen
-unless a user asks for them by step. They are deleted by hand.
+A roll-back (``checkpoint.step``) begins a branch with the first checkpoint saved after it. Until then it has
+no effect. The checkpoints that the new branch was not trained from stay on disk and are chosen only if a user
+asks for them by step. Users delete them by hand.
 
-Folders of older versions have no lineage: there, the largest step counts. Nothing here imports torch.
+Checkpoints of older versions have no lineage. Among them, the largest step is the latest.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ _BRANCH = re.compile(r"\w{1,32}")
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be written or resumed from; the message says what is wrong and what to do."""
+    """A checkpoint cannot be written or resumed from. The message says what is wrong and what to do."""
 
 
 class StepMissingError(CheckpointError):
-    """A step that was asked for, or that ``latest.json`` names, is not in the folder."""
+    """The requested step, or the step that ``latest.json`` names, is not in the folder."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint by what it is, wherever its folder lies."""
+    """A checkpoint, identified by branch and step wherever its folder is."""
 
     branch: str
     step: int
@@ -56,17 +57,18 @@ class Point:
 
 @dataclass(frozen=True)
 class RollBack:
-    """The request that began a branch; a start that repeats it goes on with the branch."""
+    """The request that began a branch. A start that repeats it continues the branch."""
 
     step: int
     branch: str
-    """The branch of the checkpoint that was gone back to."""
+    """The branch of the checkpoint that the run was rolled back to."""
     attempt: int
 
 
 @dataclass(frozen=True)
 class DataRestart:
-    """That the data set was read from its start at ``step``; kept while runs have the option on."""
+    """Records that the data set was read from its start at ``step``.
+    It is kept while runs have the option on."""
 
     step: int
     attempt: int
@@ -77,10 +79,10 @@ class Lineage:
     """What a checkpoint was trained from.
 
     Attributes:
-        serial: which save of the folder it is, from 1; 0: saved by an older version.
-        branch: name of its branch, drawn anew at each roll-back and each start from nothing.
-        parent: the checkpoint that training went on from, or saved before this one; None: start weights.
-        forks: where earlier branches were left for this one, oldest first.
+        serial: number of the save in its folder, from 1; 0: saved by an older version.
+        branch: name of its branch; a new one is drawn at each roll-back and each start without a checkpoint.
+        parent: the checkpoint that training resumed from or saved before this one; None: start weights.
+        forks: the points where earlier branches were left for this one, oldest first.
     """
 
     serial: int = 0
@@ -91,7 +93,7 @@ class Lineage:
     data_restart: DataRestart | None = None
 
     def holds(self, step: int, other: Point) -> bool:
-        """Whether ``step`` of this branch was trained from ``other``, or is it."""
+        """Whether ``step`` of this branch is ``other`` or was trained from it."""
         if other.branch == self.branch:
             return other.step <= step
         return any(fork.branch == other.branch and other.step <= fork.step for fork in self.forks)
@@ -121,7 +123,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def folder_step(path: Path) -> int | None:
-    """The step that a folder's name says; None when it is no checkpoint's."""
+    """The step in a folder's name; None if it is not the name of a checkpoint."""
     match = _FOLDER.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -168,21 +170,21 @@ def parse_lineage(content: Any) -> Lineage:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _branch(value: Any) -> str:
     if not isinstance(value, str) or not _BRANCH.fullmatch(value):  # it becomes part of a folder's name
-        raise ValueError(f"{value!r} is no name of a branch")
+        raise ValueError(f"{value!r} is not the name of a branch")
     return value
 
 
 def read_lineage(path: Path, step: int) -> Lineage:
-    """The lineage of the checkpoint in ``path``; that of an older version when it has none.
+    """The lineage of the checkpoint in ``path``. Without one, it is that of an older version.
 
-    ``lineage.json`` is small, because every rank reads it of every checkpoint; where it is damaged,
-    ``run.json`` has the same.
+    ``lineage.json`` is small, because every rank reads that of every checkpoint. If it is damaged,
+    ``run.json`` has the same lineage.
 
     Raises:
         CheckpointError: both are damaged.
@@ -193,6 +195,7 @@ def read_lineage(path: Path, step: int) -> Lineage:
         problem = ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{path / LINEAGE} is damaged ({type(error).__name__}: {error})"
+
     try:
         stored = read_signed(path / "run.json", step)
         if not problem and "lineage" not in stored:
@@ -200,7 +203,7 @@ def read_lineage(path: Path, step: int) -> Lineage:
         return parse_lineage(stored["lineage"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if not problem:
-            return Lineage()  # weights alone, or damage that is told when this checkpoint is wanted
+            return Lineage()  # only weights, or damage that is reported when this checkpoint is used
         raise CheckpointError(
             f"{problem}, and run.json beside it cannot be read either: which checkpoint is the latest is not "
             f"known; move {path} away, or fetch it again"
@@ -208,10 +211,10 @@ def read_lineage(path: Path, step: int) -> Lineage:
 
 
 def read_signed(path: Path, step: int) -> dict[str, Any]:
-    """A file of a checkpoint that carries its own digest.
+    """Reads a file of a checkpoint that contains its own digest.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: it is missing, damaged, or of another step.
+        OSError, ValueError, KeyError, TypeError: the file is missing, damaged or of another step.
     """
     content = json.loads(path.read_text())
     if not isinstance(content, dict) or content["digest"] != manifest_digest(content):
@@ -221,14 +224,14 @@ def read_signed(path: Path, step: int) -> dict[str, Any]:
     return content
 
 
-# --- What is there ------------------------------------------------------------------------------------------
+# --- Checkpoints in a folder --------------------------------------------------------------------------------
 
 
 def saved_checkpoints(folder: Path) -> list[Saved]:
     """The complete checkpoints of a run in the order in which they were saved.
 
     Raises:
-        CheckpointError: the order cannot be known, because files that say it are damaged.
+        CheckpointError: the order is not known, because files that record it are damaged.
     """
     found = []
     for path in sorted(folder.glob("step_*")):
@@ -239,10 +242,10 @@ def saved_checkpoints(folder: Path) -> list[Saved]:
 
 
 def latest(folder: Path) -> Saved | None:
-    """The checkpoint saved last: a run goes on from it, and all other commands mean it by the run.
+    """The checkpoint saved last. A run resumes from it, and all other commands use it for the run.
 
     Raises:
-        StepMissingError: ``latest.json`` names a checkpoint that is not there: the folder is not whole.
+        StepMissingError: ``latest.json`` names a checkpoint that is missing, so the folder is incomplete.
         CheckpointError: ``latest.json`` or a lineage is damaged.
     """
     named = _read_latest(folder / LATEST)
@@ -251,20 +254,19 @@ def latest(folder: Path) -> Saved | None:
         return None
     if named is not None and not any(_is_named(saved, named) for saved in checkpoints):
         held = any(saved.step == named["step"] for saved in checkpoints)
-        what = (
-            f"its folder holds an earlier save than number {named.get('serial')}"
-            if held
-            else "there is no such step_ folder"
-        )
+        what = "there is no such step_ folder"
+        if held:
+            what = f"its folder holds an earlier save than number {named.get('serial')}"
         raise StepMissingError(
             f"{folder / LATEST} names step {named['step']}, but {what}; fetch it, set checkpoint.step, or "
             f"remove {LATEST} to take the newest that is there"
         )
+
     newest = checkpoints[-1]
     older = [saved for saved in checkpoints if saved.lineage.serial == 0]
     if named is not None and "serial" not in named and older:
-        # An older version wrote latest.json. Did it go on from what this version had saved? Then its
-        # checkpoint is newer.
+        # An older version wrote latest.json.
+        # If it continued from what this version had saved, its checkpoint is newer.
         last = older[-1]
         if not newest.lineage.holds(newest.step, last.point):
             return last
@@ -272,7 +274,7 @@ def latest(folder: Path) -> Saved | None:
 
 
 def by_branch(folder: Path) -> tuple[list[Saved], list[Saved]]:
-    """The checkpoints that led to the latest one, by step, and those that roll-backs left behind."""
+    """The checkpoints that led to the latest one, by step, and those that roll-backs abandoned."""
     tip, checkpoints = latest(folder), saved_checkpoints(folder)
     if tip is None:
         return [], []
@@ -296,7 +298,7 @@ def _read_latest(path: Path) -> dict[str, Any] | None:
 
 
 def _is_named(saved: Saved, named: dict[str, Any]) -> bool:
-    """Whether a checkpoint is the one of ``latest.json``, or a later save of its step."""
+    """Whether a checkpoint is the one that ``latest.json`` names, or a later save of its step."""
     serial = named.get("serial", 0)
     return (
         type(named["step"]) is int
@@ -310,28 +312,30 @@ def _is_named(saved: Saved, named: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint that a run goes on from (None: it starts anew) and the lineage of what it will save."""
+    """The checkpoint that a run resumes from (None: it starts from step 0)
+    and the lineage of what it will save."""
 
     source: Saved | None
     lineage: Lineage
     said: tuple[str, ...] = ()
-    """What a user should know of it."""
+    """Lines to print for the user."""
 
 
 def choose(folder: Path | None, step: int | None = None, branch: str = "", attempt: int = 1) -> Choice:
     """Decides where a run begins.
 
     Args:
-        folder: the run's; None: it starts anew whatever is there.
-        step: roll back to this step. A start that repeats the request which began the present branch goes on
-            with it, so that a job that is queued again keeps what it has trained.
-        branch: of that step, where several branches saved it; empty: the present one's, else the one saved
-            last.
-        attempt: counts the requests for the same step that were meant; those already done are not done again.
+        folder: the run's folder; None: start from step 0 whatever it holds.
+        step: roll back to this step. A start that repeats the request that began the current branch continues
+            it, so that a job that is queued again keeps what it has trained.
+        branch: the branch of that step if several branches saved it.
+            Empty: the current one, else the one saved last.
+        attempt: number of the request for the same step.
+            A request that was already carried out is not repeated.
 
     Raises:
-        StepMissingError: there is no such checkpoint; the message lists those that are.
-        CheckpointError: as :func:`latest`.
+        StepMissingError: there is no such checkpoint. The message lists the existing ones.
+        CheckpointError: :func:`latest` raises it.
     """
     tip = latest(folder) if folder is not None and step is None else None
     if folder is None or (step is None and tip is None):
@@ -343,8 +347,9 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     checkpoints = saved_checkpoints(folder)
     tip = _tip_for_roll_back(folder, checkpoints)
     if tip is not None and tip.lineage.rollback and _done(tip.lineage.rollback, step, branch, attempt):
-        told = _done_line(tip, tip.lineage.rollback, checkpoints)
-        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point), (told,))
+        line = _done_line(tip, tip.lineage.rollback, checkpoints)
+        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point), (line,))
+
     source = _find(folder, checkpoints, tip, step, branch)
     forks = (*source.lineage.forks, source.point)
     rollback = RollBack(step, source.lineage.branch, attempt)
@@ -353,7 +358,7 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
 
 
 def _tip_for_roll_back(folder: Path, checkpoints: list[Saved]) -> Saved | None:
-    """The latest checkpoint. A folder that has lost it can still be rolled back: that is the way out."""
+    """The latest checkpoint. A folder that has lost it can still be rolled back, which repairs it."""
     try:
         return latest(folder)
     except CheckpointError:
@@ -367,10 +372,10 @@ def _done(done: RollBack, step: int, branch: str, attempt: int) -> bool:
 def _done_line(tip: Saved, done: RollBack, checkpoints: list[Saved]) -> str:
     line = (
         f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} "
-        f"is saved up to step {tip.step}: going on from there"
+        f"is saved up to step {tip.step}: the run continues from there"
     )
     if Point(done.branch, done.step) not in [saved.point for saved in checkpoints]:
-        return f"{line}. Step {done.step} itself is no longer there (checkpoint.keep)"
+        return f"{line}. Step {done.step} itself no longer exists (checkpoint.keep)"
     return f"{line}. To go back to step {done.step} once more, give --checkpoint.attempt {done.attempt + 1}"
 
 
@@ -379,7 +384,7 @@ def _find(folder: Path, checkpoints: list[Saved], tip: Saved | None, step: int, 
     if not found:
         wanted = f"checkpoint.step {step}" + (f" of checkpoint.branch {branch}" if branch else "")
         steps = ", ".join(map(str, sorted({saved.step for saved in checkpoints}))) or "none"
-        raise StepMissingError(f"{wanted} is not in {folder}; steps that are: {steps}")
+        raise StepMissingError(f"{wanted} is not in {folder}; existing steps: {steps}")
     on_line = [saved for saved in found if tip is not None and tip.lineage.holds(tip.step, saved.point)]
     return (on_line or found)[-1]
 
@@ -390,6 +395,6 @@ def _roll_back_line(source: Saved, tip: Saved | None) -> str:
         return line
     return (
         f"{line}. Once this run saves, its checkpoints are the latest, and those of later steps of branch "
-        f"{tip.lineage.branch} stay on disk and are not used; until then, a start without checkpoint.step "
-        f"goes on from step {tip.step}"
+        f"{tip.lineage.branch} stay on disk and are not used. Until then, a start without checkpoint.step "
+        f"resumes from step {tip.step}"
     )

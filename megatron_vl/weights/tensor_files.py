@@ -1,7 +1,8 @@
-"""safetensors files, read and written a few megabytes at a time.
+"""Reads and writes safetensors files a few megabytes at a time.
 
-The library reads and writes whole files; conversions of models larger than memory need regions of tensors and
-files that are filled in place. The format is 8 bytes of header length, a JSON header, the raw tensors.
+The library writes whole files. Conversions of models larger than memory need regions of tensors and files
+that are filled in place. The format is 8 bytes with the length of the header,
+a JSON header, and the raw tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from megatron_vl import durable
 from megatron_vl.errors import UserError
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that are read, hashed and written at a time; with the number of workers it bounds the memory of a
-conversion."""
+"""Number of bytes to read, hash and write at a time. Together with the number of workers, it bounds the
+memory of a conversion."""
 
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""Linux' flag; Python's mmap has no name for it."""
+"""Linux's flag, for which Python's mmap has no name."""
 MAPPED_BYTES = 16 << 20
-"""Bytes of a file that may stay mapped."""
+"""Largest number of bytes of a file that stay mapped."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""safetensors' code -> torch's type, of the types that weights may have."""
+"""The types that weights may have: safetensors' code -> torch's type."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 OTHER_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -44,13 +45,13 @@ OTHER_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types that can be compared and stored, but not converted."""
+"""Types that can be compared and stored but not converted."""
 ALL_CODES = CODES | {dtype: code for code, dtype in OTHER_DTYPES.items()}
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 class WeightsError(UserError, ValueError):
-    """Weights that cannot be read or written; the message names the file or tensor and says what to do."""
+    """Weights cannot be read or written. The message names the file or tensor and says what to do."""
 
 
 class Region(NamedTuple):
@@ -63,10 +64,10 @@ class Region(NamedTuple):
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape as a matrix: dim 0 by all others; a vector is one column, a scalar one element.
+    """A shape as that of a matrix: dim 0 by all others. A vector is one column, a scalar one element.
 
-    Three dimensions are a stack of matrices (experts), one below the other: rows of about equal bytes
-    everywhere.
+    Three dimensions are a stack of matrices (experts), one below the other,
+    so that rows do not become too long.
     """
     if not shape:
         return 1, 1
@@ -96,13 +97,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class TensorReader:
-    """A safetensors file, read region by region through a memory map that stays small.
+    """Reads a safetensors file region by region through a memory map that stays small.
 
-    Mapping is several times cheaper than reading into new memory. Pages that were used are given back as
-    reading goes on, so that a conversion does not seem to take the whole checkpoint's memory.
+    Mapping is several times cheaper than reading into new memory. Used pages are released while reading
+    continues, so that a conversion does not appear to use memory for the whole checkpoint.
 
     Raises:
-        WeightsError: the file is missing or not a whole safetensors file.
+        WeightsError: the file is missing or not a complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +112,7 @@ class TensorReader:
             raise WeightsError(f"{path} is missing")
         header = read_header(path)
         try:
-            # The library checks what a header can get wrong: ranges, overlaps, gaps, lengths.
+            # The library checks the header for wrong ranges, overlaps, gaps and lengths.
             with safe_open(path, framework="numpy"):
                 pass
         except SafetensorError as error:
@@ -121,8 +122,8 @@ class TensorReader:
         self._entries: dict[str, dict[str, Any]] = json.loads(header[8:])
         self._entries.pop("__metadata__", None)
         self._start = len(header)
-        # Private and writable because torch wants that of a buffer, without reserve because a file may be
-        # larger than the memory; nothing writes to it.
+        # The map is private and writable because torch needs such a buffer, and has no reserve because a file
+        # may be larger than the memory. Nothing writes to it.
         with open(path, "rb") as file:
             flags, protection = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(file.fileno(), 0, flags, protection)
@@ -140,7 +141,7 @@ class TensorReader:
         return self._entries[name]["dtype"]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor. Raises :class:`WeightsError` when it is none that weights may have."""
+        """The type of a tensor. Raises :class:`WeightsError` if weights may not have this type."""
         if self.code(name) not in DTYPES:
             valid = ", ".join(DTYPES)
             raise WeightsError(
@@ -150,7 +151,7 @@ class TensorReader:
         return DTYPES[self.code(name)]
 
     def region(self, name: str, region: Region) -> Tensor:
-        """``[rows, cols]`` of a tensor taken as a matrix. A view of the file: do not write to it."""
+        """A region ``[rows, cols]`` of a tensor as a matrix. It is a view of the file: do not write to it."""
         if self.code(name) not in DTYPES | OTHER_DTYPES:
             raise WeightsError(
                 f"{self.path}: tensor {name!r} has type {self.code(name)}, which this program does not read"
@@ -158,23 +159,27 @@ class TensorReader:
         dtype = (DTYPES | OTHER_DTYPES)[self.code(name)]
         cols = matrix_shape(self.shape(name))[1]
         first = self._start + self._entries[name]["data_offsets"][0]
-        start, end = (first + row * cols * dtype.itemsize for row in (region.row, region.row_end))
+        start = first + region.row * cols * dtype.itemsize
+        end = first + region.row_end * cols * dtype.itemsize
+
         data = self._bytes[start:end]
         self._give_back(len(data))
         if start % dtype.itemsize:
-            # Allowed, though no present program writes such files; torch cannot view them.
+            # Unaligned tensors are allowed, although no current program writes them. torch cannot view them.
             data = data.clone()
         return data.view(dtype).view(-1, cols)[:, region.col : region.col_end]
 
     def _give_back(self, count: int) -> None:
-        """Unmaps all pages once in a while; who still reads some gets them from the page cache again."""
+        """Unmaps all pages once in a while.
+        Readers that still use a page get it from the page cache again."""
         self._used += count
         if self._used > MAPPED_BYTES:
             self._used = count
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def sha256(self, name: str, seen: Callable[[int], object] | None = None) -> str:
-        """The SHA-256 of a tensor's bytes as stored; ``seen`` is told how many bytes each piece had."""
+        """The SHA-256 of a tensor's stored bytes.
+        ``seen`` is called with the number of bytes of each piece."""
         digest = hashlib.sha256()
         start, end = (self._start + at for at in self._entries[name]["data_offsets"])
         for at in range(start, end, CHUNK_BYTES):
@@ -186,15 +191,17 @@ class TensorReader:
         return digest.hexdigest()
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, in memory of its own."""
+        """A copy of a whole tensor."""
         return self.region(name, full_region(self.shape(name))).clone().reshape(self.shape(name))
 
 
 def make_header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Length and JSON header of a safetensors file, padded to 8 bytes; wide types come first so that all are
-    aligned."""
+    """Length and JSON header of a safetensors file, padded to 8 bytes.
+
+    Wide types come first, so that all tensors are aligned.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
@@ -208,8 +215,11 @@ def make_header(
 
 
 def read_header(path: Path) -> bytes:
-    """Length and JSON header of a safetensors file, as stored. Raises :class:`WeightsError` when it is not
-    one."""
+    """Length and JSON header of a safetensors file, as stored.
+
+    Raises:
+        WeightsError: the file is not a safetensors file.
+    """
     with open(path, "rb") as file:
         length = file.read(8)
         size = int.from_bytes(length, "little")
@@ -220,20 +230,18 @@ def read_header(path: Path) -> bytes:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file's bytes are until all of them are."""
+    """The path of a file until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
 class TensorWriter:
-    """A safetensors file written tensor by tensor, in any order and from several threads, then put in place
-    at once.
+    """Writes a safetensors file tensor by tensor, in any order and from several threads.
 
-    The header is known first, so each tensor has its place; nothing is kept in memory. The data goes to
-    ``NAME.partial`` until :meth:`commit`.
+    The header is known in advance, so each tensor has its place, and nothing is kept in memory. Data goes to
+    ``NAME.partial`` until :meth:`commit` puts the whole file in place.
 
     Args:
-        keep: go on with the ``NAME.partial`` that is there, if any (see :meth:`stored_sha256`), instead of
-            emptying it.
+        keep: continue an existing ``NAME.partial`` (see :meth:`stored_sha256`) instead of emptying it.
     """
 
     def __init__(self, path: Path, header: bytes, keep: bool = False) -> None:
@@ -259,7 +267,8 @@ class TensorWriter:
             view, offset = view[written:], offset + written
 
     def write(self, name: str, chunks: Iterable[Tensor]) -> str:
-        """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes."""
+        """Writes one tensor, which is given in pieces in row-major order.
+        Returns the SHA-256 of its bytes."""
         digest = hashlib.sha256()
         offset, end = self._places[name]
         for chunk in chunks:
@@ -268,11 +277,11 @@ class TensorWriter:
             self._write(data, offset)
             offset += len(data)
         if offset != end:
-            raise WeightsError(f"{self.path}: tensor {name!r} got {offset - end:+d} bytes against its header")
+            raise WeightsError(f"{self.path}: tensor {name!r} is {offset - end:+d} bytes off its header")
         return digest.hexdigest()
 
     def stored_sha256(self, name: str) -> str:
-        """The SHA-256 of the bytes that are now in a tensor's place."""
+        """The SHA-256 of the bytes that are currently in a tensor's place."""
         digest = hashlib.sha256()
         offset, end = self._places[name]
         while offset < end and (data := os.pread(self._fd, min(CHUNK_BYTES, end - offset), offset)):
@@ -282,12 +291,15 @@ class TensorWriter:
 
     @property
     def allocated(self) -> int:
-        """Bytes that the file takes on the disk so far."""
+        """Number of bytes that the file takes on the disk so far."""
         return os.fstat(self._fd).st_blocks * 512
 
     def commit(self, sync: bool = False) -> None:
-        """Puts the file in place; with ``sync`` its bytes are on the disk first, and its name when this
-        returns."""
+        """Puts the file in place.
+
+        With ``sync``, its bytes are on the disk before it gets its name,
+        and its name is on the disk on return.
+        """
         if sync:
             os.fsync(self._fd)
         self.close()
@@ -298,12 +310,12 @@ class TensorWriter:
             os.replace(self._partial, self.path)
 
     def close(self) -> None:
-        """Leaves ``NAME.partial`` as it is. Closing twice does nothing."""
+        """Closes ``NAME.partial`` without removing it. Closing twice does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def abort(self) -> None:
-        """Removes what was written; a file that was put in place stays."""
+        """Removes what was written, unless the file was already put in place."""
         self.close()
         self._partial.unlink(missing_ok=True)

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused():
         pack_row([], spec, 8)
     sample = sample_of(spec, [3, GridTHW(1, 4, 4), 3])
     sample.media[0].grid = GridTHW(1, 4, 8)
-    with pytest.raises(PositionError, match="4 image and video placeholders, its media need 8"):
+    with pytest.raises(PositionError, match="4 image and video placeholders; its media need 8"):
         pack_row([sample], spec, 64)
     swapped = sample_of(spec, [3, GridTHW(1, 4, 4), 3])
     swapped.media[0].grid = GridTHW(1, 4, 4, "video")

@@ -193,9 +193,9 @@ def test_text_that_melts_into_the_header_is_not_learnt(encoder):
 def test_media_that_do_not_match_the_text_are_refused(encoder):
     _, ours = encoder
     messages, grids = CONVERSATIONS["image"]
-    with pytest.raises(ChatError, match="placeholders for image, the conversation brings nothing"):
+    with pytest.raises(ChatError, match="placeholders for image; the conversation has nothing"):
         ours.encode(messages, [])
-    with pytest.raises(ChatError, match="brings video"):
+    with pytest.raises(ChatError, match="the conversation has video"):
         ours.encode(messages, [GridTHW(1, 4, 4, "video")])
     with pytest.raises(ChatError, match="placeholders for image, the conversation"):
         ours.encode([{"role": "user", "content": "a literal <|image_pad|> in the text"}], [])
@@ -334,7 +334,7 @@ def test_a_video_without_times_is_refused():
     from tests.tiny import tiny_checkpoint
 
     folder = tiny_checkpoint("qwen3_vl")
-    with pytest.raises(ChatError, match="3 frame groups brings 0 times"):
+    with pytest.raises(ChatError, match="3 frame groups has 0 timestamps"):
         ChatEncoder(folder, read_spec(folder)).encode(
             [{"role": "user", "content": [VIDEO]}], [GridTHW(3, 4, 6, "video")]
         )

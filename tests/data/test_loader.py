@@ -384,7 +384,7 @@ def test_more_ranks_than_samples_and_wrong_folders_are_explained(dataset, tmp_pa
         LoaderError, match="4 samples in val, but 3 data-parallel ranks x 2 workers need at least 6"
     ):
         loader(dataset, split="val", dp=(0, 3), num_workers=2)
-    with pytest.raises(LoaderError, match="is no data set"):
+    with pytest.raises(LoaderError, match="is not a data set"):
         loader(tmp_path)
     path, _ = converted(
         tmp_path, [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 3

@@ -125,7 +125,7 @@ def test_the_start_says_what_it_may_take(dataset):
     )
     assert "at most 2 GiB a worker and 4 GiB a rank" in note
     (note,) = loader(dataset, shuffle_buffer_gib=0).notes
-    assert "without a bound in bytes" in note
+    assert "without a limit in bytes" in note
     assert not loader(dataset, shuffle_buffer=0).notes
     assert at_most(1000, 2.0, 20 << 20) == (103, 2.0) and at_most(1000, 2.0, 1 << 20) == (1000, 1000 / 1024)
     assert at_most(1000, 0, 20 << 20) == (1000, 1000 * 20 / 1024)

@@ -76,7 +76,7 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
     assert "megatron-vl: unknown command: convrt; valid: convert" in done.stderr
     assert "megatron-vl train: parallel: tp 3 x pp 1 = 3 ranks do not divide the world size 4" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "data.path docs is no data set (it holds no .nv-meta)" in done.stderr
+    assert "data.path docs is not a data set (it holds no .nv-meta)" in done.stderr
     assert "data.path pyproject.toml is neither a data set's folder nor a metadataset" in done.stderr
     trainer = 2  # its model.hf, missing in two of the three lines
     assert done.stderr.count("hf download") == sum("--hf nowhere" in words for words in WRONG) + trainer

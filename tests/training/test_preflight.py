@@ -32,7 +32,7 @@ def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_pa
     for step in (20, 40):
         (tmp_path / "run" / f"step_{step:08d}").mkdir(parents=True)
     wanted = parse_config([*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.step", "7"])
-    with pytest.raises(RunConfigError, match=r"checkpoint.step 7 is not in .*run; steps that are: 20, 40$"):
+    with pytest.raises(RunConfigError, match=r"checkpoint.step 7 is not in .*run; existing steps: 20, 40$"):
         check(wanted, 1)
 
 

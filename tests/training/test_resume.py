@@ -72,7 +72,7 @@ def test_a_roll_back_is_done_once_and_its_branch_is_what_the_run_means(
     )
     begun = [text.split("resumed at step ")[1].split()[0] if "resumed at" in text else "0" for text in said]
     assert begun == ["0", "2", "3", "4", "2"]
-    assert "rolled back to step 2" in said[1] and "goes on from step 6" in said[1]
+    assert "rolled back to step 2" in said[1] and "resumes from step 6" in said[1]
     assert "this roll-back was done before" in said[3] and "--checkpoint.attempt 2" in said[3]
 
     assert find_weights(run) == run / "step_00000003" / "weights"

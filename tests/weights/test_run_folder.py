@@ -104,7 +104,7 @@ def test_a_repeated_request_goes_on_with_its_branch_and_a_new_attempt_rolls_back
 
     shutil.move(tmp_path / "step_00000004", tmp_path / "gone")
     [told] = Run(tmp_path, step=4).choice.said
-    assert "Step 4 itself is no longer there (checkpoint.keep)" in told and "attempt" not in told
+    assert "Step 4 itself no longer exists (checkpoint.keep)" in told and "attempt" not in told
     shutil.move(tmp_path / "gone", tmp_path / "step_00000004")
 
     fresh = Run(tmp_path, step=4, attempt=2)
@@ -124,7 +124,7 @@ def test_a_repeated_request_for_the_latest_step_keeps_what_was_trained(tmp_path:
 def test_a_roll_back_without_a_save_has_not_happened(tmp_path: Path) -> None:
     Run(tmp_path).save(2, 4)
     back = Run(tmp_path, step=2)
-    assert "until then, a start without checkpoint.step goes on from step 4" in back.choice.said[0]
+    assert "Until then, a start without checkpoint.step resumes from step 4" in back.choice.said[0]
     assert Run(tmp_path).begins_at == 4
     assert Run(tmp_path, step=2).begins_at == 2
 
@@ -267,7 +267,7 @@ def test_what_is_not_a_checkpoint_is_not_seen(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     Run(tmp_path).save(2, 4)
-    with pytest.raises(StepMissingError, match=r"checkpoint.step 3 is not in .*; steps that are: 2, 4$"):
+    with pytest.raises(StepMissingError, match=r"checkpoint.step 3 is not in .*; existing steps: 2, 4$"):
         Run(tmp_path, step=3)
     with pytest.raises(StepMissingError, match=r"checkpoint.step 2 of checkpoint.branch other is not in"):
         Run(tmp_path, step=2, branch="other")
@@ -277,7 +277,7 @@ def test_a_branch_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
     """Lineage may come from anybody, and the branch becomes part of a folder's name."""
     step_folder(tmp_path, 2).mkdir()
     write_lineage(step_folder(tmp_path, 2), 2, Lineage(1, "../../elsewhere"))
-    with pytest.raises(CheckpointError, match="is no name of a branch"):
+    with pytest.raises(CheckpointError, match="is not the name of a branch"):
         latest(tmp_path)
     assert aside(Saved(step_folder(tmp_path, 2), 2, Lineage(1, "a"))).parent == tmp_path
 

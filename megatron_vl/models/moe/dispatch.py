@@ -1,15 +1,15 @@
-"""Tokens to the ranks of their experts and back, each once to a rank.
+"""Sends tokens to the ranks of their experts and back, each token at most once to a rank.
 
 Megatron-core's ``alltoall`` sends a token once for each of its experts. Here a rank that has several of them
-gets it once, with its probabilities over all the rank's experts, copies it for each of them, and sends one
-sum of their outputs back: with uniform routing to 8 of 128 experts, 3.6 rows a token instead of 8 over 4
-ranks, 5.3 over 8.
+gets the token once, with its probabilities over all the rank's experts. The rank copies it for each of them
+and sends one sum of their outputs back. With uniform routing to 8 of 128 experts, this sends 3.6 rows per
+token instead of 8 over 4 ranks, and 5.3 over 8 ranks.
 
-A token may have no expert, as padding has none: it is sent nowhere, and what comes back for it is zero.
+A token may have no expert, as is the case for padding. It is not sent, and its result is zero.
 
-What a rank needs to know before rows travel is one small exchange of counts and one copy to the host, for
-which it waits once, behind everything that can be launched without them. Rows travel while the received
-probabilities become places. Gradients go the same ways back, without waiting.
+Before rows are sent, a rank needs one small exchange of counts and one copy of them to the host. It waits for
+these once, after launching everything that does not depend on them. While rows are sent, the received
+probabilities are turned into positions. Gradients are sent back the same ways without waiting.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from torch import Tensor
 from megatron_vl.kernels.token_copies import positions, scatter_parts, scatter_rows, sum_rows
 
 NOT_CHOSEN = -1.0
-"""Sent in place of the probability of an expert that the token does not go to; a chosen one's can be zero."""
+"""Sent as the probability of an expert that the token does not go to.
+The probability of a chosen expert can be zero."""
 
 
 class Splits(NamedTuple):
-    """Rows that are exchanged."""
+    """Numbers of rows that are exchanged."""
 
     sent: list[int]
-    """By rank they go to."""
+    """Rows sent, by the rank that receives them."""
     received: list[int]
-    """By rank they come from."""
+    """Rows received, by the rank that sent them."""
     expert_rows: int
-    """What the received ones become: one for each of their experts here."""
+    """Rows of the local experts: each received row counts once for each of its experts here."""
 
 
 class Counts:
-    """How many rows go where: one exchange and one copy to the host, neither of which is waited for at first.
+    """The numbers of rows to and from each rank: one exchange and one copy to the host, both asynchronous.
 
     Args:
-        to_rank: bool [T, ranks], which ranks a token goes to.
-        to_expert: bool [T, experts], which experts.
+        to_rank: bool [T, ranks], the ranks that a token goes to.
+        to_expert: bool [T, experts], the experts that a token goes to.
     """
 
     _copies: torch.cuda.Stream | None = None
@@ -55,16 +56,18 @@ class Counts:
     def __init__(self, to_rank: Tensor, to_expert: Tensor, group: dist.ProcessGroup) -> None:
         ranks = to_rank.shape[1]
         experts = to_expert.sum(0).view(ranks, -1)
-        # [out or in, rank, rows and then rows of each of its experts (out) or ours (in)]
+        # Shape [out or in, rank, 1 + local experts]:
+        # rows, then rows of each of its experts (out) or ours (in).
         self._table = experts.new_empty(2, ranks, 1 + experts.shape[1])
-        self._table[0, :, 0], self._table[0, :, 1:] = to_rank.sum(0), experts
+        self._table[0, :, 0] = to_rank.sum(0)
+        self._table[0, :, 1:] = experts
         self._exchange = dist.all_to_all_single(self._table[1], self._table[0], group=group, async_op=True)
         self._host, self._copied = self._table, None
         if self._table.is_cuda:
             self._start_copy()
 
     def _start_copy(self) -> None:
-        """Copies to pinned memory on a stream of its own, which the compute stream does not wait for."""
+        """Copies to pinned memory on a separate stream, which the compute stream does not wait for."""
         if Counts._copies is None:
             Counts._copies = torch.cuda.Stream()
         with torch.cuda.stream(Counts._copies):
@@ -73,7 +76,7 @@ class Counts:
             self._copied = Counts._copies.record_event()
 
     def splits(self) -> Splits:
-        """Waits for the copy."""
+        """Waits for the copy and returns the numbers of rows."""
         self._exchange.wait()  # on a GPU: work launched from here on waits
         if self._copied is not None:
             self._copied.synchronize()
@@ -81,16 +84,16 @@ class Counts:
         return Splits([row[0] for row in out], [row[0] for row in into], sum(sum(row[1:]) for row in into))
 
     def of_experts(self) -> Tensor:
-        """int64 [local experts] on the device: rows of each; after :meth:`splits`."""
+        """int64 [local experts] on the device: rows of each local expert. Call it after :meth:`splits`."""
         return self._table[1, :, 1:].sum(0)
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [sent, H] and probabilities [sent, local experts] to their ranks, and gradients back.
+    """Sends rows [sent, H] and probabilities [sent, local experts] to their ranks, and gradients back.
 
-    Both are one node, so that gradients travel in one order on all ranks. Buffers may be longer than what is
-    sent. What forward returns is there once the two of ``travels`` have been waited for: probabilities, then
-    rows.
+    Both are one autograd node, so that gradients are sent in the same order on all ranks. Buffers may be
+    longer than what is sent. The results of forward are ready after waiting for the two entries of
+    ``travels``: probabilities, then rows.
     """
 
     @staticmethod
@@ -114,7 +117,7 @@ class _Exchange(torch.autograd.Function):
         for i, grad in ((1, dprobs), (0, drows)):
             if not ctx.needs_input_grad[i]:
                 continue
-            full = grad.new_empty(ctx.lengths[i], grad.shape[1])  # what is past the sent rows is never read
+            full = grad.new_empty(ctx.lengths[i], grad.shape[1])  # what follows the sent rows is never read
             part, grad = full[: sum(splits.sent)], grad.contiguous()
             travels.append(
                 dist.all_to_all_single(
@@ -122,21 +125,22 @@ class _Exchange(torch.autograd.Function):
                 )
             )
             grads[i] = full
+
         for travel in travels:
             travel.wait()
         return *grads, None, None, None
 
 
 class OncePerRankDispatcher(MoETokenDispatcher):
-    """Megatron-core's interface of a dispatcher, for experts that are not cut themselves.
+    """A dispatcher with Megatron-core's interface, for experts whose matrices are not cut.
 
-    Buffers stay here between the steps, each until it has been read. What the layer is handed it would keep
-    until its forward pass ends, so :meth:`dispatch_preprocess` and :meth:`token_dispatch` hand it back what
-    it has anyway.
+    The dispatcher keeps its buffers between its methods, each until it has been read. The layer would keep
+    whatever it gets until its forward pass ends, so :meth:`dispatch_preprocess` and :meth:`token_dispatch`
+    return only tensors that the layer already holds.
 
     Args:
-        exact_rows: experts take exactly as many rows as their counts say, so the host has to know how many
-            that are. Off: they leave alone what lies after the last row, and nothing waits for a number.
+        exact_rows: whether experts need exactly as many rows as their counts say, so that the host must know
+            the number. If not, they ignore what follows the last row, and the host waits for no number.
     """
 
     def __init__(
@@ -144,25 +148,23 @@ class OncePerRankDispatcher(MoETokenDispatcher):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         assert self.tp_size == 1, self.tp_size
-        self.num_local_experts, self.top_k, self.exact_rows = (
-            num_local_experts,
-            config.moe_router_topk,
-            exact_rows,
-        )
+        self.num_local_experts = num_local_experts
+        self.top_k = config.moe_router_topk
+        self.exact_rows = exact_rows
         self._shape: torch.Size
         self._counts: Counts
         self._splits: Splits
         self._expert_counts: Tensor
         self._to_ranks: Tensor
-        """Places [T, ranks] of this rank's tokens among the rows it sends."""
+        """Positions [T, ranks] of this rank's tokens among the rows it sends."""
         self._to_experts: Tensor
-        """Places [received rows, local experts] among the experts' rows."""
+        """Positions [received rows, local experts] among the experts' rows."""
         self._rows: Tensor
         self._probs: Tensor
         self._travels: list[dist.Work] = []
 
     def _take(self) -> tuple[Tensor, Tensor]:
-        """The buffers, which are no longer kept."""
+        """Returns the buffers and drops them here."""
         taken = self._rows, self._probs
         del self._rows, self._probs
         return taken
@@ -174,7 +176,7 @@ class OncePerRankDispatcher(MoETokenDispatcher):
 
         Args:
             hidden: [..., H], T tokens.
-            routing_map: bool [T, experts], ``top_k`` a token, or none.
+            routing_map: bool [T, experts], with ``top_k`` experts for each token, or none.
             probs: [T, experts].
 
         Returns:
@@ -183,26 +185,28 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         self._shape, flat = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
         if self.ep_size == 1:
             self._to_experts, self._expert_counts = positions(routing_map), routing_map.sum(0)
-            # Without padding that many; with it, fewer.
+            # Without exact_rows this is an upper bound: padding has no experts.
             total = int(self._expert_counts.sum()) if self.exact_rows else flat.shape[0] * self.top_k
             self._rows, self._probs = self._for_experts(flat, probs, total)
             return hidden, probs
+
         to_rank = routing_map.view(-1, self.ep_size, self.num_local_experts).any(-1)
         self._counts = Counts(to_rank, routing_map, self.ep_group)
         self._to_ranks = positions(to_rank)
-        most = flat.shape[0] * min(self.ep_size, self.top_k)  # how many there are is not known yet
+
+        most = flat.shape[0] * min(self.ep_size, self.top_k)  # an upper bound: the number is not known yet
         self._rows = scatter_rows(flat, self._to_ranks, most)
         self._probs = scatter_parts(torch.where(routing_map, probs, NOT_CHOSEN), self._to_ranks, most)
         return hidden, probs
 
     def _for_experts(self, rows: Tensor, probs: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Rows [total, H] and their probabilities [total], sorted by expert."""
-        return scatter_rows(rows, self._to_experts, total), scatter_parts(
-            probs, self._to_experts, total
-        ).flatten()
+        expert_rows = scatter_rows(rows, self._to_experts, total)
+        weights = scatter_parts(probs, self._to_experts, total)
+        return expert_rows, weights.flatten()
 
     def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Waits for the counts and sends; returns what it gets."""
+        """Waits for the counts and sends. Returns its arguments."""
         if self.ep_size > 1:
             self._splits, self._travels = self._counts.splits(), []
             self._expert_counts = self._counts.of_experts()
@@ -213,17 +217,19 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         return hidden, probs
 
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the experts take.
+        """The inputs of the experts.
 
-        Rows [rows, H] sorted by expert, int64 [local experts] rows of each, probabilities [rows].
+        Returns:
+            Rows [rows, H] sorted by expert, the number of rows of each expert (int64 [local experts]), and
+            probabilities [rows].
 
-        Without ``exact_rows`` there may be more rows than the counts add up to: the rest holds anything.
+        Without ``exact_rows`` there may be more rows than the sum of the counts. The rest is undefined.
         """
         if self.ep_size > 1:
             rows, received = self._take()
             probs_travel, rows_travel = self._travels
             probs_travel.wait()
-            self._to_experts = positions(received != NOT_CHOSEN)  # NaN too is a chosen one's
+            self._to_experts = positions(received != NOT_CHOSEN)  # a NaN also belongs to a chosen expert
             rows_travel.wait()
             self._rows, self._probs = self._for_experts(rows, received, self._splits.expert_rows)
             self._travels = []
@@ -231,36 +237,37 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         return rows, self._expert_counts, weights
 
     def combine_preprocess(self, hidden: Tensor) -> Tensor:
-        """Experts' outputs [rows, H], times their probabilities -> one sum for each row that came, [received
-        rows, H]."""
+        """Experts' outputs [rows, H], already weighted -> one sum for each received row,
+        [received rows, H]."""
         return sum_rows(hidden, self._to_experts)
 
     def token_combine(self, hidden: Tensor) -> Tensor:
-        """[received rows, H] -> [sent rows, H], back where they came from."""
+        """Sends [received rows, H] back to the ranks that they came from -> [sent rows, H]."""
         if self.ep_size == 1:
             return hidden
         return all_to_all(self.ep_group, hidden, self._splits.sent, self._splits.received)
 
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
-        """[sent rows, H] -> the sum over ranks for each token, shaped as the layer's input."""
+        """[sent rows, H] -> the sum over ranks for each token, in the shape of the layer's input."""
         out = hidden if self.ep_size == 1 else sum_rows(hidden, self._to_ranks)
         self._to_ranks = self._to_experts = self._expert_counts = hidden.new_empty(0)
         return out.view(self._shape)
 
 
 class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
-    """Core's dispatcher, for tokens some of which have no expert."""
+    """Core's dispatcher, except that some tokens may have no expert."""
 
     padded = False
-    """Whether the present row has padding."""
+    """Whether the current row has padding."""
 
     @staticmethod
     def with_a_row(routing_map: Tensor) -> Tensor:
-        """The same map [T, experts]; where no token has an expert, the first token goes to the first one.
+        """A copy of the map [T, experts].
+        If no token has an expert, the first token goes to the first expert.
 
-        Its probability is zero, so it adds nothing. Transformer Engine's fused permutation and its grouped
-        linears fail on empty tensors (Megatron-LM pull requests 3626 and 4851), and under sequence
-        parallelism a rank may hold padding alone.
+        The token's probability is zero, so it adds nothing. Transformer Engine's fused permutation and its
+        grouped linears fail on empty tensors (Megatron-LM pull requests 3626 and 4851), and under sequence
+        parallelism a rank may hold only padding.
         """
         routing_map = routing_map.clone()
         routing_map[0, 0] |= ~routing_map.any()
@@ -269,15 +276,15 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
     def preprocess(self, routing_map: Tensor) -> Tensor:
         counts = super().preprocess(routing_map)
         if self.padded:
-            # Core 0.19.2 takes it that every token has its experts. The host waits for the number as it does
-            # where core drops tokens; without padding it is known.
+            # Core 0.19.2 assumes that every token has its experts. Here the host waits for the number as it
+            # does when core drops tokens. Without padding the number is known.
             self.num_out_tokens = routing_map.sum()
             self._maybe_update_cuda_sync_point("before_permutation_1")
         return counts
 
 
 class DeviceCountsDispatcher(PaddingDispatcher):
-    """Core's dispatcher, which leaves the experts' token counts on the device."""
+    """Core's dispatcher, except that the experts' token counts stay on the device."""
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
@@ -287,10 +294,11 @@ class DeviceCountsDispatcher(PaddingDispatcher):
 
 
 class ExpertsLayer(MoELayer):
-    """Core's layer, with the dispatcher its experts can work with.
+    """Core's layer, with the dispatcher that fits its experts.
 
-    Each token goes once to a rank, unless experts are cut themselves (expert tensor parallelism) or
-    Transformer Engine computes them (FP8, float32), which takes core's. Padding goes nowhere.
+    Each token goes at most once to a rank. The exceptions use core's dispatcher: experts whose matrices are
+    cut (expert tensor parallelism)
+    and experts that Transformer Engine computes (FP8, float32). Padding is not sent.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
@@ -307,8 +315,7 @@ class ExpertsLayer(MoELayer):
             )
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Core's routing; the dispatcher, which gets no mask, learns just before it works whether there is
-        one."""
+        """Core's routing. It also tells the dispatcher, which gets no mask, whether there is padding."""
         self.token_dispatcher.padded = padding_mask is not None
         probs, routing_map = super().route(hidden_states, padding_mask)
         if padding_mask is not None and isinstance(self.token_dispatcher, PaddingDispatcher):

@@ -1,13 +1,14 @@
-"""A rank's experts as one kernel launch a product, in place of Transformer Engine's one a product and expert.
+"""Computes a rank's experts with one kernel launch per product;
+Transformer Engine needs one per product and expert.
 
-Parameters are those of Megatron-core's ``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so checkpoints,
-optimizer and FP8 know no difference; only the products are ours (:mod:`megatron_vl.kernels.grouped_gemm`).
-They take the tokens of each expert from the device, and so the host waits for no token counts unless ranks
-exchange tokens.
+The parameters are those of Megatron-core's ``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so that
+nothing changes for checkpoints, optimizer and FP8. Only the products are ours
+(:mod:`megatron_vl.kernels.grouped_gemm`). They read each expert's token count on the device, so the host
+waits for no counts unless ranks exchange tokens.
 
-Experts outnumber everything else of a model, hence nothing is done for each of them on the host that can be
-done once: weight gradients are added to ``main_grad`` in the kernel, and Megatron-core's DDP is told that
-they are ready without one autograd node for each (:meth:`GroupedExperts.report_to`).
+A model has many experts, so the host avoids work per expert: the kernel adds weight gradients to
+``main_grad``, and Megatron-core's DDP learns that they are ready without one autograd node for each
+(:meth:`GroupedExperts.report_to`).
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ _placeholders: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def _placeholder(weight: Tensor) -> Tensor:
-    """What autograd is given as the gradient of a weight whose gradient is in ``main_grad`` already."""
+    """The gradient to give autograd for a weight whose real gradient is already in ``main_grad``."""
     key = (weight.shape, weight.dtype, weight.device)
     if key not in _placeholders:
         _placeholders[key] = torch.zeros_like(weight)
-    return _placeholders[key].detach()  # a tensor of its own, or autograd copies it
+    return _placeholders[key].detach()  # a separate tensor, or autograd copies it
 
 
 class ExpertWeights:
-    """One linear's weights of all local experts, as the kernels take them."""
+    """The weights of one linear of all local experts, in the form that the kernels need."""
 
     def __init__(self, module: nn.Module, experts: int) -> None:
         self.module = module
         self.parameters = [getattr(module, f"weight{expert}") for expert in range(experts)]
         self.ddp: ReplicaDDP | None = None
-        """Who is told that gradients are ready; None: its hooks, by way of autograd."""
+        """The DDP to notify when gradients are ready; None: autograd calls DDP's hooks."""
         self._addresses, self._grad_addresses = Addresses(), Addresses()
 
     @property
@@ -49,20 +50,22 @@ class ExpertWeights:
         return self._addresses.of(self.parameters)
 
     def inputs(self) -> list[nn.Parameter]:
-        """The weights that take part in the autograd graph: those whose DDP hooks it has to call."""
+        """The weights in the autograd graph: those whose DDP hooks autograd must call."""
         return self.parameters if self.ddp is None else self.parameters[:1]
 
     def gradients(self, dy: Tensor, x: Tensor, where: Plan) -> list[Tensor | None]:
-        """Computes the weight gradients; returns what autograd gets for :meth:`inputs`."""
+        """Computes the weight gradients. Returns what autograd gets for :meth:`inputs`."""
         first, inputs = self.parameters[0], self.inputs()
         if not first.requires_grad:
             return [None] * len(inputs)
+
         if not (getattr(self.module, "fuse_wgrad_accumulation", False) and hasattr(first, "main_grad")):
             packed = x.new_empty(len(self.parameters), *first.shape)
             step = packed[0].numel() * packed.element_size()
             places = torch.arange(len(self.parameters), device=x.device) * step + packed.data_ptr()
             weight_product(dy, x, places, where, packed, add=False)
             return list(packed.unbind())
+
         grads = [parameter.main_grad for parameter in self.parameters]
         weight_product(dy, x, self._grad_addresses.of(grads), where, grads[0], add=True)
         for parameter in inputs:
@@ -84,20 +87,17 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, addresses, *where = ctx.saved_tensors
         dy, where = dy.contiguous(), Plan(*where)
-        dx = (
-            row_product(dy, addresses, where, x.shape[1], transposed=False)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = row_product(dy, addresses, where, x.shape[1], transposed=False)
         return dx, None, None, *ctx.weights.gradients(dy, x, where)
 
 
 class PlannedLinear:
-    """Mixed into Transformer Engine's grouped linears: takes a :class:`Plan` in place of the list of row
-    counts."""
+    """A mixin for Transformer Engine's grouped linears that takes a :class:`Plan` instead of row counts."""
 
     def forward(self, x: Tensor, m_splits: Any) -> tuple[Tensor, None]:
-        """x [rows, in], sorted by expert -> [rows, out], and no bias."""
+        """x [rows, in], sorted by expert -> [rows, out] and no bias."""
         if not isinstance(m_splits, Plan):
             return super().forward(x, m_splits)  # type: ignore[misc]
         weights = self.expert_weights
@@ -112,24 +112,24 @@ class PlannedLinear:
 
 
 class GroupedExperts(TEGroupedMLP):
-    """Core's grouped experts with our products where they can compute what is asked: bf16 without FP8."""
+    """Core's grouped experts, with our products in bf16 without FP8."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.planned = self.config.params_dtype == torch.bfloat16 and not self.config.fp8
-        """Whether our kernels run."""
+        """Whether our kernels are used."""
 
     def forward(self, hidden: Tensor, counts: Tensor, probs: Tensor, *buffers: Any) -> tuple[Tensor, None]:
         """Runs each expert on its rows.
 
         Args:
-            hidden: [rows, H], sorted by expert. Rows after the last expert's may hold anything; nothing that
-                counts is computed of them.
-            counts: [local experts], rows of each.
-            probs: [rows], each row's weight.
+            hidden: [rows, H], sorted by expert.
+                The values of rows after those of the last expert do not matter.
+            counts: [local experts], number of rows of each.
+            probs: [rows], the weight of each row.
 
         Returns:
-            [rows, H] (a part of the sum under expert tensor parallelism), and no bias.
+            [rows, H] (a part of the sum under expert tensor parallelism) and no bias.
         """
         if not self.planned:
             return super().forward(hidden, counts, probs, *buffers)
@@ -137,18 +137,19 @@ class GroupedExperts(TEGroupedMLP):
         middle, _ = self.linear_fc1(hidden, where)
         if not self.activation_recompute:
             return self.linear_fc2(swiglu(middle, probs), where)
-        checkpoint = tensor_parallel.CheckpointWithoutOutput(
-            fp8=None
-        )  # ask Transformer Engine for no state of FP8
+
+        # fp8=None: Transformer Engine keeps no FP8 state.
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
         out, _ = self.linear_fc2(checkpoint.checkpoint(swiglu, middle, probs), where)
         checkpoint.discard_output_and_register_recompute(out)
         return out, None
 
     def report_to(self, ddp: ReplicaDDP) -> None:
-        """Lets weights tell ``ddp`` that their gradients are ready, in place of one hook each.
+        """Makes weights report to ``ddp`` directly that their gradients are ready,
+        instead of by one hook each.
 
-        Weights that do not get their gradients in ``main_grad`` (``fuse_wgrad_accumulation``) keep their
-        hooks.
+        Weights keep their hooks if their gradients are not added to ``main_grad``
+        (``fuse_wgrad_accumulation``).
         """
         for linear in (self.linear_fc1, self.linear_fc2):
             if self.planned and getattr(linear, "fuse_wgrad_accumulation", False):

@@ -1,21 +1,21 @@
-"""Mixture of experts: what takes the place of a decoder layer's MLP, and what its routers count.
+"""Mixture of experts: the layer that replaces a decoder layer's MLP, and the counts of its routers.
 
-A token goes to the ``top_k`` experts with the highest router probability, none is dropped. Experts are spread
-over expert-parallel ranks, which exchange tokens (:mod:`megatron_vl.models.moe.dispatch`); on CUDA a rank's
-run as one grouped GEMM. The router computes in float32.
+A token goes to the ``top_k`` experts with the highest router probability; no token is dropped. Experts are
+spread over expert-parallel ranks, which exchange tokens (:mod:`megatron_vl.models.moe.dispatch`). On CUDA, a
+rank's experts run as one grouped GEMM. The router computes in float32.
 
-The load-balancing loss is ``transformers``' formula within each layer, averaged over the layers::
+The load-balancing loss uses the formula of ``transformers`` within each layer, averaged over the layers::
 
     L = coefficient / layers * sum over layers of  E * sum over experts i of f_i * P_i
 
-``f_i`` is the number of a row's real tokens that go to expert ``i``, ``P_i`` the mean probability of ``i``
-over them, both divided by the tokens. ``transformers`` averages ``f`` and ``P`` over all layers before it
-multiplies them, which lets one layer's favourites make up for another's; for one layer both are equal. Rows
-count by their real tokens, so the loss does not depend on how rows are spread over ranks.
+Over a row's real tokens, ``f_i`` is the share that goes to expert ``i``, and ``P_i`` the mean probability of
+``i``. ``transformers`` averages ``f`` and ``P`` over all layers before it multiplies them, so that one
+layer's preferred experts can make up for another layer's. For one layer both formulas are equal. Rows are
+weighted by their real tokens, so the loss does not depend on how rows are spread over ranks.
 
 A row's padded tail goes to no expert: its part of the layer's output is zero, and it counts neither in this
-loss nor in the experts' load. Which tokens are padding comes with each row (``padding_mask``); a row without
-any has no mask.
+loss nor in the experts' load.
+Each row comes with a mask of its padding (``padding_mask``); a row without padding has no mask.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from megatron_vl.spec.layout import Layout
 def moe_settings(
     platform: Platform, language: LanguageSpec, layout: Layout, *, aux_loss: float
 ) -> dict[str, Any]:
-    """Megatron-core's settings of the experts.
+    """Megatron-core's settings for the experts.
 
     Args:
-        aux_loss: coefficient of the load-balancing loss in the sense of ``transformers``; 0: no such loss.
+        aux_loss: coefficient of the load-balancing loss as ``transformers`` defines it; 0: no such loss.
     """
     moe, cuda = language.moe, platform.name == "cuda"
     assert moe is not None
@@ -63,13 +63,13 @@ def moe_settings(
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_router_dtype": "fp32",
-        # Softmax over the chosen logits is softmax over all, divided by the sum of the chosen.
+        # Softmax over the chosen logits equals softmax over all, divided by the sum over the chosen ones.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
-        # Core divides f by top_k, transformers does not.
+        # Core divides f by top_k; transformers does not.
         "moe_aux_loss_coeff": aux_loss * moe.top_k / layers,
-        # Gloo gathers no tensors of different lengths, which alltoall asks of the ranks that share an
-        # expert's matrices.
+        # alltoall makes ranks that share an expert's matrices gather tensors
+        # of different lengths, which gloo cannot do.
         "moe_token_dispatcher_type": "alltoall" if cuda or layout.etp == 1 else "allgather",
         "moe_grouped_gemm": cuda,
         "moe_permute_fusion": cuda,
@@ -79,28 +79,27 @@ def moe_settings(
 
 
 class CountingRouter(TopKRouter):
-    """Core's router, which also counts the tokens of each expert and scales its load-balancing loss for this
-    trainer."""
+    """Core's router, which also counts the tokens of each expert and scales its load-balancing loss."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.load: Tensor
-        """int64 [experts]: tokens of this rank in this step, by expert."""
+        """int64 [experts]: number of this rank's tokens in this step, by expert."""
         self.register_buffer("load", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
         self.loss_scale: Tensor | float = 1.0
-        """Loss tokens for each real token of the global batch, by which gradients will be divided."""
+        """Loss tokens per real token of the global batch. Gradients are later divided by the loss tokens."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As core's, [T, experts] each, but padding has no expert.
+        """Core's routing, [T, experts] each, except that padding has no expert.
 
         Args:
-            padding_mask: bool [S, 1], true for padding; None: there is none.
+            padding_mask: bool [S, 1], true for padding; None: there is no padding.
         """
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is not None:
             padding = padding_mask.reshape(-1, 1)
             probs, routing_map = probs.masked_fill(padding, 0.0), routing_map & ~padding
-        if self.training and torch.is_grad_enabled():  # once, also where the layer is recomputed
+        if self.training and torch.is_grad_enabled():  # only once if the layer is recomputed
             self.load += routing_map.sum(dim=0)
         return probs, routing_map
 
@@ -109,14 +108,15 @@ class CountingRouter(TopKRouter):
     ) -> Tensor:
         """Attaches this row's loss, times its real tokens, to ``probs``.
 
-        Core 0.19.2 takes it that gradients are divided by all tokens of the batch, and that the ranks of a
-        row hold equally many real ones. Here they are divided by the loss tokens, and the last rank holds the
-        padded tail.
+        Core 0.19.2 assumes that gradients are divided by all tokens of the batch, and that the ranks of a row
+        hold the same number of real tokens. Here gradients are divided by the loss tokens, and the last rank
+        holds the padded tail.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
             return probs
-        # Counted as with a mask in rows without padding, too: one way to count, and one rounding.
+        # Rows without padding are counted as if they had a mask,
+        # so that all rows are rounded in the same way.
         counts, _, tokens = get_tokens_per_expert_and_token_count(
             routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
@@ -133,7 +133,7 @@ class CountingRouter(TopKRouter):
 
 
 def moe_layer(platform: Platform) -> Any:
-    """What builds a decoder layer's mixture of experts, in place of its MLP."""
+    """The constructor of a decoder layer's mixture of experts, which replaces its MLP."""
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import (
             TEColumnParallelGroupedLinear,
@@ -153,6 +153,7 @@ def moe_layer(platform: Platform) -> Any:
         grouped = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
         experts: Any = partial(GroupedExperts, submodules=grouped)
         return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
+
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     experts = partial(
@@ -170,16 +171,19 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
 
 
 def report_directly(ddp: ReplicaDDP) -> None:
-    """Spares the grouped experts of a wrapped chunk DDP's hook for each weight
-    (:mod:`megatron_vl.models.moe.experts`)."""
+    """Replaces DDP's hook of each weight for the grouped experts of a wrapped chunk.
+
+    See :mod:`megatron_vl.models.moe.experts`.
+    """
     for module in ddp.module.modules():
         if isinstance(module, MoELayer) and hasattr(module.experts, "report_to"):
             module.experts.report_to(ddp)
 
 
 def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
-    """Sets the counts to zero and tells the routers the scale of their loss; collective over data parallel,
-    no host sync.
+    """Sets the counts to zero and gives the routers the scale of their loss.
+
+    Collective over the data-parallel ranks, without host synchronisation.
 
     Args:
         rows: this replica's rows of the step.
@@ -196,12 +200,13 @@ def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
 
 
 def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int, device: torch.device) -> Tensor:
-    """Real tokens of the step by layer and expert, int64 [layers, experts] on ``device``; collective over all
-    ranks.
+    """Number of real tokens in the step by layer and expert, int64 [layers, experts] on ``device``.
 
-    Every rank routes tokens of its own (tensor-parallel ranks hold different parts of the sequence), so the
-    sum counts each once. Layers without experts are zero. A rank may have no layers, and chunks without
-    parameters.
+    Collective over all ranks.
+
+    Every rank routes different tokens (tensor-parallel ranks hold different parts of the sequence), so the
+    sum counts each token once. Layers without experts are zero.
+    A rank may have no layers, or chunks without parameters.
     """
     load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
     for router in routers(chunks):

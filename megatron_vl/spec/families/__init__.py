@@ -1,4 +1,4 @@
-"""Model families: one file each, one line each in :data:`FAMILIES`."""
+"""Model families. Each has one file and one line in :data:`FAMILIES`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
 
 
 def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
-    """The :class:`ModelSpec` of an HF config: a dict, a ``config.json`` file, or a folder that holds one.
+    """The :class:`ModelSpec` of an HF config, given as a dict,
+    a ``config.json`` file or a folder that holds one.
 
     Raises:
         FileNotFoundError: there is no ``config.json``.
-        ConfigError: the ``model_type`` is unknown or a field is missing or impossible.
+        ConfigError: the ``model_type`` is unknown, or a field is missing or impossible.
     """
     if not isinstance(config, dict):
         path = Path(config)
@@ -40,8 +41,8 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
 
 
 def _check_counts(config: dict[str, Any]) -> None:
-    """Raises ConfigError where a config from anybody would make lists of layers or experts that fill the
-    memory."""
+    """Raises ConfigError for counts of layers or experts that would fill the memory:
+    a config may come from anybody."""
     for part in (config, config.get("text_config"), config.get("vision_config")):
         for name, most in MOST.items():
             if isinstance(part, dict) and isinstance(part.get(name), (int, float)) and part[name] > most:

@@ -1,11 +1,11 @@
-"""What a model family tells the rest of the toolkit.
+"""The description of a model, which its family reads from the model's config.
 
-A family reads a Hugging Face ``config.json`` and answers with a :class:`ModelSpec`: plain numbers and flags,
-no torch. Everything else (model building, the tensor table, conversion, FLOP counts) is derived from the
-spec.
+A family turns a Hugging Face ``config.json`` into a :class:`ModelSpec`, which holds plain numbers and flags
+and needs no torch. Everything else (model building, the tensor table, conversion, FLOP counts)
+is derived from the spec.
 
-A field that the file leaves out is refused by name where it is a size, and otherwise read as transformers'
-config classes of that family read it (5.17 to 5.23): the same folder must mean the same model to both.
+A missing size is refused by name. Other missing fields get the defaults of the family's config classes in
+transformers (5.17 to 5.23), so that the same folder means the same model to both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_vl.errors import UserError
 
 
 class ConfigError(UserError, ValueError):
-    """A Hugging Face config that cannot be used; the message names the field and what would be valid."""
+    """A Hugging Face config cannot be used. The message names the field and what would be valid."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class VisionSpec:
     window_size: int = 0
     """Side of an attention window in pixels; 0 means full attention in all layers."""
     full_attention_layers: tuple[int, ...] = ()
-    """Zero-based layers with full attention; the others attend within windows. Ignored when ``window_size``
-    is 0."""
+    """Zero-based layers with full attention; the others attend within windows.
+    Ignored if ``window_size`` is 0."""
     tokens_per_second: float = 0.0
     """Temporal M-RoPE positions per second of video (Qwen2.5-VL); 0 means one position per frame group."""
     patch_bias: bool = False
     """Whether the patch embedding has a bias."""
     position_table_side: int = 0
-    """Rows (and columns) of the square table of learned position embeddings, which is interpolated to each
-    grid of patches and added to their embeddings; 0 means no table."""
+    """Number of rows (and columns) of the square table of learned position embeddings; 0 means no table. The
+    table is interpolated to each grid of patches and added to their embeddings."""
     deepstack_layers: tuple[int, ...] = ()
-    """Zero-based layers whose output goes through a merger of its own and is added to the language model's
-    hidden states at the medium's tokens: the first of them after decoder layer 0, the second after layer 1,
-    and so on (DeepStack)."""
+    """Zero-based layers for DeepStack. The output of each goes through its own merger and is added to the
+    language model's hidden states at the medium's tokens: for the first layer after decoder layer 0, for the
+    second after decoder layer 1, and so on."""
     video_timestamps: bool = False
-    """Whether each frame group of a video is a run of placeholders of its own, behind its time as text."""
+    """Whether each frame group of a video is a separate run of placeholders after its time as text."""
 
     @property
     def head_dim(self) -> int:
@@ -68,42 +68,44 @@ class VisionSpec:
 
     @property
     def padded_ffn_hidden_size(self) -> int:
-        """FFN width in Megatron checkpoints and on the device: the next multiple of 128.
+        """FFN width in Megatron checkpoints and on the device:
+        ``ffn_hidden_size`` rounded up to a multiple of 128.
 
-        Zero rows and columns are exact and stay zero under training (their gradients are zero); an aligned
-        width is 2.9x faster on H100/H200 (3420 -> 3456) and divides by every TP up to 8.
+        The added rows and columns are zero, do not change results, and stay zero in training because their
+        gradients are zero. An aligned width is 2.9x faster on H100/H200 (3420 -> 3456), and every
+        power-of-two TP up to 8 divides it.
         """
         return -(-self.ffn_hidden_size // 128) * 128
 
     @property
     def patch_dim(self) -> int:
-        """Elements of one flattened patch, ordered (channel, time, row, column) as in HF."""
+        """Number of elements in one flattened patch, ordered (channel, time, row, column) as in HF."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def merge_unit(self) -> int:
-        """Patches merged into one language-model token."""
+        """Number of patches merged into one language-model token."""
         return self.spatial_merge_size**2
 
     def is_full_attention(self, layer: int) -> bool:
-        """Whether the zero-based ``layer`` attends over whole frames rather than windows."""
+        """Whether the zero-based ``layer`` attends over whole frames instead of windows."""
         return self.window_size == 0 or layer in self.full_attention_layers
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """The mixture of experts that takes the place of a decoder layer's MLP."""
+    """The mixture of experts that replaces a decoder layer's MLP."""
 
     num_experts: int
     top_k: int
-    """Experts a token goes to."""
+    """Number of experts that a token goes to."""
     ffn_hidden_size: int
-    """FFN width of one expert; :attr:`LanguageSpec.ffn_hidden_size` is that of the dense layers."""
+    """FFN width of one expert. :attr:`LanguageSpec.ffn_hidden_size` is that of the dense layers."""
     norm_topk_prob: bool
     """Whether the weights of a token's experts are divided by their sum."""
     aux_loss_coef: float = dataclasses.field(compare=False)
-    """Factor of the load-balancing loss, where it is added. It decides how a model is trained, not which
-    model it is."""
+    """Coefficient of the load-balancing loss if it is added.
+    It affects training but does not identify the model."""
     dense_layers: tuple[int, ...]
     """Zero-based decoder layers that keep a dense MLP."""
     output_router_logits: bool = dataclasses.field(default=False, compare=False)
@@ -124,16 +126,16 @@ class LanguageSpec:
     norm_eps: float
     rope_theta: float
     mrope_section: tuple[int, int, int]
-    """Rotary frequencies given to time, height and width; they add up to ``head_dim / 2``."""
+    """Numbers of rotary frequencies for time, height and width. They add up to ``head_dim / 2``."""
     tied_embeddings: bool
     qkv_bias: bool = True
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised per head."""
     mrope_interleaved: bool = False
-    """Whether time, height and width take turns along the frequencies instead of a contiguous section
-    each."""
+    """Whether time, height and width alternate along the frequencies instead
+    of having a contiguous section each."""
     moe: MoeSpec | None = None
-    """The experts of the layers that have some; None for a dense model."""
+    """The experts of the layers that have experts; None for a dense model."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether the zero-based decoder ``layer`` has experts instead of a dense MLP."""
@@ -142,7 +144,7 @@ class LanguageSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model: its family, its two halves, its special tokens and the HF config it was read from."""
+    """One model: its family, its two halves, its special tokens, and the HF config that it was read from."""
 
     family: str
     vision: VisionSpec
@@ -172,36 +174,36 @@ class ModelSpec:
         return found
 
     def replace_layers(self, *, vision: int | None = None, language: int | None = None) -> ModelSpec:
-        """A copy with other layer counts, for benchmarks and tests. DeepStack keeps what has a layer on both
-        sides."""
+        """A copy with other layer counts, for benchmarks and tests.
+
+        DeepStack keeps the levels that still have a layer on both sides.
+        """
         spec = self
         if vision is not None:
             spec = dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, num_layers=vision))
         if language is not None:
             moe = spec.language.moe
             if moe:
-                moe = dataclasses.replace(
-                    moe, dense_layers=tuple(i for i in moe.dense_layers if i < language)
-                )
-            spec = dataclasses.replace(
-                spec, language=dataclasses.replace(spec.language, num_layers=language, moe=moe)
-            )
-        kept = tuple(i for i in spec.vision.deepstack_layers if i < spec.vision.num_layers)[
-            : spec.language.num_layers
-        ]
+                dense = tuple(i for i in moe.dense_layers if i < language)
+                moe = dataclasses.replace(moe, dense_layers=dense)
+            smaller = dataclasses.replace(spec.language, num_layers=language, moe=moe)
+            spec = dataclasses.replace(spec, language=smaller)
+
+        kept = tuple(i for i in spec.vision.deepstack_layers if i < spec.vision.num_layers)
+        kept = kept[: spec.language.num_layers]
         return dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, deepstack_layers=kept))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The text fields of an HF config, wherever they are.
 
-    Released Qwen2-VL and Qwen2.5-VL checkpoints keep them flat at the top; transformers 5.x nests them.
+    Released Qwen2-VL and Qwen2.5-VL checkpoints have them at the top level; transformers 5.x nests them.
     """
     return config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
 TEXT = "the text fields (text_config, or the top of the file)"
-"""Where the language model's fields are, for messages."""
+"""The place of the language model's fields, for messages."""
 
 
 def require(config: dict[str, Any], name: str, where: str) -> Any:
@@ -219,17 +221,17 @@ def read_language(
     head_dim: int | None = None,
     tied: bool | None = None,
 ) -> LanguageSpec:
-    """The language model's fields, flat or nested, old or new rope names.
+    """Reads the language model's fields, which may be flat or nested and have old or new rope names.
 
     Args:
-        norm_eps, rope_theta: what the family's config class has where the file leaves these out.
-        head_dim: the same; None: the width divided by the heads.
-        tied: whether embedding and output layer are one; None: as the file says in either place.
+        norm_eps, rope_theta: defaults of the family's config class, for a file without them.
+        head_dim: the same; None: the width divided by the number of heads.
+        tied: whether the output layer is the embedding; None: as the file says at either level.
 
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
     text = text_config(config)
-    # Of a file with both, transformers takes the older name.
+    # If a file has both names, transformers uses the older one.
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("mrope", "default"):
@@ -271,11 +273,11 @@ def read_language(
 
 
 def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: LanguageSpec) -> ModelSpec:
-    """Joins the halves with the special tokens and checks that the features fit the language model."""
+    """Joins the two halves and the special tokens, and checks that the features fit the language model."""
     if vision.out_hidden_size != language.hidden_size:
         raise ConfigError(
             f"config.json: the vision tower gives features of width {vision.out_hidden_size}, "
-            f"the language model wants {language.hidden_size}"
+            f"but the language model needs {language.hidden_size}"
         )
     if vision.hidden_size % vision.num_heads:
         raise ConfigError(
@@ -296,6 +298,7 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
             f"config.json: {len(deep)} DeepStack layers need as many decoder layers; there are"
             f" {language.num_layers}"
         )
+
     return ModelSpec(
         family=family,
         vision=vision,

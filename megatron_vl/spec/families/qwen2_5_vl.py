@@ -1,7 +1,7 @@
-"""Qwen2.5-VL (3B, 7B, 32B, 72B): RMSNorm tower, SwiGLU MLP, 112-pixel windows with full attention in four
-layers.
+"""Qwen2.5-VL (3B, 7B, 32B, 72B).
 
-Reference: ``transformers.models.qwen2_5_vl`` (arXiv 2502.13923).
+The tower has RMSNorm, a SwiGLU MLP, and 112-pixel windows with full attention in four layers. Reference:
+``transformers.models.qwen2_5_vl`` (arXiv 2502.13923).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from megatron_vl.spec.families.base import ModelSpec, VisionSpec, assemble, read
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a Qwen2.5-VL ``config.json``. Raises :class:`ConfigError` on a missing or impossible
-    field."""
+    """The spec of a Qwen2.5-VL ``config.json``. Raises :class:`ConfigError` for an invalid field."""
     vision = require(config, "vision_config", "config.json")
     tower = VisionSpec(
         hidden_size=require(vision, "hidden_size", "vision_config"),

@@ -1,6 +1,7 @@
-"""Qwen2-VL (2B, 7B, 72B): LayerNorm tower, quick-GELU MLP, full attention per frame.
+"""Qwen2-VL (2B, 7B, 72B).
 
-Reference: ``transformers.models.qwen2_vl`` (arXiv 2409.12191).
+The tower has LayerNorm, a quick-GELU MLP, and full attention within each frame. Reference:
+``transformers.models.qwen2_vl`` (arXiv 2409.12191).
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from megatron_vl.spec.families.base import ModelSpec, VisionSpec, assemble, read
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a Qwen2-VL ``config.json``. Raises :class:`ConfigError` on a missing or impossible
-    field."""
+    """The spec of a Qwen2-VL ``config.json``. Raises :class:`ConfigError` for an invalid field."""
     vision = require(config, "vision_config", "config.json")
     width = require(vision, "embed_dim", "vision_config")
     tower = VisionSpec(

@@ -1,7 +1,7 @@
-"""Qwen3-VL (2B, 4B, 8B, 32B): LayerNorm tower with a learned position table and DeepStack, QK-norm and
-interleaved M-RoPE.
+"""Qwen3-VL (2B, 4B, 8B, 32B).
 
-Reference: ``transformers.models.qwen3_vl`` (arXiv 2511.21631).
+The tower has LayerNorm, a learned position table and DeepStack; the language model has QK-norm and
+interleaved M-RoPE. Reference: ``transformers.models.qwen3_vl`` (arXiv 2511.21631).
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "quick_gelu": "
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a Qwen3-VL ``config.json``. Raises :class:`ConfigError` on a missing or impossible
-    field."""
+    """The spec of a Qwen3-VL ``config.json``. Raises :class:`ConfigError` for an invalid field."""
     return assemble("qwen3_vl", config, read_vision(config), read_text(config))
 
 
 def read_vision(config: dict[str, Any]) -> VisionSpec:
-    """The vision tower's fields."""
+    """Reads the vision tower's fields."""
     vision = require(config, "vision_config", "config.json")
     positions = require(vision, "num_position_embeddings", "vision_config")
     activation = vision.get("hidden_act", "gelu_pytorch_tanh")
@@ -64,12 +63,12 @@ def read_vision(config: dict[str, Any]) -> VisionSpec:
 
 
 def read_text(config: dict[str, Any], head_dim: int | None = 128) -> LanguageSpec:
-    """The language model's fields; ``head_dim`` as in :func:`~.base.read_language`."""
+    """Reads the language model's fields. ``head_dim`` is that of :func:`~.base.read_language`."""
     text = require(config, "text_config", "config.json")
     if text.get("attention_bias"):
         raise ConfigError("config.json: attention_bias=true is not supported; set it to false")
-    # transformers looks at the top of the file alone: nothing reads what its text config has.
+    # transformers reads only the top level of the file and ignores this field of the text config.
     tied = bool(config.get("tie_word_embeddings"))
     language = read_language(config, norm_eps=1e-6, rope_theta=5e5, head_dim=head_dim, tied=tied)
-    # transformers knows the interleaved order only, whatever the config says.
+    # transformers has only the interleaved order, whatever the config says.
     return dataclasses.replace(language, qkv_bias=False, qk_norm=True, mrope_interleaved=True)

@@ -1,17 +1,17 @@
-"""Qwen3-VL-MoE (30B-A3B, 235B-A22B): Qwen3-VL with experts in place of the decoder layers' MLPs.
+"""Qwen3-VL-MoE (30B-A3B, 235B-A22B): Qwen3-VL with experts instead of the decoder layers' MLPs.
 
-Reference: ``transformers.models.qwen3_vl_moe`` (arXiv 2511.21631), as of 5.17:
+The reference is ``transformers.models.qwen3_vl_moe`` (arXiv 2511.21631) of transformers 5.17:
 
 * The router is a linear layer without bias, computed in the hidden states' type (bfloat16 in a bfloat16
-  model). Its logits go through a softmax over *all* experts in float32, then the top k are taken and divided
-  by their sum, then cast back to the logits' type. (A softmax over the top k logits alone is the same number
-  up to rounding.)
-* ``norm_topk_prob`` is read by nothing there: the weights are divided by their sum whatever the config says.
-  Released configs say true; one that says false is refused here, as there is no reference for it.
-* The load-balancing loss is added only where ``output_router_logits`` asks for it, and the released configs
-  do not. ``router_aux_loss_coef`` is missing in them, too; its default is 0.001.
-* There are no shared experts. A layer is dense where ``mlp_only_layers`` names it or ``decoder_sparse_step``
-  does not divide its number counted from 1; the released models have none.
+  model). Its logits go through a softmax over *all* experts in float32. The top k are divided by their sum
+  and cast back to the logits' type.
+  (A softmax over only the top k logits gives the same numbers up to rounding.)
+* ``norm_topk_prob`` is ignored there: the weights are always divided by their sum. Released configs say true.
+  A config that says false is refused here, because there is no reference for it.
+* The load-balancing loss is added only if ``output_router_logits`` is true, which it is not in the released
+  configs. They do not have ``router_aux_loss_coef`` either; its default is 0.001.
+* There are no shared experts. A layer is dense if ``mlp_only_layers`` names it or ``decoder_sparse_step``
+  does not divide its number, counted from 1. The released models have no dense layers.
 * ``save_pretrained`` writes ``num_experts`` as ``num_local_experts``; both are read.
 """
 
@@ -33,14 +33,13 @@ from megatron_vl.spec.families.qwen3_vl import read_text, read_vision
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a Qwen3-VL-MoE ``config.json``. Raises :class:`ConfigError` on a missing or impossible
-    field."""
+    """The spec of a Qwen3-VL-MoE ``config.json``. Raises :class:`ConfigError` for an invalid field."""
     language = dataclasses.replace(read_text(config, head_dim=None), moe=read_moe(config))
     return assemble("qwen3_vl_moe", config, read_vision(config), language)
 
 
 def read_moe(config: dict[str, Any]) -> MoeSpec:
-    """The experts' fields."""
+    """Reads the experts' fields."""
     text, where = text_config(config), TEXT
     experts = text.get("num_local_experts") or require(text, "num_experts", where)
     top_k = require(text, "num_experts_per_tok", where)
@@ -50,10 +49,13 @@ def read_moe(config: dict[str, Any]) -> MoeSpec:
         )
     if not text.get("norm_topk_prob", True):
         raise ConfigError("config.json: norm_topk_prob=false is not supported; set it to true")
-    layers, step = range(require(text, "num_hidden_layers", where)), text.get("decoder_sparse_step", 1)
+
+    layers = range(require(text, "num_hidden_layers", where))
+    step = text.get("decoder_sparse_step", 1)
     if step < 1:
         raise ConfigError(f"config.json: decoder_sparse_step {step} must be at least 1")
     named = text.get("mlp_only_layers") or ()
+
     return MoeSpec(
         num_experts=experts,
         top_k=top_k,
