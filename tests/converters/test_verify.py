@@ -97,7 +97,7 @@ def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().out
     assert (
         f"identical: {len(tensors)} tensors" in said
-        and f"{len(tensors)} names differ by naming style only" in said
+        and f"{len(tensors)} names differ only in naming style" in said
     )
     assert (
         "model.embed_tokens.weight is model.language_model.embed_tokens.weight in the second folder" in said

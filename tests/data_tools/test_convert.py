@@ -601,13 +601,16 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
     for _ in range(2):
         assert run(tmp_path, [TEXT, record, record, bad, {**TEXT, **many}], "--max-quarantined", "1") == 0
         out = capsys.readouterr().out
-        instead = "(data.max_pixels of the run counts, data.video_max_pixels for videos)"
+        instead = "(data.max_pixels of the run applies, data.video_max_pixels for videos)"
         assert (
             f"  ignored: max_pixels in 4 content parts {instead}\n  ignored: weight in 2 turns\n  ignored: "
             in out
         )
-        assert "and 91 keys more (see report.json)\n" in out
-        assert "  2 images or videos in the assistant's turns: seen by the model, not learnt\n" in out
+        assert "and 91 more keys (see report.json)\n" in out
+        assert (
+            "  2 images or videos in the assistant's turns: the model sees them but does not learn them\n"
+            in out
+        )
     report = json.loads((tmp_path / "out/report.json").read_text())
     records = report["ignored"].pop("records")
     assert (
@@ -654,7 +657,7 @@ def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypa
 def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
     assert run(tmp_path, [{}, {}]) == 1
     error = capsys.readouterr().err
-    assert "none of 2 records could be used (record 1, no conversation: " in error
+    assert "none of 2 records can be used (record 1, no conversation: " in error
     # The first record's reason is in the message itself, so that a wrong media root is seen at once.
     question = {"from": "human", "value": "<image>\nWhat is this?"}
     missing = {"image": "photos/none.jpg", "conversations": [question, GPT]}

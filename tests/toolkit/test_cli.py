@@ -70,9 +70,9 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
         "--lmu-data nowhere is not a folder" in done.stderr
         and done.stderr.count("; --lmu-data takes the folder") == 2
     )
-    assert "megatron-vl doctor: --data.seq_len: fields of a run go with --config RUN.yaml" in done.stderr
+    assert "megatron-vl doctor: --data.seq_len: a field of a run needs --config RUN.yaml" in done.stderr
     assert "megatron-vl verify: unrecognized arguments: --forse; see megatron-vl verify --help" in done.stderr
-    assert "megatron-vl train: give the run: megatron-vl train --config RUN.yaml" in done.stderr
+    assert "megatron-vl train: no run is given: megatron-vl train --config RUN.yaml" in done.stderr
     assert "megatron-vl: unknown command: convrt; valid: convert" in done.stderr
     assert "megatron-vl train: parallel: tp 3 x pp 1 = 3 ranks do not divide the world size 4" in done.stderr
     assert "Traceback" not in done.stderr
@@ -123,7 +123,7 @@ def test_one_prompt_is_not_lost_behind_another(capsys):
 
 def test_an_empty_prompt_without_media_is_refused(capsys):
     assert main(["generate", "--checkpoint", ".", "--hf", ".", "--prompt", " "]) == 1
-    assert "--prompt is empty; say something, or give a picture" in capsys.readouterr().err
+    assert "--prompt is empty; give a text, or a picture" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["0", "-1"])

@@ -1,4 +1,4 @@
-"""``megatron-vl checkpoint show | verify``: what is in a run's checkpoint, and whether it is whole."""
+"""``megatron-vl checkpoint show | verify``: describes a run's checkpoints and checks their hashes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .options import ShowOptions, VerifyOptions
 
 
 def show(options: ShowOptions) -> int:
-    """The checkpoints of a run, and one of them in detail."""
+    """Lists the checkpoints of a run and describes one of them. Returns 1 if files are missing."""
     facts = describe(find_step(options.path))
     found = lineage_of(options.path)
     if options.json:
@@ -38,7 +38,7 @@ def show(options: ShowOptions) -> int:
 
 
 def verify(options: VerifyOptions) -> int:
-    """Every byte of a checkpoint against its hashes."""
+    """Compares every file of a checkpoint with its hashes. Returns 1 if one differs."""
     source = find_step(options.path)
     problems = verify_checkpoint(source)
     if options.json:
@@ -47,8 +47,8 @@ def verify(options: VerifyOptions) -> int:
         print("\n".join(problems))
         print(
             f"{source} is damaged; resume from another step with --checkpoint.step, "
-            "or from weights that verify"
+            "or start from weights that pass verification"
         )
     else:
-        print(f"{source} is whole")
+        print(f"{source} is intact")
     return 1 if problems else 0
