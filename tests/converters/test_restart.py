@@ -195,7 +195,7 @@ def test_an_unfinished_folder_is_no_checkpoint(
         == 0
     )
     told = capsys.readouterr()
-    assert "of 2 files were kept" in told.err and "continued: " in told.out
+    assert "of 2 files kept" in told.err and "continued: " in told.out
     assert_same_folder(origin, tmp_path / "back")
 
 

@@ -89,7 +89,7 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
         ("latest.json", "x", "latest.json is damaged"),
         ("latest.json", '{"step": 3}', "names step 3, but"),
         ("step_00000002/run.json", "{", "run.json is damaged"),
-        ("manifest.json", "{}", "holds weights alone, which `megatron-vl verify"),
+        ("manifest.json", "{}", "holds only weights, which `megatron-vl verify"),
     ],
 )
 @pytest.mark.parametrize("action", ["show", "verify"])

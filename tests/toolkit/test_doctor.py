@@ -119,7 +119,7 @@ def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_p
     monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "moved")])
     [finding] = _start_weights(config, read_spec(run["hf"]))
-    assert finding.state == "ok" and "not needed: the run goes on from its own checkpoint" in finding.found
+    assert finding.state == "ok" and "not needed: the run continues from its own checkpoint" in finding.found
     assert check_checkpoint(tmp_path / "other").state == "ok"
     file = next((tmp_path / "other").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
@@ -135,7 +135,7 @@ def test_experts_in_the_layout_and_a_run_that_is_done(run, monkeypatch):
     monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
     for steps, state, said in (
         (7, "note", "step 7 of 7: nothing is left to do"),
-        (8, "ok", "step 7; the run goes on"),
+        (8, "ok", "step 7; the run continues"),
     ):
         config = parse_config(["--config", str(run["yaml"]), "--steps", str(steps)])
         finding = _resume(config, read_spec(run["hf"]), 1)[-1]

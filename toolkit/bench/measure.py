@@ -1,8 +1,8 @@
-"""Times the trainer itself: its model, pipeline schedule, DDP, optimizer and feed, with random weights.
+"""Times the trainer itself with random weights: its model, pipeline schedule, DDP, optimizer and feed.
 
 Rows are drawn, packed and pinned before the clock starts and used in turn, or come from the real loader
-(``data``). Of each workload the first steps warm up; then whole steps are timed as one span of wall clock,
-one after the other as in training; then follow the steps in which the parts are timed, and one that is
+(``data``). Each workload begins with warm-up steps. Then whole steps are timed as one span of wall
+clock, one after the other as in training. Further steps time the parts of a step, and a last one is
 profiled for its collectives.
 """
 
@@ -80,7 +80,7 @@ def run(options: Options) -> None:
 
 
 def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, layout: Layout) -> Live:
-    """Model, DDP and optimizer, with the memory that each takes."""
+    """Builds model, DDP and optimizer and records the memory that each takes."""
     config, memory = options.config, {}
     before = allocated(platform)
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
@@ -90,14 +90,14 @@ def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, lay
     weights = allocated(platform)
     wrapped = wrap(config, chunks)
     if platform.name == "cuda":
-        # The distributed optimizer moves the weights into buffers of DDP: what is added are the gradients.
+        # The distributed optimizer moves the weights into buffers of DDP, so only the gradients are added.
         memory = {"weights": (weights - before) / GIB, "gradients": (allocated(platform) - weights) / GIB}
     optimizer = build_optimizer(config, platform, wrapped)
     return Live(options, spec, platform, grid, wrapped, optimizer, memory)
 
 
 def allocated(platform: Platform) -> int:
-    """Bytes that live tensors take on the device; 0 on CPU."""
+    """Bytes of the live tensors on the device; 0 on CPU."""
     if platform.name != "cuda":
         return 0
     gc.collect()
@@ -106,7 +106,7 @@ def allocated(platform: Platform) -> int:
 
 
 def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[str, Any]:
-    """Figures of one workload; the same on every rank. Collective."""
+    """Measures one workload; every rank gets the same figures. Collective."""
     o, platform = live.options, live.platform
     loader = make_loader(live, workload, micro_batches)
     feed = Feed(live.grid, platform, loader, micro_batches, balanced=o.config.data.balance)
@@ -122,7 +122,7 @@ def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[
     fed: list[StepData] = []
     for _ in range(o.timed):
         result, data = one_step(live, feed)
-        # The step has read its loss from the device, so the clock after it is the step's.
+        # The step has read its loss from the device, so the clock read after it includes all of the step.
         marks.append(time.perf_counter())
         fed.append(_without_tensors(data))
     platform.synchronize()
@@ -151,7 +151,7 @@ def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[
 
 
 def one_step(live: Live, feed: Feed) -> tuple[StepResult, StepData]:
-    """What the training loop does in a step."""
+    """Does what the training loop does in a step."""
     data = feed.next_step()
     set_learning_rates(live.optimizer, live.options.config, live.step)
     result = train_step(live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len)
@@ -173,8 +173,8 @@ def count(work: report.Work, live: Live, data: StepData) -> None:
 
 
 def make_loader(live: Live, workload: str, micro_batches: int) -> Iterator[Row] | None:
-    """Rows of this replica, on the rank that owns its loader: distinct ones on each replica, since ranks
-    straggle."""
+    """Rows of this replica, on the rank that owns its loader. Replicas get different rows,
+    so ranks straggle."""
     if not live.grid.owns_loader:
         return None
     o, config = live.options, live.options.config
@@ -190,8 +190,8 @@ def make_loader(live: Live, workload: str, micro_batches: int) -> Iterator[Row] 
 
 
 def memory(live: Live, held: int) -> dict[str, Any]:
-    """GiB on the rank with the highest peak, by part: what is held between steps is weights, gradients and
-    optimizer."""
+    """GiB by part on the rank with the highest peak; ``held`` is what stays between steps: weights,
+    gradients and optimizer."""
     mine: dict[str, Any] = {"peak_gib": live.platform.peak_memory_gib()}
     if live.platform.name == "cuda":
         mine |= {f"{part}_gib": size for part, size in live.memory.items()}
@@ -205,8 +205,7 @@ def memory(live: Live, held: int) -> dict[str, Any]:
 
 
 def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
-    """The parts of a step over all ranks, in steps of their own, and its collectives in one more.
-    Collective."""
+    """Times the parts of a step over all ranks and, in one more step, its collectives. Collective."""
     marks, work, waits = parts.Marks(live.platform), report.Work(), []
     with parts.attached(marks, live.chunks, live.optimizer):
         for _ in range(live.options.part_steps):
@@ -239,11 +238,11 @@ def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
 
 
 def _discard(_result: Any) -> None:
-    """For a step whose result nobody reads."""
+    """Ignores the result of a step."""
 
 
 def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: float) -> dict[str, float | None]:
-    """Share of the peak that each half of the model reaches in its own time, summed over ranks."""
+    """The share of the peak that each half of the model reaches in its own time, summed over ranks."""
     result: dict[str, float | None] = {}
     for half in ("language", "vision"):
         seconds = sum(
@@ -261,5 +260,5 @@ def _layout_note(live: Live) -> str:
     recompute = f"recompute: language {c.recompute.language}, vision {c.recompute.vision}"
     return (
         f"tp {g.tp} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}{experts}, "
-        f"{c.global_batch_size} rows of {c.data.seq_len} tokens a step, {c.dtype}, {recompute}"
+        f"{c.global_batch_size} rows of {c.data.seq_len} tokens per step, {c.dtype}, {recompute}"
     )

@@ -1,5 +1,5 @@
-"""One rank of doctor's all-reduce: ``torchrun -m toolkit.doctor.all_reduce nccl|gloo``. Rank 0 prints
-JSON."""
+"""One rank of doctor's all-reduce: ``torchrun -m toolkit.doctor.all_reduce nccl|gloo``. Rank
+0 prints JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPEATS = 5
 
 
 def main(backend: str) -> int:
-    """Reduces a tensor whose sum is known. Exit code 1 when it comes out wrong."""
+    """Reduces a tensor whose sum is known. Returns exit code 1 if the result is wrong."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     device = (
