@@ -97,6 +97,6 @@ def test_a_system_that_does_not_allow_it_is_named_at_the_start(tmp_path):
         [*words, "-c", NOT_ALLOWED, tmp_path], cwd=REPOSITORY, capture_output=True, text=True
     )
     said = done.stdout.partition("said: ")[2]
-    assert said.startswith(
-        "with the guards of Python alone: this system does not close a process in (OSError"
-    ), done.stderr
+    assert said.startswith("with Python's guards only: this system cannot confine a process (OSError"), (
+        done.stderr
+    )

@@ -81,7 +81,7 @@ def test_cells_that_lead_away_or_explode_are_refused(tmp_path, fields, said):
 
 
 def test_two_rows_of_one_index_are_refused(tmp_path):
-    with pytest.raises(TableError, match="^mine.tsv: row 2: index '1' is there twice"):
+    with pytest.raises(TableError, match="^mine.tsv: row 2: index '1' occurs twice"):
         check_rows([row(), row()], tmp_path, LARGEST, "mine")
 
 

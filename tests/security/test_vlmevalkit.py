@@ -234,7 +234,7 @@ def test_what_a_language_model_must_judge_says_so(answers, folder):
     options = Options({role: folder for role in roles}, "MMDU", folder, folder)
     result = Result("MMDU", 2, {}, {role: {"metrics": {}, "problem": ""} for role in roles})
     gate = _scores(options, folder / "work" / "unjudged", roles, result)
-    assert gate.passed is False and "no score of 2 of 2 checkpoints" in gate.measured
+    assert gate.passed is False and "2 of 2 checkpoints have no score" in gate.measured
     assert "--judge-base-url" in gate.details[0] and not result.checkpoints["original"]["metrics"]
 
 

@@ -139,8 +139,8 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
         return capsys.readouterr().err
 
     assert "other.tsv does not exist" in refused("--data", "other")
-    assert "gone.tsv is no file; give the path of a table" in refused("--data", str(tmp_path / "gone.tsv"))
-    assert f"--data {table} is a table, and its folder is taken" in refused("--data", str(table))
+    assert "gone.tsv is not a file; give the path of a table" in refused("--data", str(tmp_path / "gone.tsv"))
+    assert f"--data {table} is a table whose own folder is used" in refused("--data", str(table))
     assert "config.json is missing" in refused(hf=tmp_path)
     assert "--limit 0 must be at least 1" in refused("--limit", "0")
     assert "must be on this machine" in refused(
@@ -171,7 +171,7 @@ def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
     (tmp_path / "mine" / "folder.tsv").mkdir()
     assert find_data("MMBench", None, usual) == ("MMBench", usual)
     for wrong in ("folder.tsv", "gone.tsv", "../mine/photos", "..", ""):
-        with pytest.raises(UsageError, match="is no file; give the path of a table"):
+        with pytest.raises(UsageError, match="is not a file; give the path of a table"):
             find_data(wrong, None, usual)
     with pytest.raises(UsageError, match="leave it out"):
         find_data("photos.tsv", tmp_path, usual)
