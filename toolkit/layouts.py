@@ -1,5 +1,5 @@
-"""How a parallel layout is written on the command line: ``1``, ``tp2sp``, ``tp2pp2vpp2``, ``pp2:layers=1-3``,
-``ep2``."""
+"""Parses parallel layouts as written on the command line: ``1``, ``tp2sp``,
+``tp2pp2vpp2``, ``pp2:layers=1-3``, ``ep2``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_vl.errors import UserError
 
 
 class LayoutTextError(UserError, ValueError):
-    """A text that is not a layout."""
+    """The text is not a layout."""
 
 
 GRAMMAR = (
-    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 one after another in any order, or 1 for a single"
-    " rank; `:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. Examples: 1, tp2sp,"
-    " pp2:layers=1-3, tp2pp2vpp2, dp2"
+    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 in any order, or 1 for a single rank; "
+    "`:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. "
+    "Examples: 1, tp2sp, pp2:layers=1-3, tp2pp2vpp2, dp2"
 )
 SIZES = ("vpp", "etp", "tp", "pp", "dp", "ep")
-"""Keys with a number. The longer ones first: a pattern takes the first that fits."""
+"""Keys with a number. The longer ones come first, because a pattern takes the first match."""
 _PART = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)|(sp)")
 _TEXT = re.compile(rf"(1|(?:{_PART.pattern})+)(?::layers=(\d+(?:-\d+)*))?")
 
@@ -45,13 +45,13 @@ class LayoutSpec:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a step is a multiple of this: each data-parallel rank has as many,
-        interleaving wants ``pp``."""
+        """The rows of a step must be a multiple of this: data-parallel ranks have equal numbers, and
+        interleaving requires a multiple of ``pp``."""
         return self.dp * (self.pp if self.vpp > 1 else 1)
 
     @property
     def model_parallel(self) -> dict[str, Any]:
-        """The arguments of :func:`megatron_vl.spec.layout.make_layout`."""
+        """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
         layers = list(self.layers) if self.layers is not None else None
         return {
             "tp": self.tp,
@@ -64,11 +64,10 @@ class LayoutSpec:
 
 
 def parse_layout(text: str) -> LayoutSpec:
-    """A layout from its text. Without ``dp`` there are as few data-parallel ranks as ``ep`` and ``etp``
-    allow.
+    """Parses a layout. Without ``dp``, it has as few data-parallel ranks as ``ep`` and ``etp`` allow.
 
     Raises:
-        LayoutTextError: the text is not of the grammar, or names a size twice.
+        LayoutTextError: the text does not follow the grammar, or names a size twice.
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
@@ -90,8 +89,8 @@ def parse_layout(text: str) -> LayoutSpec:
 
 
 def parse_layouts(text: str) -> list[LayoutSpec]:
-    """A comma-separated list of layouts. Raises :class:`LayoutTextError` as :func:`parse_layout`, and for an
-    empty list."""
+    """Parses comma-separated layouts. Raises LayoutTextError like :func:`parse_layout`, and for
+    an empty list."""
     layouts = [parse_layout(part) for part in text.split(",") if part.strip()]
     if not layouts:
         raise LayoutTextError(f"no layout is given; valid: {GRAMMAR}")

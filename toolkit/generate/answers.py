@@ -1,4 +1,4 @@
-"""``megatron-vl generate``: reads prompts, starts the processes, turns tokens into text."""
+"""``megatron-vl generate``: reads prompts, starts the processes and turns tokens into text."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from toolkit.samples import SampleEncoder, write_samples
 from .worker import Job, write_job
 
 TOLD = 10
-"""Unusable records that are named; the rest is counted."""
+"""Number of unusable records that are named; the others are only counted."""
 
 Prompt = tuple[Conversation, Path, str]
-"""A conversation, the folder that its media lie in, links followed, and its file and line for messages
-(empty: --prompt)."""
+"""A conversation, the resolved folder of its media, and its file and line for messages
+(empty for --prompt)."""
 
 
 @dataclass
 class Request:
-    """What the command was asked for."""
+    """The options of one call of the command."""
 
     hf: Path
     checkpoint: Path
@@ -62,7 +62,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
         encoder.spec.vision,
         encoder.spec.language,
     ):
-        raise UserError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
+        raise UserError(f"--checkpoint {request.checkpoint} holds a different model than --hf {request.hf}")
     layout = make_layout(spec, **request.layout)
     samples = _encode(encoder, request.conversations)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
@@ -98,7 +98,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
 
 
 def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
-    """Raises UserError, which names the prompts that the model cannot be given."""
+    """Encodes the prompts. Raises UserError, which names the prompts that the model cannot take."""
     samples, wrong = [], _Wrong()
     for conversation, root, place in prompts:
         try:
@@ -111,7 +111,7 @@ def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
 
 
 class _Wrong:
-    """Records that cannot be used."""
+    """Collects records that cannot be used."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -125,7 +125,7 @@ class _Wrong:
             self.lines.append(": ".join(said))
 
     def tell(self) -> None:
-        """Raises UserError when there is one."""
+        """Raises UserError if there are any."""
         if self.count == 1:
             raise UserError(self.lines[0])
         if self.count:
@@ -134,7 +134,7 @@ class _Wrong:
 
 
 def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Conversation:
-    """A user's turn with pictures, videos, then the text."""
+    """Makes a user's turn of pictures, videos, then the text."""
     parts: list[dict[str, Any]] = [{"type": "image", "image": str(path.resolve())} for path in images]
     parts += [{"type": "video", "video": str(path.resolve())} for path in videos]
     return read_prompt(
@@ -143,14 +143,14 @@ def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Con
 
 
 def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
-    """The conversations of JSON or JSON-lines files; a last turn that is the assistant's is left out.
+    """Reads the conversations of JSON or JSON-lines files; leaves out a final assistant turn.
 
     Args:
-        files: each with the folder that its media lie in, links followed.
+        files: each file with the resolved folder of its media.
 
     Raises:
-        UserError: records cannot be used, or their media are not there; the message names the first ten and
-            counts them all.
+        UserError: records cannot be used, or their media are missing; the message names the first ten and
+            counts all of them.
     """
     prompts: list[Prompt] = []
     wrong = _Wrong()
@@ -163,14 +163,14 @@ def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
                     prompts.append((_conversation(record, root), root, place))
                 except RecordError as error:
                     wrong.add(place, error)
-        except ReadError as error:  # names its file, which cannot be read on
+        except ReadError as error:  # the message names the file, of which no more can be read
             wrong.add("", error)
     wrong.tell()
     return prompts
 
 
 def _conversation(record: Any, root: Path) -> Conversation:
-    """Raises RecordError: it cannot be used, or a file that it names is not inside ``root``."""
+    """Converts a record. Raises RecordError if it is unusable or names a file outside ``root``."""
     if isinstance(record, BadLine):
         raise RecordError(record.reason, str(record))
     conversation = read_prompt(record)
