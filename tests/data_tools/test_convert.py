@@ -519,7 +519,7 @@ def test_text_in_another_encoding_is_counted(tmp_path):
     report = convert([tmp_path / "a.jsonl"], Options(tmp_path / "m", tmp_path / "out"))
     assert report.samples == 1 and report.refused == {"a.jsonl": {"not UTF-8": 1}}
     (tmp_path / "b.json").write_bytes(b"[" + text.encode() + b"," + text.encode("latin-1") + b"]")
-    with pytest.raises(ReadError, match="b.json: not UTF-8 behind record 0"):
+    with pytest.raises(ReadError, match="b.json: not UTF-8 after record 0"):
         convert([tmp_path / "b.json"], Options(tmp_path / "m", tmp_path / "out2"))
 
 
@@ -702,4 +702,4 @@ def test_command_fails_on_a_broken_file(tmp_path, capsys):
         str(tmp_path / "out"),
     ]
     assert main(["data", "convert", *base]) == 1
-    assert "record 2 is no valid JSON" in capsys.readouterr().err
+    assert "record 2 is not valid JSON" in capsys.readouterr().err
