@@ -12,7 +12,7 @@ from .rules import Rule, gated, language_rules, padded_columns, same, vision_rul
 
 
 def rules(spec: ModelSpec) -> list[Rule]:
-    """One rule for each tensor of the model."""
+    """Returns one rule for each tensor of the model."""
     table = tensor_table(spec)
 
     def mlp(v: VisionSpec, ours: str, hf: str) -> list[Rule]:

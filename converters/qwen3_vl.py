@@ -1,5 +1,5 @@
-"""Qwen3-VL <-> Megatron: a two-layer vision MLP whose width (4304) is padded to a multiple of 128, DeepStack
-mergers, QK-norm.
+"""Qwen3-VL <-> Megatron: a two-layer vision MLP padded from 4304 to a multiple of 128,
+DeepStack mergers, QK-norm.
 
 Qwen3-VL-MoE is the same with a router and experts in the decoder layers.
 Names: ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration`` as released
@@ -26,7 +26,7 @@ MERGER = ("norm", "linear_fc1", "linear_fc2")
 
 
 def rules(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
-    """One rule for each tensor of the model. ``experts``: how HF stores them, where there are any."""
+    """Returns one rule for each tensor of the model. ``experts`` says how HF stores its experts, if any."""
     table = tensor_table(spec)
 
     def mlp(v: VisionSpec, ours: str, hf: str) -> list[Rule]:

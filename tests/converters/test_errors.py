@@ -292,15 +292,15 @@ def test_force_touches_nothing_else(tmp_path: Path) -> None:
     convert(origin, tmp_path / "full")
     other = tmp_path / "another_hf"
     shutil.copytree(origin, other)
-    with pytest.raises(FileExistsError, match="nothing there is touched"):
+    with pytest.raises(FileExistsError, match="nothing in it is replaced"):
         convert(origin, other, force=True)
-    with pytest.raises(FileExistsError, match="nothing there is touched"):
+    with pytest.raises(FileExistsError, match="nothing in it is replaced"):
         export(tmp_path / "full", origin, tmp_path / "full" / "..", force=True)
     for source, work in (
         (origin, lambda p: convert(p, p, force=True)),
         (tmp_path / "full", lambda p: reshard(p, p, force=True)),
     ):
-        with pytest.raises(ValueError, match="is the folder that is read"):
+        with pytest.raises(ValueError, match="is the input folder"):
             work(source)
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in origin.iterdir())
 

@@ -63,7 +63,7 @@ def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) ->
     for line in lines:
         if line.get("kill_before") == line["of"]:
             assert line["kept_files"] == line["files"], line
-            assert f"going on: {line['files']} of {line['files']} files kept" in line["told"]
+            assert f"continuing: {line['files']} of {line['files']} files kept" in line["told"]
         if line.get("kill_before") == line["of"] // 2 and line["killed"] == 1:
             assert line["kept_tensors"] > 5 and line["kept_files"] < line["files"], line
 
@@ -116,7 +116,7 @@ def test_a_source_that_changes_meanwhile(
         return window(self, name, w)
 
     monkeypatch.setattr(HfCheckpoint, "window", touching)
-    with pytest.raises(WeightsError, match="model-00001-of-00002.safetensors was changed while it was read"):
+    with pytest.raises(WeightsError, match="model-00001-of-00002.safetensors changed while it was read"):
         convert(hf, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -176,7 +176,7 @@ def test_an_unfinished_folder_is_no_checkpoint(
     convert(origin, tmp_path / "full")
     interrupted(monkeypatch, lambda: export(tmp_path / "full", origin, tmp_path / "back"))
     interrupted(monkeypatch, lambda: convert(origin, tmp_path / "shards", LAYOUT))
-    with pytest.raises(WeightsError, match="an export that is not finished; run it again"):
+    with pytest.raises(WeightsError, match="an unfinished export; run the same export again"):
         TensorFolder(tmp_path / "back")
     with pytest.raises(FileNotFoundError, match="a conversion that is not finished; run it again"):
         WeightReader(tmp_path / "shards")

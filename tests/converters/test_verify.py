@@ -72,9 +72,9 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
         "kind": "type F32 against F16",
         "new": "missing in the first folder",
         "only": "missing in the second folder",
-        "scalar": "1 of 1 elements differ, the first at 0, at most by 1",
+        "scalar": "1 of 1 elements differ, the first at 0, by at most 1",
         "shape": "shape [2] against [1, 2]",
-        "sign": "3 of 3 elements differ, the first at 0, at most by 0",
+        "sign": "3 of 3 elements differ, the first at 0, by at most 0",
     }
 
 
