@@ -1,5 +1,5 @@
-"""The Megatron side of a conversion is what Megatron-core computes with: checked against constructions of
-their own.
+"""The Megatron side of a conversion is what Megatron-core computes with, checked
+by independent constructions.
 
 A round trip cannot see a permutation that both directions share; these tests can.
 """
@@ -50,7 +50,7 @@ PARAMETERS = {
     "Qwen3-VL-30B-A3B-Instruct": (882, 31_070_754_032),
     "Qwen3-VL-235B-A22B-Instruct": (1388, 235_670_022_896),
 }
-"""Tensors and parameters of the released checkpoints."""
+"""Numbers of tensors and parameters of the released checkpoints."""
 
 
 @pytest.mark.parametrize("size", SIZES)

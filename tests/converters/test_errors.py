@@ -1,4 +1,4 @@
-"""What cannot be converted is refused by name, and nothing that looks like a checkpoint is left behind."""
+"""Invalid input is refused by name, and nothing that looks like a checkpoint is left behind."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_out_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_force_touches_nothing_else(tmp_path: Path) -> None:
-    """Neither another kind of checkpoint, nor a folder of anything, nor the folder that is read."""
+    """It touches neither another kind of checkpoint, nor an arbitrary folder, nor the input folder."""
     origin = hf_with(tmp_path / "hf")
     convert(origin, tmp_path / "full")
     other = tmp_path / "another_hf"
@@ -306,7 +306,7 @@ def test_force_touches_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_failure_leaves_no_checkpoint(tmp_path: Path) -> None:
-    """Weights that turn out to be at fault half way end the conversion with a name, and nothing stays."""
+    """Weights that turn out to be invalid halfway end the conversion with a name, and nothing remains."""
     convert(hf_with(tmp_path / "hf"), tmp_path / "shards", {"tp": 2, "pp": 2})
     file = tmp_path / "shards" / "tp01_pp01.safetensors"
     data = bytearray(file.read_bytes())
@@ -317,7 +317,7 @@ def test_a_failure_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_full_disk_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(WeightsError, match="0.0 GB free"):

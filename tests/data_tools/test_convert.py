@@ -1,4 +1,4 @@
-"""The data tool: formats, splits, refusals, and what Energon finds afterwards."""
+"""Tests of the data tool: formats, splits, refusals, and what Energon finds afterwards."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
 
 
 def test_energon_finds_all_of_it(tmp_path):
-    """The files are what `energon prepare` would write: counts, offsets, image sizes."""
+    """The files equal what `energon prepare` would write: counts, offsets, image sizes."""
     out, report = converted(
         tmp_path, mixed_records(tmp_path / "media", 11), val_fraction=0.3, samples_per_shard=3
     )
@@ -457,7 +457,7 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
 
 
 def bomb(height: int, width: int) -> bytes:
-    """A PNG of some bytes that says it has this size."""
+    """A PNG of a few bytes that claims to have this size."""
     data = bytearray(encoded(8, 8, "grey"))
     data[16:24] = struct.pack(">II", width, height)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
@@ -465,8 +465,8 @@ def bomb(height: int, width: int) -> bytes:
 
 
 def test_the_limit_of_pixels_can_be_set(tmp_path):
-    """From the header: the picture of this size has no pixels at all, and larger limits change what is said
-    of it."""
+    """The limit applies to the header: this picture has no pixels at all, and larger limits
+    change the reason."""
     write(tmp_path / "media/a.png", encoded(100, 100))
     write(tmp_path / "media/b.png", bomb(10_000, 20_000))
     write(tmp_path / "media/c.mp4", video(3, 128, 128))
@@ -589,7 +589,7 @@ def test_command_lists_what_was_quarantined(tmp_path, capsys):
 
 
 def test_command_names_what_has_no_effect(tmp_path, capsys):
-    """Counted in samples alone, the same again from the report of the complete data set."""
+    """Only samples are counted; the report of the complete data set gives the same counts again."""
     write(tmp_path / "m/a.png", encoded(30, 30))
     picture = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
     answer = {"role": "assistant", "content": [picture, {"type": "text", "text": "That one."}], "weight": 0.5}
@@ -623,7 +623,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
 
 
 def test_exit_code_tells_whether_too_much_was_quarantined(tmp_path, capsys):
-    """One record in a hundred by default, and the data set is whole either way."""
+    """The default limit is one record in a hundred, and the data set is complete either way."""
     assert run(tmp_path, [TEXT] * 99 + [{}]) == 0
     assert "99 of 100 records" in capsys.readouterr().out
     assert run(tmp_path, [TEXT] * 99 + [{}], "--max-quarantined", "0") == 3  # the same data set, judged again
@@ -639,8 +639,8 @@ def test_exit_code_tells_whether_too_much_was_quarantined(tmp_path, capsys):
 
 @pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
 def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypatch, array):
-    """A whole small file is read before its first batch is done, and the meter is asked before it is time for
-    a line."""
+    """A small file is read whole before its first batch is done, and the meter is asked before a
+    line is due."""
     lines = [json.dumps(TEXT) for _ in range(48)]
     (tmp_path / "in").write_text(f"[{', '.join(lines)}]" if array else "\n".join(lines))
     (tmp_path / "m").mkdir()

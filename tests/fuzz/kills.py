@@ -1,11 +1,10 @@
-"""Kills a four-rank run with SIGKILL at random moments, again and again, and compares it with an undisturbed
-one.
+"""Kills a four-rank run with SIGKILL at random moments and compares it with an undisturbed one.
 
     python -m tests.fuzz.kills --kills 20
 
-TP2 x PP2 with sequence parallelism, overlapped reduction and gather, loader workers, a checkpoint every
-second step: many kills hit a save. Losses, gradient norms and the samples of every step must be equal bit for
-bit.
+The run uses TP2 x PP2 with sequence parallelism, overlapped reduction and gather, loader workers, and a
+checkpoint every second step, so that many kills hit a save. Losses, gradient norms and the samples of every
+step must be equal bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo passes its own checks, and they do fail when something is wrong."""
+"""The demo passes its own checks, and they fail if something is wrong."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def test_all_checks_pass_and_the_curve_is_drawn(demo):
 
 @pytest.mark.ranks
 def test_a_damaged_export_fails(demo, tmp_path):
-    """The control: one layer's heads swapped, as a wrong conversion would do, and the loss and the answers
-    are wrong."""
+    """The control: with one layer's heads swapped, as by a wrong conversion, loss and answers are wrong."""
     damaged = tmp_path / "damaged"
     shutil.copytree(demo.exported, damaged)
     name = "model.layers.3.self_attn.q_proj.weight"

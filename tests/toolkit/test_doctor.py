@@ -1,5 +1,5 @@
-"""doctor on this very machine, on whole and damaged data, checkpoints and runs, and on a broken
-installation."""
+"""Runs doctor on this machine, on intact and damaged data, checkpoints and runs, and on
+a broken installation."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def doctor(*words: str | Path, path: Path | None = None) -> tuple[int, dict[str,
 
 @pytest.mark.ranks
 def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
-    """A package that fails at import, as Transformer Engine's parts do without each other, is found and
-    nothing else is."""
+    """A package that fails at import, as Transformer Engine's parts do alone, is the only finding."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('Could not find `transformer-engine`.')\n")
@@ -83,7 +82,7 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
 
 @pytest.mark.ranks
 def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
-    """In this process: the same findings that the command prints."""
+    """Runs in this process and gives the same findings that the command prints."""
     good = check_run(["--config", str(run["yaml"])], None, [])
     assert set(states(good.findings).values()) == {"ok"}, [f for f in good.findings if f.state != "ok"]
     assert {"model is built", "rows", "start weights", "memory", "disk"} <= states(good.findings).keys()
@@ -159,7 +158,7 @@ def test_disk_that_is_too_small_or_not_there(tmp_path):
 
 
 def test_gpus_as_nvidia_smi_lists_them():
-    """Its own CSV, with a GPU that has fallen off the bus."""
+    """Parses nvidia-smi's own CSV, with a GPU that has fallen off the bus."""
     text = (
         "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error],"
         " [N/A], [N/A], 1\n"
