@@ -1,4 +1,4 @@
-"""Reads optimizer state back into other layouts: the numbers, and the files opened for them, without a group."""
+"""Reads optimizer state back into other layouts and checks the numbers and the files that are opened."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def info_size(info: TensorInfo) -> int:
 def saved(
     folder: Path, cut: Cut, *, index: bool = True, kinds: tuple[str, ...] = KINDS
 ) -> dict[str, dict[str, Any]]:
-    """Saves it like ranks of ``cut`` x DP3: one buffer of all tensors, a third for each data-parallel rank."""
+    """Saves it like ranks of ``cut`` x DP3: one buffer of all tensors, a third for each DP rank."""
     folder.mkdir(parents=True)
     files, slices = {}, {}
     for tp in range(cut.tp):

@@ -152,7 +152,7 @@ def test_a_data_restart_is_a_new_request_after_the_option_was_off(
 
 
 def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """They are damaged, then removed. The checkpoint itself says which model it holds; the numbers stay equal."""
+    """They are damaged, then removed. The checkpoint itself names its model; the numbers stay equal."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     weights = shutil.copytree(prepared["weights"], tmp_path / "weights")
     moved = {**prepared, "weights": weights}

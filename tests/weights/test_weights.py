@@ -430,7 +430,7 @@ def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: d
     refused("'stray' does not belong", lambda e: e[last]["tensors"].update(stray=e[last]["tensors"][name]))
 
 
-def test_replicas_that_differ_are_told(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+def test_replicas_that_differ_are_reported(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     """They mean a fault in training; the weights are kept, with a warning that names the tensor."""
     layout = make_layout(spec, tp=2)
     name = "language_model.decoder.final_layernorm.weight"
