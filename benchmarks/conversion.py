@@ -138,7 +138,8 @@ def anonymous(pid: int) -> int:
 def timed(words: list[str], root: Path) -> dict[str, float]:
     """Runs a command. Returns its seconds and its peak of RssAnon in bytes."""
     settle(root)
-    begin, peak = time.monotonic(), 0
+    begin = time.monotonic()
+    peak = 0
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while process.poll() is None:
         peak = max(peak, anonymous(process.pid))
@@ -212,6 +213,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
             same_files(root / "shards", root / "split")
         for folder in finished:
             shutil.rmtree(root / folder)
+
     same_files(root / "hf", root / "back")
     for verify in (True, False):
         settle(root)
@@ -220,6 +222,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
         results[f"load a rank of TP 2 from shards, {'verified' if verify else 'not verified'}"] = {
             "seconds": time.monotonic() - begin
         }
+
     return {
         "bytes": size,
         "layers": layers,
@@ -276,6 +279,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         config = json.loads(args.config.read_text()) if args.config else CONFIG
         report = benchmark(Path(folder), config, args.gb, args.workers)
+
     print(table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))

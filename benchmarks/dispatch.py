@@ -85,7 +85,8 @@ def dispatchers(platform: Platform, options: argparse.Namespace) -> dict[str, An
         def preprocess(self, routing_map: Tensor) -> Tensor:
             counts = super().preprocess(routing_map)
             if platform.name == "cpu" and self.ep_size > 1:
-                self.input_splits, self.output_splits = self.input_splits.numpy(), self.output_splits.numpy()
+                self.input_splits = self.input_splits.numpy()
+                self.output_splits = self.output_splits.numpy()
             return counts
 
     config = TransformerConfig(
@@ -101,7 +102,8 @@ def dispatchers(platform: Platform, options: argparse.Namespace) -> dict[str, An
         bf16=platform.name == "cuda",
         params_dtype=torch.bfloat16 if platform.name == "cuda" else torch.float32,
     )
-    local, rank = options.experts // dist.get_world_size(), dist.get_rank()
+    local = options.experts // dist.get_world_size()
+    rank = dist.get_rank()
     alone = [dist.new_group([i]) for i in range(dist.get_world_size())]
     groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=alone[rank], tp_ep=dist.group.WORLD)
     mine = list(range(local * rank, local * (rank + 1)))
@@ -157,7 +159,8 @@ def exchange(platform: Platform, inputs: Inputs, sent: list[int]) -> tuple[float
     """Milliseconds of an all-to-all of the rows alone, and the GB that it sends from this GPU."""
     got = torch.empty(len(sent), dtype=torch.int64, device=platform.device)
     dist.all_to_all_single(got, torch.tensor(sent, device=platform.device))
-    received, width = got.tolist(), inputs[0].shape[-1]
+    received = got.tolist()
+    width = inputs[0].shape[-1]
     out, rows = (
         inputs[0].detach().new_zeros(sum(received), width),
         inputs[0].detach().new_zeros(sum(sent), width),
@@ -167,7 +170,8 @@ def exchange(platform: Platform, inputs: Inputs, sent: list[int]) -> tuple[float
 
 
 def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> None:
-    inputs, both = draw(platform, tokens, options), dispatchers(platform, options)
+    inputs = draw(platform, tokens, options)
+    both = dispatchers(platform, options)
     results = {name: values(dispatcher, inputs) for name, dispatcher in both.items()}
     say(
         f"{tokens} tokens per rank; ours differs from core's by "
@@ -206,7 +210,8 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
         here = chosen[:, : options.experts // ranks]
         maps[f"received by one of {ranks}, to its experts"] = here[here.any(-1)].repeat(ranks, 1)
     for name, table in (maps | {"to all experts": chosen}).items():
-        rows, places = x[torch.arange(table.shape[0], device=x.device) % tokens], positions(table)
+        rows = x[torch.arange(table.shape[0], device=x.device) % tokens]
+        places = positions(table)
         total = int(table.sum())
         wide = scatter_rows(rows, places, total)
         moved = (table.shape[0] + total) * options.hidden * x.element_size() + places.numel() * 4

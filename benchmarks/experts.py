@@ -111,7 +111,8 @@ class Ours:
     """Our kernels on a case; a ``config`` of None means the defaults."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.plan = case, plan(case.counts, ROWS)
+        self.case = case
+        self.plan = plan(case.counts, ROWS)
         self.grads = torch.zeros(case.weights.shape, device="cuda")
         self.addresses, self.grad_addresses = (
             Addresses().of(list(case.weights)),
@@ -196,7 +197,8 @@ def transformer_engine_ones(cases: list[Case]) -> None:
         for i, weight in enumerate(module.parameters()):
             weight.data.copy_(case.weights[i])
             weight.main_grad = grads[i]
-        splits, x = case.counts.tolist(), case.x.detach().requires_grad_()
+        splits = case.counts.tolist()
+        x = case.x.detach().requires_grad_()
         forward.append(line(case, lambda m=module, x=x, s=splits: m(x, s).detach(), case.exact[0]))
 
         def both(module=module, x=x, splits=splits, dy=case.dy) -> Tensor:

@@ -62,7 +62,9 @@ def anonymous() -> int:
 
 def measure(make: Callable[[Path], First], count: int, folder: Path, results: Connection) -> None:
     """Sends seconds, bytes and duplicates of one structure."""
-    before, peak, repeated = anonymous(), 0, 0
+    before = anonymous()
+    peak = 0
+    repeated = 0
     first = make(folder)
     begin, cpu = time.monotonic(), time.process_time()
 

@@ -98,7 +98,9 @@ def main() -> None:
     arguments = parse()
     platform = get_platform()
     init_distributed(platform)
-    rank, world, device = dist.get_rank(), dist.get_world_size(), platform.device
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    device = platform.device
     mailbox = Mailbox(rank)
 
     rows = []

@@ -67,9 +67,12 @@ def stage_tensors(stage: int, pp: int) -> list[TensorInfo]:
 def slices(infos: list[TensorInfo], cut: Cut, dp_rank: int, dp: int) -> Iterator[Slice]:
     """A data-parallel rank's even share of the buffer of its stage's tensors."""
     counts = [torch.Size(info.shard_shape(cut)).numel() for info in infos]
-    low, high, at = sum(counts) * dp_rank // dp, sum(counts) * (dp_rank + 1) // dp, 0
+    low = sum(counts) * dp_rank // dp
+    high = sum(counts) * (dp_rank + 1) // dp
+    at = 0
     for info, count in zip(infos, counts, strict=True):
-        start, end = max(low - at, 0), min(high - at, count)
+        start = max(low - at, 0)
+        end = min(high - at, count)
         if start < end:
             yield info, start, end
         at += count
@@ -92,6 +95,7 @@ def write(folder: Path, tp: int, pp: int, dp: int) -> dict[str, dict[str, Any]]:
                 name = f"rank_{(stage * dp + dp_rank) * tp + tp_rank:05d}.safetensors"
                 files[name] = write_hashed(folder / name, tensors, {"tp": str(tp_rank)})
                 table[name] = slices_of(tensors, tp_rank, 0)
+
     files[INDEX] = write_index(folder, table)
     return files
 
@@ -158,7 +162,8 @@ def main() -> None:
 def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns one line for each way to find the files' contents and each layout that resumes."""
     plain = {name: facts for name, facts in files.items() if name != INDEX}
-    opens, found = Opens(), []
+    opens = Opens()
+    found = []
     told = index_of_headers(folder, plain)
     cases = [
         ("the same", args.tp, args.dp),
@@ -186,6 +191,7 @@ def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Names
             }
             found.append(line)
             print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+
     return found
 
 

@@ -91,7 +91,9 @@ def measured(name: str, ranks: int, run: Callable[[], Any]) -> Any:
     clock, processor = time.perf_counter(), time.process_time()
     result = run()
     clock, processor = time.perf_counter() - clock, time.process_time() - processor
-    stats, opens, listings = CALLS["stat"], CALLS["open"], CALLS["scandir"]
+    stats = CALLS["stat"]
+    opens = CALLS["open"]
+    listings = CALLS["scandir"]
     print(f"{name}: {processor:.2f} s ({clock:.2f} s), {stats} stats, {opens} opens, {listings} listings")
     print(f"  on {ranks} ranks of the job: {ranks * stats} stats, {ranks * opens} opens")
     return result

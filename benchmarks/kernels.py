@@ -30,7 +30,8 @@ PATCHES, HEADS, DIM = 22_208, 16, 80
 
 def window_lengths() -> list[int]:
     """Mostly whole windows, and some that are cut by the edge of a picture."""
-    rng, lengths = random.Random(1), [64] * 30
+    rng = random.Random(1)
+    lengths = [64] * 30
     while sum(lengths) < PATCHES - 64:
         lengths.append(rng.choice([64] * 5 + [48, 32, 16]))
     return [*lengths, PATCHES - sum(lengths)]

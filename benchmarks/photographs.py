@@ -49,7 +49,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for conversations.json and media/")
     args = parser.parse_args()
-    rng, sources = random.Random(5), photographs()
+    rng = random.Random(5)
+    sources = photographs()
     words = re.findall(r"[A-Za-z]{2,}", Path(__file__).parents[1].joinpath("README.md").read_text())
     media = args.out / "media"
     media.mkdir(parents=True, exist_ok=True)
@@ -60,6 +61,7 @@ def main() -> None:
         question, answer = (" ".join(rng.choices(words, k=rng.randint(15, 95))) for _ in range(2))
         turns = [{"from": "human", "value": f"<image>\n{question}?"}, {"from": "gpt", "value": answer}]
         conversations.append({"id": str(number), "image": name, "conversations": turns})
+
     (args.out / "conversations.json").write_text(json.dumps(conversations))
 
 

@@ -50,7 +50,8 @@ class Case:
         self.cu = torch.tensor(self.bounds, dtype=torch.int32, device="cuda")
         self.longest = max(b - a for a, b in pairwise(self.bounds))
         self.pairs = self.heads * sum((b - a) ** 2 for a, b in pairwise(self.bounds))
-        self.cos, self.sin = self.angles.cos(), self.angles.sin()
+        self.cos = self.angles.cos()
+        self.sin = self.angles.sin()
         self.full_angles = torch.cat((self.angles, self.angles), -1)[:, None, None]
         self.grad = torch.randn(self.bounds[-1], self.heads * self.dim, device="cuda", dtype=torch.bfloat16)
         self.exact = self.both(self.reference, self.qkv.float(), self.grad.float())
@@ -102,11 +103,13 @@ class Case:
         else:
             backward = milliseconds(lambda: torch.autograd.grad(out, x, self.grad, retain_graph=True))
             line += f"backward {self.rate(backward, 10)}"
+
         if rotated:
             pairs = zip(self.both(function, self.qkv, self.grad), self.exact, strict=True)
             line += "  error " + " / ".join(
                 f"{float((a.float() - b).norm() / b.norm()):.1e}" for a, b in pairs
             )
+
         print(line, flush=True)
 
 
@@ -132,7 +135,9 @@ def single_kernels(case: Case) -> list[tuple[str, list[Tile], Callable[[Tile], o
     angles = case.cos, case.sin
     packed = kernels._pack_rotated(case.qkv, *angles, case.dim)
     out, lse = kernels._attend(packed, case.cu, TILES.forward)
-    dout, delta, dqkv = case.grad.view_as(out), torch.empty_like(lse), torch.empty_like(case.qkv)
+    dout = case.grad.view_as(out)
+    delta = torch.empty_like(lse)
+    dqkv = torch.empty_like(case.qkv)
 
     def forward(tile: Tile) -> object:
         return kernels._attend(packed, case.cu, tile)

@@ -139,6 +139,7 @@ def convert(inputs: list[Path], options: Options, progress: Callable[[str], None
         space = Workspace(options.out, plan, options.force)
     except ResumeError as error:
         raise ConvertError(str(error)) from error
+
     try:
         if space.complete:
             return Report.read(options.out / "report.json")
@@ -149,6 +150,7 @@ def convert(inputs: list[Path], options: Options, progress: Callable[[str], None
         ) from error
     finally:
         space.close()
+
     report.seconds = round(time.monotonic() - start, 3)
     return report
 
@@ -185,8 +187,10 @@ def _convert(
             meter.show(report, going_on=number < journal.count)
         meter.finish(report)
         writer.finish()
+
     journal.close()
     durable.put(partial, options.out / "quarantine.jsonl")
+
     # The time it took is left out, so that the same input gives the same files.
     stored = {name: value for name, value in report.as_json().items() if name != "seconds"}
     durable.write(options.out / "report.json", (json.dumps(stored, indent=2) + "\n").encode())
@@ -232,7 +236,8 @@ class _Duplicates:
     """
 
     def __init__(self, duplicates: str, path: Path) -> None:
-        self.refuse, self.path = duplicates == "refuse", path
+        self.refuse = duplicates == "refuse"
+        self.path = path
         self.seen: Identities | None = None
 
     def __enter__(self) -> _Duplicates:
@@ -315,6 +320,7 @@ def _verify(
             entry.ignored = [(where, _printable(key)) for where, key in conversation.ignored]
             entry.answer_media = conversation.answer_media
             out.append(entry)
+
     return out
 
 
@@ -359,7 +365,10 @@ class _Writer:
     """
 
     def __init__(self, pool: _Pool, root: Path, options: Options, report: Report, space: Workspace) -> None:
-        self.pool, self.root, self.options, self.report = pool, root, options, report
+        self.pool = pool
+        self.root = root
+        self.options = options
+        self.report = report
         self.index = IndexWriter(space.meta)
         self.open: dict[str, list[Entry]] = {"train": [], "val": []}
         self.open_bytes = {"train": 0, "val": 0}
@@ -387,12 +396,16 @@ class _Writer:
         setattr(self.report, part, getattr(self.report, part) + 1)
 
     def _flush(self, part: str) -> None:
-        entries, self.open[part], self.open_bytes[part] = self.open[part], [], 0
+        entries = self.open[part]
+        self.open[part] = []
+        self.open_bytes[part] = 0
         if not entries:
             return
+
         for entry in entries:
             self.report.images += sum(info.kind == "image" for info in entry.infos)
             self.report.videos += sum(info.kind == "video" for info in entry.infos)
+
         name = f"{part}-{self.started[part]:06d}.tar"
         self.started[part] += 1
         self.writing.append(
@@ -483,7 +496,10 @@ class _Meter:
     """Shows progress by input bytes of finished records, and rate and time left of the work of this run."""
 
     def __init__(self, total: int, show: Callable[[str], None] | None) -> None:
-        self.total, self.write, self.read, self.done = total, show, 0, 0
+        self.total = total
+        self.write = show
+        self.read = 0
+        self.done = 0
         self.start = self.shown = time.monotonic()
         self.done_before = self.records_before = 0
         self.every = 1.0 if sys.stderr.isatty() else 10.0
@@ -504,7 +520,9 @@ class _Meter:
         self.done = self.marks.popleft()
         now = time.monotonic()
         if going_on:
-            self.start, self.done_before, self.records_before = now, self.done, report.records
+            self.start = now
+            self.done_before = self.done
+            self.records_before = report.records
         if now - self.shown >= self.every:
             self._say(report, now, going_on)
 
@@ -517,7 +535,8 @@ class _Meter:
     def _say(self, report: Report, now: float, going_on: bool) -> None:
         if self.write is None:
             return
-        self.shown, self.silent = now, False
+        self.shown = now
+        self.silent = False
         text = (
             f"{min(self.done / max(self.total, 1), 1.0):4.0%}  {report.records} records, "
             f"{report.quarantined} quarantined"

@@ -40,7 +40,8 @@ class RecordError(UserError, ValueError):
 
     def __init__(self, reason: str, detail: str = "", field: str = "") -> None:
         super().__init__(detail or reason)
-        self.reason, self.field = reason, field
+        self.reason = reason
+        self.field = field
 
 
 @dataclass
@@ -84,7 +85,8 @@ def read_prompt(record: Any) -> Conversation:
             else 0
         )
         keep = len(conversation.media) - dropped
-        conversation.media, conversation.fields = conversation.media[:keep], conversation.fields[:keep]
+        conversation.media = conversation.media[:keep]
+        conversation.fields = conversation.fields[:keep]
     if not conversation.messages or conversation.messages[-1]["role"] != "user":
         raise RecordError("no user turn", "a prompt must end with a user's turn")
     return conversation
@@ -94,6 +96,7 @@ def read_conversation(record: Any, *, prompt: bool = False) -> Conversation:
     """Reads a record of either format; a ``prompt`` needs no assistant turn. Raises :class:`RecordError`."""
     if not isinstance(record, dict):
         raise RecordError("not an object", f"the record is a {type(record).__name__}, not an object")
+
     _refuse_listed_audio(record, "")
     name = "messages" if record.get("messages") is not None else "conversations"
     turns = record.get(name)
@@ -104,8 +107,10 @@ def read_conversation(record: Any, *, prompt: bool = False) -> Conversation:
             "the record has both 'messages' and 'conversations', but only one can be learnt; leave out one"
         )
         raise RecordError("two conversations", detail, "conversations")
+
     if not isinstance(turns, list) or not turns:
         raise RecordError("no conversation", f"'{name}' is not a list with at least one turn", name)
+
     reader = _Reader(record, name)
     messages = [reader.message(turn, i) for i, turn in enumerate(turns)]
     reader.finish()
@@ -201,6 +206,7 @@ class _Reader:
             raise RecordError(
                 "bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where
             )
+
         role_field, content_field = (
             "role" if "role" in turn else "from",
             "content" if "content" in turn else "value",
@@ -212,15 +218,18 @@ class _Reader:
         if role is None:
             detail = f"turn {index + 1} has the unknown role {_shown(written)}; valid: {', '.join(ROLES)}"
             raise RecordError("unknown role", detail, f"{where}.{role_field}")
+
         where = f"{where}.{content_field}"
         if role != "assistant":
             self.check_audio(content, where)
         if isinstance(content, list):
             parts = [part for i, item in enumerate(content) for part in self.part(item, f"{where}[{i}]")]
             return {"role": role, "content": parts}
+
         parts = self.text(_text(content, where))
         if all(part["type"] == "text" for part in parts):
             return {"role": role, "content": "".join(part["text"] for part in parts)}
+
         return {"role": role, "content": parts}
 
     def check_audio(self, content: Any, where: str) -> None:
@@ -231,7 +240,8 @@ class _Reader:
 
         for item, place in texts:
             if isinstance(item, dict):
-                item, place = item.get("text"), f"{place}.text"
+                item = item.get("text")
+                place = f"{place}.text"
             if isinstance(item, str):
                 _refuse_audio_in(item, place, anywhere=any(self.listed.values()))
 
@@ -249,9 +259,11 @@ class _Reader:
         or listed separately."""
         if isinstance(item, str):
             return self.text(_text(item, where))
+
         kind = item.get("type") if isinstance(item, dict) else None
         if kind in audio.PARTS:
             raise _audio_error(f"a content part of type {kind!r}", where)
+
         if isinstance(item, dict):
             _refuse_listed_audio(item, f"{where}.")
         if kind == "text":
@@ -263,6 +275,7 @@ class _Reader:
                 f"a content part of type {_shown(kind)}; valid: {', '.join(PARTS)}",
                 where,
             )
+
         name = kind.removesuffix("_url")
         key = next(
             (key for key in (kind, f"{name}_url", name, "url", "path") if item.get(key) is not None), None
@@ -274,6 +287,7 @@ class _Reader:
             value = value.get("url")
         if value is None and self.listed[name]:
             return [self.next(name)]
+
         where = f"{where}.{key or name}"
         self.media.append((name, _reference(value, where)))
         self.fields.append(where)

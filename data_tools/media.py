@@ -81,23 +81,28 @@ def resolve(reference: str, root: Path) -> Path:
         raise RecordError(
             "remote medium", f"{reference}: only local files and data: URIs are read; download it first"
         )
+
     if reference.lower().startswith("file://"):
-        written, parts = reference, urlsplit(reference)
+        written = reference
+        parts = urlsplit(reference)
         if parts.netloc not in ("", "localhost"):  # file://a.jpg names the machine a.jpg, not a file
             raise RecordError("bad media reference", f"{written}: write a path, or file:///ABSOLUTE/PATH")
         reference = unquote(parts.path)
+
     try:
         path = (root / reference).resolve()
         inside = path.is_relative_to(root)
         exists, regular = (path.exists(), path.is_file()) if inside else (False, False)
     except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a name too long, a loop of links
         raise RecordError("bad media reference", f"{reference[:200]!r}: {error}") from error
+
     if not inside:
         raise RecordError("outside the media root", f"{reference} is not inside the media root")
     if not exists:
         raise RecordError("medium missing", f"{reference} does not exist in the media root")
     if not regular:
         raise RecordError("not a file", f"{reference} is not a regular file")
+
     return path
 
 
@@ -132,10 +137,12 @@ def inspect(kind: str, reference: str, data: bytes, max_pixels: int) -> MediaInf
         # every run.
         plain = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
         raise RecordError(f"{kind} does not decode", f"{shown}: {plain}") from error
+
     if max(info.height, info.width) > MAX_ASPECT * min(info.height, info.width):
         raise RecordError(
             f"{kind} too narrow", f"{shown}: {info.height} x {info.width} is more than {MAX_ASPECT} to 1"
         )
+
     return info
 
 
@@ -143,7 +150,8 @@ def _image(data: bytes, max_pixels: int) -> MediaInfo:
     pixels = decode_image(data, max_pixels)
     with open_image(data, max_pixels) as image:
         width, height = image.size
-        form, mode = image.format or "", image.mode
+        form = image.format or ""
+        mode = image.mode
     suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(form, form.lower())
     suffix = suffix if SUFFIX.fullmatch(suffix) else "img"
     size = (pixels.shape[1], pixels.shape[2], height, width)

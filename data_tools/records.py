@@ -105,9 +105,13 @@ class _Buffer:
     def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None], path: Path) -> None:
         import codecs
 
-        self.file, self.on_bytes, self.path = file, on_bytes, path
+        self.file = file
+        self.on_bytes = on_bytes
+        self.path = path
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self.text, self.at, self.ended = "", 0, False
+        self.text = ""
+        self.at = 0
+        self.ended = False
         self.told = 0
         """The position in the text up to which ``on_bytes`` has been informed."""
         self.parser = json.JSONDecoder()
@@ -165,7 +169,8 @@ class _Buffer:
                 value, end = self.parser.raw_decode(self.text, self.at)
                 # A number at the end of the buffer may continue in the next chunk.
                 if end < len(self.text) or self.ended:
-                    self.at, self.number = end, number
+                    self.at = end
+                    self.number = number
                     self.tell()
                     return value
             except RecursionError as error:
@@ -175,7 +180,8 @@ class _Buffer:
                 # fails within the last characters.
                 cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
                 if self.ended or not cut:
-                    what, near = error.msg.removesuffix(" starting at"), self.text[error.pos : error.pos + 40]
+                    what = error.msg.removesuffix(" starting at")
+                    near = self.text[error.pos : error.pos + 40]
                     raise ReadError(
                         f"{self.path}: record {number} is not valid JSON: {what}, at {near!r}"
                     ) from error

@@ -74,18 +74,22 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Describes the differences between two plans for a message; empty if they are equal."""
     found = []
     for name in sorted({*old.get("options", {}), *new["options"]}):
-        before, now = old.get("options", {}).get(name), new["options"].get(name)
+        before = old.get("options", {}).get(name)
+        now = new["options"].get(name)
         if before != now:
             found.append(f"{name} was {before}, now {now}")
+
     if old.get("media_root") != new.get("media_root"):
         found.append(f"media root was {old.get('media_root')}, now {new.get('media_root')}")
-    before, now = old.get("inputs", []), new["inputs"]
+    before = old.get("inputs", [])
+    now = new["inputs"]
     if [file["name"] for file in before] != [file["name"] for file in now]:
         found.append(
             f"inputs were {', '.join(f['name'] for f in before)}, now {', '.join(f['name'] for f in now)}"
         )
     else:
         found += [f"input {b['name']} has changed" for b, n in zip(before, now, strict=True) if b != n]
+
     return "; ".join(found) or ("" if old == new else "another version of this program began it")
 
 
@@ -101,11 +105,14 @@ class Workspace:
     """
 
     def __init__(self, out: Path, plan: dict[str, Any], force: bool) -> None:
-        self.out, self.work, self.plan = out, out / WORK, plan
+        self.out = out
+        self.work = out / WORK
+        self.plan = plan
         self.meta = self.work / "nv-meta"
         self._lock: IO[bytes] | None = None
         if out.exists() and not out.is_dir():
             raise ResumeError(f"--out {out} is not a folder")
+
         foreign = (
             sorted(path.name for path in out.iterdir() if not OURS.fullmatch(path.name))
             if out.exists()
@@ -115,6 +122,7 @@ class Workspace:
             raise ResumeError(
                 f"--out {out} is not an empty folder (it holds {foreign[0]}); give another or remove it"
             )
+
         durable.make_folder(out)
         self.complete = False
         self._take_lock()
@@ -134,12 +142,14 @@ class Workspace:
             for path in self.work.iterdir():
                 if path.name != "lock":
                     _remove(path)
+
         record = _read(self.out / ".nv-meta" / RECORD)
         old = record.get("plan") if record else _read(self.work / PLAN)
         if old is None and any(path != self.work for path in self.out.iterdir()):
             raise ResumeError(
                 f"--out {self.out} is not an empty folder and no conversion can continue there; give another"
             )
+
         if old is not None:
             differ = differences(old, public(self.plan) if record else self.plan)
             if differ:
@@ -148,6 +158,7 @@ class Workspace:
                     f"--out {self.out} holds {state} with other arguments or input: {differ}. Give the same "
                     "arguments again, give another --out, or start over there with --force"
                 )
+
         self.complete = record is not None
         if not self.complete:
             durable.write(self.work / PLAN, json.dumps(self.plan).encode())
@@ -216,7 +227,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.count, whole = 0, 0
+        self.count = 0
+        whole = 0
         path.touch()
         with path.open("rb") as file:
             for line in file:

@@ -35,8 +35,11 @@ def verify(path: Path, progress: Callable[[str], None] | None = None) -> tuple[i
         ) from error
     except (ValueError, KeyError) as error:
         raise VerifyError(f"{record} is damaged ({error}); convert the data again") from error
+
     problems: list[str] = []
-    total, done, start = sum(shard["bytes"] for shard in shards.values()), 0, time.monotonic()
+    total = sum(shard["bytes"] for shard in shards.values())
+    done = 0
+    start = time.monotonic()
     for name, shard in shards.items():
         problems += _problems(path / name, shard["bytes"], shard["sha256"])
         done += shard["bytes"]
@@ -46,6 +49,7 @@ def verify(path: Path, progress: Callable[[str], None] | None = None) -> tuple[i
                 f"{done / max(total, 1):4.0%}  {rate / 1e6:.0f} MB/s, "
                 f"{(total - done) / max(rate, 1):.0f} s left"
             )
+
     return len(shards), problems
 
 

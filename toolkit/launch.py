@@ -50,6 +50,7 @@ def run_group(
             "MASTER_ADDR": "127.0.0.1",
         }
         variables |= alone | {"MASTER_PORT": str(free_port())}
+
     kept = subprocess.PIPE if show == "nothing" else None
     command = [sys.executable, *launch, "-m", module, *map(str, arguments)]
     stdout = sys.stderr if show == "errors" else kept

@@ -72,16 +72,20 @@ def parse_layout(text: str) -> LayoutSpec:
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         raise LayoutTextError(f"{text!r} is not a layout; valid: {GRAMMAR}")
+
     parts = [(key or word, number) for key, number, word in _PART.findall(match[1])]
     names = [name for name, _ in parts]
     if len(set(names)) < len(names):
         raise LayoutTextError(f"layout {text!r} names {next(n for n in names if names.count(n) > 1)} twice")
+
     sizes = {name: int(number) for name, number in parts if number}
-    tp, experts = sizes.get("tp", 1), sizes.get("ep", 1) * sizes.get("etp", 1)
+    tp = sizes.get("tp", 1)
+    experts = sizes.get("ep", 1) * sizes.get("etp", 1)
     if "dp" not in sizes:
         sizes["dp"] = next(dp for dp in range(1, experts + 1) if tp * dp % experts == 0)
     if "sp" in names and tp == 1:
         raise LayoutTextError(f"layout {text!r}: sp (sequence parallel) needs tp of at least 2")
+
     layers = (
         tuple(int(part) for part in match[match.lastindex or 0].split("-")) if ":layers=" in text else None
     )

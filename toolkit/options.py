@@ -346,6 +346,7 @@ def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
         else:
             own += [word] if equals else [word, *words[:1]]
             words = words if equals else words[1:]
+
     return own, fields + argv[len(before) + 1 :]
 
 
@@ -379,7 +380,8 @@ def _field_texts(options: type[CommandOptions]) -> dict[str, str]:
 
 
 def _help(field: dataclasses.Field, text: str) -> str:
-    default, shown = field.default, field.metadata.get("shown_default")
+    default = field.default
+    shown = field.metadata.get("shown_default")
     if shown:
         return f"{text.rstrip('.')} (default: {shown})".replace("%", "%%")
     if default in (MISSING, None, False, ""):

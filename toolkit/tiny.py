@@ -126,9 +126,11 @@ def write_tiny_checkpoint(
     """
     if family not in FAMILIES:
         raise ValueError(f"there is no tiny checkpoint of family {family!r}; valid: {', '.join(FAMILIES)}")
+
     folder = Path(folder)
     if (folder / "config.json").exists():
         raise FileExistsError(f"{folder} already holds a checkpoint; give another folder")
+
     folder.mkdir(parents=True, exist_ok=True)
     sizes = sizes or TinySizes(**overrides)
     vocabulary, merges = train_bpe(tuple(texts), sizes.text_vocab_size)
@@ -142,6 +144,7 @@ def write_tiny_checkpoint(
         _save_pretrained(folder, model, family, sizes, vocabulary, merges)
         for file in folder.glob("*.safetensors"):
             file.unlink()
+
     tensors = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     if not (memory_names or family in NESTED):  # the released Qwen3-VL uses the in-memory names
         tensors = {_released_name(name): t for name, t in tensors.items()}
@@ -157,6 +160,7 @@ def tiny_config(
     """A ``config.json`` in the released style: flat for Qwen2-VL and Qwen2.5-VL, nested for Qwen3-VL."""
     if family in NESTED:
         return _nested_config(family, sizes, text_tokens, tied, dtype)
+
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
     used = text_tokens + len(SPECIAL_TOKENS)
     tower: dict[str, Any] = {
@@ -180,6 +184,7 @@ def tiny_config(
             "fullatt_block_indexes": list(sizes.full_attention_layers),
             "tokens_per_second": 2,
         }
+
     return {
         "architectures": [
             (
@@ -260,6 +265,7 @@ def _nested_config(
             "num_experts": sizes.experts,
             "num_experts_per_tok": sizes.experts_per_token,
         }
+
     tower = {
         "deepstack_visual_indexes": list(sizes.deepstack_layers),
         "depth": sizes.vision_layers,
@@ -485,14 +491,17 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None
     for name, tensor in tensors.items():
         parts[min(shards - 1, seen * shards // total)][name] = tensor.contiguous()
         seen += tensor.numel() * tensor.element_size()
+
     if shards == 1:
         save_file(parts[0], folder / "model.safetensors", metadata={"format": "pt"})
         return
+
     weight_map: dict[str, str] = {}
     for i, part in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
+
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / "model.safetensors.index.json", index)
 

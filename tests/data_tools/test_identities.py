@@ -87,4 +87,4 @@ def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
     (line,) = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
     assert report.samples == 6
     assert (line["record"], line["reason"]) == (4, "duplicate id")
-    assert line["detail"].startswith("str: x\\ud800 is the id of record 1 of in.json too")
+    assert line["detail"].startswith("str: x\\ud800 is also the id of record 1 of in.json")

@@ -57,7 +57,9 @@ class Live:
 
 def run(options: Options) -> None:
     """Measures all workloads and reports them on rank 0. Collective."""
-    config, spec, layout = options.config, options.spec(), options.layout()
+    config = options.config
+    spec = options.spec()
+    layout = options.layout()
     platform = get_platform(config.platform)
     init_distributed(platform)
     options.check_ranks(dist.get_world_size())
@@ -81,7 +83,8 @@ def run(options: Options) -> None:
 
 def build(options: Options, spec: ModelSpec, platform: Platform, grid: Grid, layout: Layout) -> Live:
     """Builds model, DDP and optimizer and records the memory that each takes."""
-    config, memory = options.config, {}
+    config = options.config
+    memory = {}
     before = allocated(platform)
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=(0.5,) * 3, pixel_std=(0.5,) * 3)
     if options.even_routing:
@@ -115,7 +118,10 @@ def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[
     held = allocated(platform)
     if platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    work, waits, marks, result = report.Work(), 0.0, [], None
+    work = report.Work()
+    waits = 0.0
+    marks = []
+    result = None
     dist.barrier()
     platform.synchronize()
     start = time.perf_counter()
@@ -125,12 +131,14 @@ def measure(live: Live, workload: str, micro_batches: int, peak: float) -> dict[
         # The step has read its loss from the device, so the clock read after it includes all of the step.
         marks.append(time.perf_counter())
         fed.append(_without_tensors(data))
+
     platform.synchronize()
     marks[-1] = time.perf_counter()
     if live.grid.owns_loader:
         for data in fed:
             waits += data.wait_s
             count(work, live, data)
+
     assert result is not None
     figures = report.headline(
         sum(report.gather(work), start=report.Work()),
@@ -177,7 +185,8 @@ def make_loader(live: Live, workload: str, micro_batches: int) -> Iterator[Row] 
     so ranks straggle."""
     if not live.grid.owns_loader:
         return None
-    o, config = live.options, live.options.config
+    o = live.options
+    config = live.options.config
     if workload == "data":
         from megatron_vl.data.loader import build_loader
 
@@ -206,7 +215,9 @@ def memory(live: Live, held: int) -> dict[str, Any]:
 
 def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
     """Times the parts of a step over all ranks and, in one more step, its collectives. Collective."""
-    marks, work, waits = parts.Marks(live.platform), report.Work(), []
+    marks = parts.Marks(live.platform)
+    work = report.Work()
+    waits = []
     with parts.attached(marks, live.chunks, live.optimizer):
         for _ in range(live.options.part_steps):
             dist.barrier()
@@ -221,6 +232,7 @@ def measure_parts(live: Live, feed: Feed, peak: float) -> dict[str, Any]:
             waits.append(data.wait_s if live.grid.owns_loader else 0.0)
             if live.grid.owns_loader:
                 count(work, live, data)
+
     live.platform.synchronize()
     mine = [parts.split(step, wait) for step, wait in zip(marks.seconds(), waits, strict=True)]
     everyone = report.gather((mine, (live.grid.pp_rank, live.grid.dp_rank), work.model))
@@ -254,7 +266,8 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
 
 
 def _layout_note(live: Live) -> str:
-    g, c = live.grid, live.options.config
+    g = live.grid
+    c = live.options.config
     experts = f" x ep {g.cut.ep} (etp {g.cut.etp})" if live.spec.language.moe else ""
     experts += ", experts chosen evenly" if live.options.even_routing else ""
     recompute = f"recompute: language {c.recompute.language}, vision {c.recompute.vision}"

@@ -130,6 +130,7 @@ def resolve(given: BenchOptions) -> Options:
 def _check(o: Options) -> None:
     if not o.hf:
         raise UsageError("--hf is missing; give a Hugging Face folder or a config.json")
+
     unknown = [name for name in o.workloads if name not in WORKLOADS]
     if unknown:
         names, valid = ", ".join(unknown), ", ".join(WORKLOADS)
@@ -142,5 +143,6 @@ def _check(o: Options) -> None:
         raise UsageError(
             "--even-routing with --peer: the peer's router cannot be made even; leave out one of the two"
         )
+
     if o.even_routing and not o.spec().language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")

@@ -116,7 +116,8 @@ def attached(
 
     core.finalize_model_grads_func = timed_finalize
     # Only this instance is changed; deleting the attributes restores the class's own methods.
-    optimizer.prepare_grads, optimizer.step_with_ready_grads = timed_prepare, timed_step
+    optimizer.prepare_grads = timed_prepare
+    optimizer.step_with_ready_grads = timed_step
     try:
         yield
     finally:
@@ -185,6 +186,7 @@ def communication(platform: Platform, step: Callable[[], None]) -> dict[str, flo
     with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
         step()
         platform.synchronize()
+
     collectives, others = [], []
     for event in profile.profiler.kineto_results.events():
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
@@ -192,6 +194,7 @@ def communication(platform: Platform, step: Callable[[], None]) -> dict[str, flo
             collectives.append(span)
         elif platform.name == "cuda" and event.device_type() == torch.autograd.DeviceType.CUDA:
             others.append(span)
+
     result = {"communication_s": length(collectives) / 1e9}
     if platform.name == "cuda":
         result["communication_exposed_s"] = (length(collectives + others) - length(others)) / 1e9
@@ -203,9 +206,11 @@ def length(spans: list[tuple[int, int]]) -> int:
     total, reached = 0, None
     for start, end in sorted(spans):
         if reached is None or start > reached:
-            total, reached = total + end - start, end
+            total = total + end - start
+            reached = end
         elif end > reached:
-            total, reached = total + end - reached, end
+            total = total + end - reached
+            reached = end
     return total
 
 
@@ -234,8 +239,10 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
     slowest = []
     for ranks in stages.values():
         compute = [[sum(steps[rank][i][name] for name in COMPUTE) for rank in ranks] for i in range(number)]
-        most, mean = sum(max(c) for c in compute), sum(sum(c) / len(c) for c in compute)
+        most = sum(max(c) for c in compute)
+        mean = sum(sum(c) / len(c) for c in compute)
         slowest.append((most / mean, most / number, mean / number))
+
     ratio, most, mean = max(slowest)
     whole = sum(sum(mean.values()) for mean in means)
     by_stage = [

@@ -81,6 +81,7 @@ def hf_row(samples: list[Sample], spec: ModelSpec, seq_len: int) -> HfRow:
         norm = PixelNorm(mean=(0.5,) * 3, std=(0.5,) * 3)
         inputs["pixel_values"] = torch.cat([hf_pixels(item, spec, norm) for item in media])
         inputs["image_grid_thw"] = torch.tensor([[item.grid.t, item.grid.h, item.grid.w] for item in media])
+
     vision = (
         [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
         if media
@@ -225,7 +226,10 @@ class Trainer:
 
     def __init__(self, options: Options, model: Any, device: torch.device) -> None:
         o = options.config.optimizer
-        self.options, self.model, self.device, self.clip = options, model, device, o.clip_grad or math.inf
+        self.options = options
+        self.model = model
+        self.device = device
+        self.clip = o.clip_grad or math.inf
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=o.lr,
@@ -266,7 +270,8 @@ class Trainer:
 
 def run(options: Options) -> None:
     """Measures the seeded workloads and reports them on rank 0. Collective."""
-    config, spec = options.config, options.spec()
+    config = options.config
+    spec = options.spec()
     device = _init_distributed()
     world = dist.get_world_size()
     options.check_ranks(world)
@@ -311,8 +316,10 @@ def _init_distributed() -> torch.device:
 
 def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, peak: float) -> dict[str, Any]:
     """Measures one workload; the figures have the same keys as ours where they apply. Collective."""
-    o, cuda = trainer.options, trainer.device.type == "cuda"
-    seq_len, recompute = o.config.data.seq_len, RecomputeConfig(language="full", vision="full")
+    o = trainer.options
+    cuda = trainer.device.type == "cuda"
+    seq_len = o.config.data.seq_len
+    recompute = RecomputeConfig(language="full", vision="full")
     source = groups(spec, seq_len, images=workload == "images", seed=17 + dist.get_rank())
     number = o.distinct_rows or (o.warm_up + o.timed) * per_step
     stream = itertools.cycle([hf_row(samples, spec, seq_len) for samples in itertools.islice(source, number)])
@@ -332,6 +339,7 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
         for row in rows:
             work.add(spec, ModelConfig(), recompute, *row.lengths, row.loss_tokens, whole_head=True)
             work.images += row.images
+
     figures = report.headline(
         sum(report.gather(work), start=report.Work()),
         [end - begin for begin, end in itertools.pairwise(clock)],

@@ -225,6 +225,7 @@ def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
             f"{w['mfu_all_tokens']:.1%} with the output layer counted for every token), HFU {w['hfu']:.1%}, "
             f"{w['tflops_per_gpu']:.0f} TFLOP/s/GPU"
         )
+
     memory = w["memory"]
     lines = [
         f"  {name}: {w['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {w['images_per_s']:.1f} images/s, {speed}, "
@@ -247,6 +248,7 @@ def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
             f"    compute of the slowest data-parallel rank {s['max_over_mean']:.3f} of the mean; "
             f"idle pipeline stages {w['pipeline_idle_share']:.1%} of the step"
         )
+
     return lines
 
 

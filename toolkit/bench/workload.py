@@ -65,7 +65,8 @@ def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterato
         if used + len(sample) > seq_len:
             if samples:
                 yield samples
-            samples, used = [], 0
+            samples = []
+            used = 0
             if len(sample) > seq_len:
                 continue
         samples.append(sample)

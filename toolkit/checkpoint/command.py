@@ -15,6 +15,7 @@ def show(options: ShowOptions) -> int:
     if options.json:
         print(json.dumps(facts | found, indent=2))
         return 1 if facts["missing"] else 0
+
     for line in lineage_lines(found):
         print(line)
     layout = facts["layout"]
@@ -28,6 +29,7 @@ def show(options: ShowOptions) -> int:
             f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch"
             f" {parent['branch']}"
         )
+
     print(f"  layout   {shape}, layers {layout['layers']}")
     print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
     for part, size in sorted(facts["bytes"].items()):

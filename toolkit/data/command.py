@@ -123,6 +123,7 @@ def _print(report: Report, out: Path, quarantine: Path) -> None:
             f"  {report.answer_media} images or videos in the assistant's turns: "
             "the model sees them but does not learn them"
         )
+
     if len(report.refused) > 1:
         for file, counts in report.refused.items():
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):

@@ -132,11 +132,17 @@ def _write_video(path: Path, picture: NDArray[np.uint8]) -> None:
     """Writes a three-second pan over a photograph, 8 frames per second, as H.264 in MP4."""
     import av
 
-    frames, rate, height, width = 24, 8, 112, 168
-    top, travel = (picture.shape[0] - height) // 2, picture.shape[1] - width
+    frames = 24
+    rate = 8
+    height = 112
+    width = 168
+    top = (picture.shape[0] - height) // 2
+    travel = picture.shape[1] - width
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(rate))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = "yuv420p"
         for i in range(frames):
             left = travel * i // (frames - 1)
             crop = np.ascontiguousarray(picture[top : top + height, left : left + width])

@@ -82,7 +82,9 @@ def _motorcycle(d: Canvas) -> None:
 def _galaxies(d: Canvas) -> None:
     chance = random.Random(0)
     for _ in range(250):
-        x, y, r = chance.randrange(1000), chance.randrange(872), chance.randrange(1, 14)
+        x = chance.randrange(1000)
+        y = chance.randrange(872)
+        r = chance.randrange(1, 14)
         d.ellipse(
             (x - 2 * r, y - r, x + 2 * r, y + r),
             chance.choice(("white", "lightyellow", "lightblue", "coral")),

@@ -91,7 +91,9 @@ def read_sample(
         kind: [sample[kind]] if isinstance(sample.get(kind), str) else list(sample.get(kind, []))
         for kind in ("image", "video")
     }
-    messages, images, videos = [], [], []
+    messages = []
+    images = []
+    videos = []
     for turn in sample["conversations"]:
         content: list[dict[str, str]] = []
         for part in PLACEHOLDER.split(turn["value"]):

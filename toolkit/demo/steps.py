@@ -147,6 +147,7 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
     with demo.part("Conversations to WebDataset shards for Energon"):
         source = ("--input", demo.raw / "conversations.json", "--media-root", demo.raw / "media")
         demo.shell("megatron-vl", "data", "convert", *source, "--out", demo.dataset, "--val-fraction", "0")
+
     with demo.part(f"Weights: Hugging Face -> Megatron -> TP{machine.tp} x PP{machine.pp} shards, and back"):
         round_trip(demo)
     with demo.part("The trainer's loss before training"):
@@ -156,6 +157,7 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
     with demo.part("The same command again resumes"):
         demo.shell(*demo.train())
         check_training(demo)
+
     with demo.part("Export, and the trainer's loss of the final weights"):
         after = export(demo)
     with demo.part("Both folders in transformers"):
@@ -164,6 +166,7 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
         # For a loss near zero, rounding is a larger share.
         compare_losses(demo, trained, "after", after, 1e-4 if machine.exact else 0.1)
         compare_answers(demo, trained)
+
     demo.seconds["total"] = round(time.perf_counter() - start, 1)
     return report(demo)
 
@@ -186,6 +189,7 @@ def prepare(demo: Demo) -> None:
         conversations = demo.raw / "conversations.json"
     else:
         conversations = data.write_raw_data(demo.raw)
+
     settings = {
         "model": {"hf": str(demo.hf), "checkpoint": str(demo.folder / "shards")},
         "parallel": {
@@ -239,8 +243,12 @@ def _samples(demo: Demo) -> list[dict[str, Any]]:
 def round_trip(demo: Demo) -> None:
     """Converts Hugging Face -> unsplit -> shards -> Hugging Face and compares bit for bit,
     before any training."""
-    full, shards, again = demo.folder / "full", demo.folder / "shards", demo.folder / "hf_again"
-    tp, pp, layers = demo.machine.tp, demo.machine.pp, ",".join(map(str, demo.machine.layers))
+    full = demo.folder / "full"
+    shards = demo.folder / "shards"
+    again = demo.folder / "hf_again"
+    tp = demo.machine.tp
+    pp = demo.machine.pp
+    layers = ",".join(map(str, demo.machine.layers))
     demo.shell("megatron-vl", "convert", "--hf", demo.hf, "--out", full)
     demo.shell(
         "megatron-vl",
@@ -284,6 +292,7 @@ def train_until_killed(demo: Demo) -> None:
             )
         kill_tree(process.pid)
         process.wait()
+
     last = read_metrics(demo.run_dir)[-1]["step"]
     demo.console.print(
         f"(killed after step {last}, see {log}; the last checkpoint is from step {demo.save_at})"
@@ -312,7 +321,8 @@ def check_training(demo: Demo) -> None:
         measured,
         first == demo.save_at + 1 and worst < (1e-6 if demo.machine.exact else 0.1),
     )
-    start, end = before[1], sum(line["loss"] for line in lines[-5:]) / 5
+    start = before[1]
+    end = sum(line["loss"] for line in lines[-5:]) / 5
     demo.check(
         "The loss has fallen to less than a tenth",
         f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps",
@@ -380,13 +390,15 @@ def compare_answers(demo: Demo, reference: Reference) -> None:
     was trained on."""
     right = []
     for sample in _samples(demo):
-        answer, wanted = reference.answer(sample, demo.raw / "media"), sample["conversations"][1]["value"]
+        answer = reference.answer(sample, demo.raw / "media")
+        wanted = sample["conversations"][1]["value"]
         right.append(answer == wanted)
         mark = "[green]as taught[/]" if right[-1] else f"[red]taught: {wanted}[/]"
         demo.console.print(
             f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {answer!r} {mark}",
             soft_wrap=True,
         )
+
     count = len(data.PICTURES)
     seen, others = sum(right[:count]), sum(right[count:])
     demo.check(
@@ -421,7 +433,8 @@ def draw_losses(demo: Demo, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines, machine = read_metrics(demo.run_dir), demo.machine
+    lines = read_metrics(demo.run_dir)
+    machine = demo.machine
     starts = (
         [0] + [i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"]] + [len(lines)]
     )

@@ -93,6 +93,7 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     except RunConfigError as error:
         say(broken("config", str(error), "megatron-vl train --help explains every field"))
         return report
+
     p = config.parallel
     if world_size is None:
         world_size = len(gpus) or p.tp * p.pp
@@ -101,6 +102,7 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     except RunConfigError as error:
         say(broken("config", str(error), "change the field, or give the number of GPUs with --world-size"))
         return report
+
     experts = f", experts ep {p.ep} x etp {p.etp}" if p.ep * p.etp > 1 else ""
     say(ok("config", f"{world_size} ranks: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}"))
     try:
@@ -112,10 +114,12 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
         if found is None:
             return report
         spec, layout = found
+
     try:
         report.memory = estimate(config, spec, world_size)
     except (LayoutError, RunConfigError):
         return report
+
     report.findings += _memory(config, report.memory, gpus)
     report.findings += [
         _positions(config, spec),
@@ -155,6 +159,7 @@ def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> 
         kinds = [name for name, gib in GPU_GIB.items() if peak + RESERVE_GIB <= gib]
         text = f"{found}: fits {', '.join(kinds) or 'none of ' + ', '.join(GPU_GIB)}"
         findings.append(ok("memory", text) if kinds else note("memory", text, advice))
+
     if config.fp8.recipe != "none":
         findings.append(
             note(
@@ -163,6 +168,7 @@ def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> 
                 "",
             )
         )
+
     return findings
 
 
@@ -240,6 +246,7 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
 def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
     if not config.model.checkpoint:
         return []
+
     try:
         if step_to_resume(config) is not None and not Path(config.model.checkpoint).exists():
             found = (
@@ -249,12 +256,14 @@ def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
             return [ok("start weights", found)]
     except (ValueError, OSError, RuntimeError):
         pass  # the check of the resume reports it
+
     try:
         reader = check_start_weights(config, spec)
         for file in reader.manifest["files"]:
             reader.open_file(file)
     except (ValueError, OSError, RuntimeError) as error:
         return [broken("start weights", str(error), "megatron-vl convert --hf HF_DIR --out DIR writes them")]
+
     cut = f"layout {reader.layout.as_dict()}" if reader.layout else "unsplit"
     return [ok("start weights", f"{reader.path}: {len(reader.table)} tensors of this model, {cut}")]
 
@@ -264,14 +273,17 @@ def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
     c = config.checkpoint
     if not c.dir:
         return []
+
     parameters = sum(math.prod(info.shape) for info in tensor_table(spec).values())
     each = parameters * (2 + 12 if config.dtype == "bfloat16" else 4 + 8)
+
     # The new checkpoint is complete before the oldest one is deleted.
     findings = [check_disk(Path(c.dir), each * (c.keep + 1 if c.keep else 2))]
     try:
         step = step_to_resume(config)
     except (ValueError, OSError, RuntimeError) as error:
         return [*findings, broken("resume", str(error), "repair or remove the file that the message names")]
+
     if step is not None and step >= config.steps:
         findings.append(
             note(
@@ -280,6 +292,7 @@ def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
         )
     elif step is not None:
         findings.append(ok("resume", f"{c.dir} holds step {step}; the run continues from there"))
+
     return findings
 
 

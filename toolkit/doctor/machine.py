@@ -77,7 +77,8 @@ def _requirements() -> Iterator[Finding]:
             "packages", "megatron-vl is not installed, so its requirements are unknown", "pip install -e ."
         )
         return
-    versions, wrong = {}, False
+    versions = {}
+    wrong = False
     for requirement in wanted:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -238,6 +239,7 @@ def _gpu_findings(gpus: list[Gpu]) -> Iterator[Finding]:
             "gpus", "none; training runs on the CPU (platform: cpu), and nothing but training needs GPUs"
         )
         return
+
     kinds = sorted({f"{gpu.name}, {gpu.memory / 1024:.0f} GiB, driver {gpu.driver}" for gpu in gpus})
     if len(kinds) > 1:
         yield note(
@@ -247,6 +249,7 @@ def _gpu_findings(gpus: list[Gpu]) -> Iterator[Finding]:
         )
     else:
         yield ok("gpus", f"{len(gpus)} x {kinds[0]}")
+
     busy = [gpu for gpu in gpus if gpu.used > 1024]
     if busy:
         used = ", ".join(f"GPU {gpu.index} {gpu.used / 1024:.1f} GiB" for gpu in busy)
@@ -278,6 +281,7 @@ def _environment(has_gpu: bool) -> Iterator[Finding]:
         )
     else:
         yield ok("nccl environment", shown)
+
     alloc = found.get("PYTORCH_ALLOC_CONF", found.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     if has_gpu and "expandable_segments:True" not in alloc:
         yield note(
@@ -350,6 +354,7 @@ def check_disk(folder: Path, needed: int) -> Finding:
         return broken("disk", f"{place} is not writable", "give another checkpoint.dir or write permission")
     if needed > free:
         return broken("disk", found, "free some space, give another checkpoint.dir, or lower checkpoint.keep")
+
     return (
         note("disk", found, "checkpoints of a real-size model need tens of GiB")
         if free < 20 * GIB and not needed

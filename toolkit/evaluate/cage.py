@@ -66,7 +66,8 @@ def guard(work: Path, judge_url: str | None = None) -> None:
     """Permanently refuses network access except to a judge's address, pickles outside ``work`` and the
     installed packages, and code that VLMEvalKit would execute unless it is a literal."""
     judge = urlsplit(judge_url or "").hostname
-    python_load, allowed = pickle.load, (work.resolve(), Path(sys.prefix))
+    python_load = pickle.load
+    allowed = (work.resolve(), Path(sys.prefix))
 
     def load_own(file: Any, *rest: Any, **more: Any) -> Any:
         path = Path(file.name).resolve() if isinstance(getattr(file, "name", None), str) else None

@@ -45,7 +45,9 @@ def logits(original: Path, converted: Path) -> Gate:
     """
     a, b = (json.loads((work / "logits.json").read_text()) for work in (original, converted))
     last_a, last_b = (load_file(work / "logits.safetensors") for work in (original, converted))
-    details, largest, tokens = [], 0.0, sum(one["tokens"] for one in a)
+    details = []
+    largest = 0.0
+    tokens = sum(one["tokens"] for one in a)
     for i, (one, other) in enumerate(zip(a, b, strict=True)):
         x, y = one["inputs"], other["inputs"]
         differing = sorted(name for name in x.keys() | y.keys() if x.get(name) != y.get(name))
@@ -55,10 +57,12 @@ def logits(original: Path, converted: Path) -> Gate:
             apart = float((last_a[str(i)] - last_b[str(i)]).abs().max())
             largest = max(largest, apart)
             details.append(f"question {i + 1}: logits differ, those of the last token by at most {apart:.3g}")
+
     if not a:
         return Gate("logits", False, "no prompt was run")
     if not details:
         return Gate("logits", True, f"{len(a)} prompts, {tokens} tokens, inputs and logits identical")
+
     return Gate(
         "logits", False, f"{len(details)} of {len(a)} prompts differ, by at most {largest:.3g}", details
     )
@@ -95,12 +99,16 @@ def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Ga
     ]
     if missing:
         return Gate("scores", False, f"{len(missing)} of {len(metrics)} checkpoints have no score", missing)
+
     a, b = metrics["original"], metrics["converted"]
     differing = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
     details = [f"{name}: {a.get(name)} against {b.get(name)}" for name in differing]
     if "trained" in metrics and metrics["trained"].keys() != a.keys():
-        ours, theirs = sorted(metrics["trained"]), sorted(a)
+        ours = sorted(metrics["trained"])
+        theirs = sorted(a)
         details.append(f"the trained checkpoint has metrics {ours}, the original {theirs}")
+
     if details:
         return Gate("scores", False, f"{len(details)} of {len(a)} metrics differ", details)
+
     return Gate("scores", True, "all metrics equal: " + ", ".join(a))

@@ -80,6 +80,7 @@ class Checkpoint:
         for turn in turns(prompt):
             content = [self._part(part, images, videos) for part in turn["content"]]
             messages.append({"role": turn["role"], "content": content})
+
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         text = video_text(text, self.processor, self.spec, self.prompt_rule)
         more: dict[str, Any] = {"images": images} if images else {}
@@ -92,6 +93,7 @@ class Checkpoint:
                 "video_metadata": [facts for _, facts in videos],
             }
             self._limit_frames(max(len(frames) for frames, _ in videos))
+
         return self.processor(text=[text], return_tensors="pt", **more).to(self.model.device)
 
     def _part(self, part: Part, images: list[Any], videos: list[tuple[Tensor, Any]]) -> dict[str, str]:

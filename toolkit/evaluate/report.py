@@ -35,12 +35,14 @@ def print_report(result: Result, out: Path) -> None:
     for gate in result.gates:
         colour = {True: "green", False: "red", None: "yellow"}[gate.passed]
         table.add_row(gate.name, f"[{colour}]{WORDS[gate.passed]}[/]", gate.measured)
+
     console.print(table)
     for gate in result.gates:
         for detail in gate.details[:5]:
             console.print(f"  {gate.name}: {detail}", markup=False)
         if len(gate.details) > 5:
             console.print(f"  {gate.name}: ... and {len(gate.details) - 5} more in report.json")
+
     scores = Table("metric", *result.checkpoints, title="scores", title_justify="left")
     for name in metric_names(result):
         scores.add_row(name, *(_number(facts["metrics"].get(name)) for facts in result.checkpoints.values()))

@@ -133,6 +133,7 @@ def evaluate(options: Options, show: Callable[[str], None]) -> Result:
         else:
             why = "not run: an earlier gate failed; --keep-going runs it"
             result.gates += [Gate(name, None, why) for name in gates.ORDER[1:]]
+
     result.seconds = round(time.monotonic() - start, 1)
     return result
 
@@ -167,7 +168,8 @@ def _scores(options: Options, work: Path, names: dict[str, str], result: Result)
         # Other data sets match answers instead of a judge, give up, or count unjudged answers as zero.
         if RELIED_ON in judged or (judged and not facts["metrics"]):
             said = facts["problem"].splitlines()[:1] or ["scores without it"]
-            facts["metrics"], facts["problem"] = {}, f"{NEEDS_JUDGE} (VLMEvalKit: {said[0]})"
+            facts["metrics"] = {}
+            facts["problem"] = f"{NEEDS_JUDGE} (VLMEvalKit: {said[0]})"
     return gates.scores(
         {role: facts["metrics"] for role, facts in result.checkpoints.items()},
         {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
@@ -179,6 +181,7 @@ def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
     path = work / "status.json"
     if not path.is_file():
         return {}, "VLMEvalKit wrote no status.json"
+
     status = json.loads(path.read_text()).get("datasets", {}).get(data, {})
     numbers = {
         name: value for name, value in status.get("metrics", {}).items() if isinstance(value, (int, float))
@@ -309,7 +312,8 @@ class _Workers:
     """The processes of :mod:`worker`; none of them survives."""
 
     def __init__(self, options: Options, settings: dict[str, Any], work: Path) -> None:
-        self.options, self.work = options, work
+        self.options = options
+        self.work = work
         closed = settings["isolation"].startswith(CLOSED)
         self.python = cage.command(work, bool(options.judge_url)) if closed else [sys.executable]
         self.running: list[subprocess.Popen[bytes]] = []
@@ -433,7 +437,9 @@ class _Progress:
     """Number of answers so far, their rate and the time left, from the files that workers write."""
 
     def __init__(self, work: Path, names: dict[str, str], show: Callable[[str], None]) -> None:
-        self.work, self.names, self.show = work, names, show
+        self.work = work
+        self.names = names
+        self.show = show
         self.first: tuple[float, int] | None = None
         self.judging = False
         self.shown = time.monotonic()
@@ -443,6 +449,7 @@ class _Progress:
         now = time.monotonic()
         if now - self.shown < self.every:
             return
+
         self.shown = now
         files = {role: (self.work / name).glob("answers_*.jsonl") for role, name in self.names.items()}
         counts = {role: sum(map(_lines, some)) for role, some in files.items()}
@@ -450,12 +457,14 @@ class _Progress:
         questions = (self.work / QUESTIONS).read_text() if (self.work / QUESTIONS).is_file() else ""
         if not done or not questions:
             return
+
         total = len(self.names) * int(questions)
         if done == total:
             if not self.judging:
                 self.show(f"all {total} questions are answered; VLMEvalKit is judging")
             self.judging = True
             return
+
         listed = ", ".join(f"{role} {count}" for role, count in counts.items())
         if self.first is None:  # loading the model is not part of the rate
             self.first = (now, done)

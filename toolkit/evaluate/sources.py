@@ -18,7 +18,9 @@ class Sources:
     ``tables``, and with its media in ``root`` (``--lmu-data``)."""
 
     def __init__(self, name: str, root: Path, tables: Path, data: Path) -> None:
-        self.name, self.root, self.data = name, root.resolve(), data
+        self.name = name
+        self.root = root.resolve()
+        self.data = data
         self.kind, self.parts = parts_of(name)
         self.tables = sorted(tables.glob("*.tsv"))
         self.folders = [self.root, tables, data]  # media may be read from these folders

@@ -49,7 +49,8 @@ def build(job: dict[str, Any], sources: Sources) -> Any:
     """Builds VLMEvalKit's data set from local files after checking its table. Raises TableError."""
     from vlmeval.dataset import build_dataset
 
-    name, largest = job["data"], job["settings"]["largest_picture"]
+    name = job["data"]
+    largest = job["settings"]["largest_picture"]
     own = is_own(name)
     for part in sources.parts if own or sources.kind == "tables" else []:
         rows = _read_table(sources.data / f"{part}.tsv")
@@ -142,6 +143,7 @@ def _check_media(dataset: Any, job: dict[str, Any], sources: Any) -> None:
     """Raises TableError, naming the first missing video, before a model is loaded."""
     if dataset.MODALITY != "VIDEO":
         return
+
     slow = any(
         getattr(dataset, name, False)
         for name in ("use_subtitle", "with_subtitle", "load_into_video_and_process")
@@ -303,7 +305,8 @@ def _fresh(dataset: Any, job: dict[str, Any], sources: Sources) -> Any:
 
 def run_job(job: dict[str, Any], rank: int) -> None:
     """Does the work of one worker. Raises TableError."""
-    work, sources = Path(job["work"]), sources_of(job)
+    work = Path(job["work"])
+    sources = sources_of(job)
     dataset = build(job, sources)
     if rank == 0:
         (work / QUESTIONS).write_text(str(len(dataset.data)))

@@ -63,6 +63,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
         encoder.spec.language,
     ):
         raise UserError(f"--checkpoint {request.checkpoint} holds a different model than --hf {request.hf}")
+
     layout = make_layout(spec, **request.layout)
     samples = _encode(encoder, request.conversations)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
@@ -90,6 +91,7 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
         if done.returncode:
             raise UserError(f"the processes failed:\n{end_of(done)}")
         answers: list[list[int]] = json.loads((work / "answers.json").read_text())
+
     decode = encoder.chat.tokenizer.decode
     return [
         {"text": decode(tokens, skip_special_tokens=True), "tokens": tokens, "prompt_tokens": len(sample)}
@@ -99,7 +101,8 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
 
 def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
     """Encodes the prompts. Raises UserError, which names the prompts that the model cannot take."""
-    samples, wrong = [], _Wrong()
+    samples = []
+    wrong = _Wrong()
     for conversation, root, place in prompts:
         try:
             media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]

@@ -69,7 +69,9 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
     spec = read_spec(job.hf)
     layout = make_layout(spec, **job.layout)
     init_distributed(platform)
-    grid, norm = make_grid(layout), read_pixel_norm(job.hf)
+    grid = make_grid(layout)
+    norm = read_pixel_norm(job.hf)
+
     # The fused GPU kernels do not support float32.
     attention: Any = "sdpa" if job.dtype == "float32" else "auto"
     config = TrainConfig(
@@ -96,6 +98,7 @@ def answer(job: Job, samples: list[Sample]) -> list[list[int]]:
             chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop)
         )
         answers += _all_answers(mine, grid)[: len(given)]
+
     return answers
 
 

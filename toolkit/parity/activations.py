@@ -138,7 +138,8 @@ class Recorder(Watch):
             data: the rows of the step. folder: output of :mod:`toolkit.parity.stored`.
         """
         self.close()
-        grid, length = self.grid, data.rows[0].tokens.numel()
+        grid = self.grid
+        length = data.rows[0].tokens.numel()
         mine: dict[str, Tensor] = {}
         for place, rows in self.kept.items():
             if not self._mine(place):
@@ -151,6 +152,7 @@ class Recorder(Watch):
                 # The levels of DeepStack travel after the hidden state.
                 tokens = length // grid.tp if self.sequence_parallel and place != LOGITS else length
                 mine[f"{place}/{number}"] = value.reshape(-1, value.shape[-1])[:tokens]
+
         self.kept.clear()
         if mine:
             mine["lengths"] = torch.tensor([sum(lengths) for lengths in data.segment_lengths])
@@ -159,6 +161,7 @@ class Recorder(Watch):
                 for i, row in enumerate(data.rows)
                 if row.loss_index is not None
             }
+
         parts = gather_on_first({(grid.dp_rank, grid.pp_rank, grid.tp_rank): mine} if mine else {}, grid)
         return compare_places(parts, Path(folder), dtype) if grid.rank == 0 else {}
 
@@ -183,10 +186,13 @@ def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str,
             stop = start + tokens
             wanted = want.part(place, start, stop)
             both = relative_error(got, wanted if computed is None else wanted[computed])
-            difference, scale, start = difference + both[0], scale + both[1], stop
+            difference = difference + both[0]
+            scale = scale + both[1]
+            start = stop
         error = math.sqrt(difference / scale) if scale else math.sqrt(difference)
         complete = start == want[place].shape[0]
         errors[place] = error if complete and math.isfinite(error) else math.inf
+
     limit = partial(activation_limit, noise=facts["activation_noise"], dtype=dtype)
     ordered = [place for place in facts["order"] if place in errors]
     return {

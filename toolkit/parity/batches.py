@@ -47,6 +47,7 @@ def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
             media.append(item)
         tokens.append(ids)
         learnt.append(mask)
+
     return Sample(token_ids=torch.cat(tokens), loss_mask=torch.cat(learnt), media=media)
 
 
@@ -76,4 +77,5 @@ def _medium(
             *([pad] * run.tokens(v.spatial_merge_size)),
             spec.vision_end_token_id,
         ]
+
     return torch.tensor(ids), MediaItem(grid=grid, planes=planes)

@@ -156,7 +156,8 @@ def build(case: Case, platform: Platform) -> Live:
 
 def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> list[list[Sample]]:
     """Draws the samples of one step's rows; equal for every distribution of the same kinds over rows."""
-    drawn, number = [], 0
+    drawn = []
+    number = 0
     stored = read_samples(Path(given)) if given else []
     for row in rows:
         drawn.append(

@@ -72,7 +72,8 @@ def show(report: dict[str, Any], console: Any) -> None:
         table.add_column(heading, overflow="fold")
     for name, result in report["layouts"].items():
         steps = result.get("steps") or [{}]
-        last, mark = steps[-1], "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]"
+        last = steps[-1]
+        mark = "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]"
         cells = [f"{last['loss']:.6f}", f"{last['reference']:.6f}"] if "loss" in last else ["", ""]
         if training:
             state = result.get("state", {})

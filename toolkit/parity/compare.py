@@ -101,6 +101,7 @@ def run_parity(request: Request, say: Callable[[str], None] = lambda line: None)
         if request.checkpoint:
             for result in results.values():
                 result["tensors"] = differing_tensors(request, hf, result, work)
+
     ok = (
         not inputs["tokens_differ"]
         and inputs["pixel_error"] <= 1e-5
@@ -183,8 +184,11 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
         root = Path("/")
     else:
         records, root = _photographs(work)
+
     records = list(itertools.islice(itertools.cycle(records), max(len(records), rows)))
-    encoder, samples, described = SampleEncoder(hf), [], []
+    encoder = SampleEncoder(hf)
+    samples = []
+    described = []
     for record in records:
         conversation = read_conversation(record)
         paths = [root / reference for _, reference in conversation.media]
@@ -194,6 +198,7 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
         ]
         samples.append(encoder.sample(conversation.messages, media))
         described.append({"messages": conversation.messages, "images": [str(path) for path in paths]})
+
     write_samples(samples, work / "samples.safetensors")
     (work / "conversations.json").write_text(json.dumps(described))
     return samples
@@ -243,6 +248,7 @@ def run_layouts(
         for layout in group:
             missing = {"ok": False, "error": f"the processes ended before this layout:\n{end_of(done)}"}
             results[layout.text] = found.get(layout.text, missing)
+
     return {layout.text: results[layout.text] for layout in request.layouts}
 
 
@@ -288,7 +294,8 @@ def differing_tensors(request: Request, hf: Path, result: dict[str, Any], work: 
     fresh = work / "converted"
     if not fresh.exists():
         convert(hf, fresh)
-    ours, theirs = WeightReader(request.checkpoint), WeightReader(fresh)
+    ours = WeightReader(request.checkpoint)
+    theirs = WeightReader(fresh)
     return [
         n
         for n in tensor_table(ours.spec)

@@ -116,6 +116,7 @@ def backward(
         loss = (losses * sample.loss_mask[1:].to(device)).sum()
         (loss / count).backward()
         total += float(loss)
+
     return total / count
 
 

@@ -86,6 +86,7 @@ def one_pass(job: Job, samples: list[Sample]) -> dict[str, Any]:
         exact["activation"] = StoredTensors(out / "activations.safetensors")
         for kind, ours in (("gradient", gradients), ("activation", activations)):
             facts[f"{kind}_noise"] = {name: _distance(ours[name], exact[kind][name]) for name in ours}
+
     return facts
 
 
@@ -118,7 +119,9 @@ def processed(
         "pixel_error": largest difference of a normalised pixel}).
     """
     processor, norm = load_processor(job.hf), read_pixel_norm(job.hf)
-    given, differ, pixel_error = [], [], 0.0
+    given = []
+    differ = []
+    pixel_error = 0.0
     for number, (sample, conversation) in enumerate(
         zip(samples, json.loads(Path(job.conversations).read_text()), strict=True)
     ):
@@ -134,6 +137,7 @@ def processed(
                 pixel_error, float((theirs["pixel_values"].float() - ours["pixel_values"]).abs().max())
             )
         given.append({name: theirs[name] for name in ours})
+
     return given, {"tokens_differ": differ, "pixel_error": pixel_error}
 
 

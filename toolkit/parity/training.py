@@ -55,19 +55,23 @@ def run_training(case: Case, platform: Platform) -> dict[str, Any]:
         set_learning_rates(live.optimizer, live.config, number)
         result = train_step(live.wrapped, live.optimizer, data.rows, live.grid, case.seq_len)
         results.append({"loss": result.loss, "grad_norm": result.grad_norm, "ok": result.updated})
+
     state = saved_state(live, len(batches))
     if live.grid.rank != 0:
         return {"ok": True}
+
     flat = [[s for row in batch for s in row] for batch in batches]
     if case.reference:
         want_losses, want_norms, want = stored_training(Path(case.reference))
     else:
         key = ("training", case.hf, *map(fingerprint, flat))
         want_losses, want_norms, want = remembered(key, lambda: reference_training(case.hf, flat))
+
     for line, loss, norm in zip(results, want_losses, want_norms, strict=True):
         line |= {"reference": loss, "loss_error": abs(line["loss"] - loss) / loss}
         line |= {"norm_error": abs(line["grad_norm"] - norm) / norm}
         line["ok"] &= line["loss_error"] <= LOSS_TOLERANCE and line["norm_error"] <= 1e-4
+
     errors = {kind: worst(state[kind], want[kind]) for kind in want}
     limits = {kind: WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE for kind in want}
     near = all(error <= limits[kind] for kind, (_, error) in errors.items())
@@ -175,6 +179,7 @@ def reference_training(
         for group in adam.param_groups:
             group["lr"] = ADAM.lr * min(1.0, (number + 1) / ADAM.warmup_steps)
         adam.step()
+
     state = {"weights": canonical({name: p.detach() for name, p in named.items()}, hf)}
     state["main"] = state["weights"]
     for kind in ("exp_avg", "exp_avg_sq"):

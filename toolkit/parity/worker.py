@@ -49,7 +49,10 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
 
         return run_training(case, platform)
     live = build(case, platform)
-    spec, grid, wrapped, optimizer = live.spec, live.grid, live.wrapped, live.optimizer
+    spec = live.spec
+    grid = live.grid
+    wrapped = live.wrapped
+    optimizer = live.optimizer
     if optimizer is not None:
         for group in optimizer.param_groups:
             group["lr"] = group["weight_decay"] = (
@@ -97,6 +100,7 @@ def collect_gradients(
                 for bucket in buffer.buckets:
                     shards = bucket.grad_data.chunk(group.size())
                     dist.all_gather(list(shards), shards[group.rank()].clone(), group=group)
+
     table = tensor_table(spec)
     mine: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -109,6 +113,7 @@ def collect_gradients(
             continue
         copy = copies[name] = copies.get(name, -1) + 1
         mine[f"{grid.pp_rank}/{copy}/{grid.part(table[name])}/{name}"] = _main_grad(parameter)
+
     mine |= {
         f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack)
         for name, stack in stacks.items()
@@ -118,6 +123,7 @@ def collect_gradients(
         for key in given:
             stage, copy_number, part, name = key.split("/")
             places.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
+
     return {name: [StoredParts(parts) for parts in held.values()] for name, held in places.items()}
 
 
@@ -140,12 +146,14 @@ def compare(
     errors: dict[str, float] = {}
     table = tensor_table(spec)
     for name, copies in gradients.items():
-        info, scale = table[name], want[name].norm().item()
+        info = table[name]
+        scale = want[name].norm().item()
         for parts in copies:
             shards = [parts[part] for part in range(layout.cut.parts(info))]
             for candidate in shards if info.split == "replicated" else [unshard(shards, info, layout.cut)]:
                 error = (candidate - want[name]).norm().item() / scale if scale else candidate.norm().item()
                 errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
+
     trained = {name for name in table if part_of(name) not in case.freeze}
     missing = sorted(trained - set(errors)) + sorted(set(errors) - trained)
     worst = sorted(errors, key=errors.__getitem__, reverse=True)[:3]
@@ -201,7 +209,8 @@ class Reference:
     of bf16 alone."""
 
     def __init__(self, case: Case, platform: Platform) -> None:
-        self.case, self.device = case, str(platform.device)
+        self.case = case
+        self.device = str(platform.device)
 
     @cached_property
     def exact(self) -> torch.nn.Module:
@@ -247,6 +256,7 @@ def main(argv: list[str]) -> int:
         if dist.get_rank() == 0:
             Path(argv[1]).write_text(json.dumps(results, indent=1))
             print(case.name, "ok" if results[case.name]["ok"] else "FAILED", flush=True)
+
     end_distributed()
     return 0 if all(result["ok"] for result in results.values()) else 1
 

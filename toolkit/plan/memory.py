@@ -124,10 +124,12 @@ def _stage(
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
     vision = sizes.vision() if stage == 0 else _Held()
     order = play_schedule(layout.pp, layout.vpp, stage, micro_batches)
+
     # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
     weight = [c.kept + (vision.kept if v == 0 else 0.0) for v, c in enumerate(chunks)]
     held = max(order, key=lambda held: sum(n * w for n, w in zip(held, weight, strict=True)))
     activations = sum(n * c.kept for n, c in zip(held, chunks, strict=True))
+
     # A decoder layer and a vision layer are never recomputed at the same time.
     recomputed = max(c.transient for c in chunks)
     last = stage == layout.pp - 1
@@ -207,11 +209,15 @@ class _Sizes:
 
     def chunk(self, stage: int, v: int) -> _Held:
         """The share of one chunk of the language model."""
-        m, layout, recompute = self.spec.language, self.layout, self.config.recompute
-        first, last = stage + v == 0, stage == layout.pp - 1 and v == layout.vpp - 1
+        m = self.spec.language
+        layout = self.layout
+        recompute = self.config.recompute
+        first = stage + v == 0
+        last = stage == layout.pp - 1 and v == layout.vpp - 1
         token = self.element * self.config.data.seq_len
         hidden = token * m.hidden_size / self._shared
         layers = [token * self._decoder_layer(m, layer) for layer in layout.chunk_layers(stage, v)]
+
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
         levels = len(self.spec.vision.deepstack_layers)
@@ -220,14 +226,17 @@ class _Sizes:
         )
         if recompute.language == "full":
             return _Held(len(layers) * hidden + ends, max(layers, default=0.0))
+
         return _Held(sum(layers) + ends)
 
     def _decoder_layer(self, m: LanguageSpec, layer: int) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         tp, r = self.layout.tp, self.config.recompute
         modules = set(r.language_modules) if r.language == "selective" else set()
+
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
-        heads, kv = m.num_heads * m.head_dim / tp, max(m.num_kv_heads / tp, 1.0) * m.head_dim
+        heads = m.num_heads * m.head_dim / tp
+        kv = max(m.num_kv_heads / tp, 1.0) * m.head_dim
         v = kv if self.config.model.language_attention in ("auto", "te") else heads + 2 * kv
         attention = heads + kv + v + heads + m.num_heads * 4 / self.element / tp
         norms = 4 * m.hidden_size / self._shared
@@ -237,9 +246,11 @@ class _Sizes:
                 + attention
                 + ("mlp" not in modules) * self._experts(m.hidden_size, m.moe, "activation" in modules)
             )
+
         mlp = (2 if "activation" in modules else 3) * m.ffn_hidden_size / tp
         if "mlp" in modules:
-            mlp, norms = 0.0, norms - m.hidden_size / self._shared
+            mlp = 0.0
+            norms = norms - m.hidden_size / self._shared
         return norms + attention + mlp
 
     def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
@@ -254,9 +265,12 @@ class _Sizes:
 
     def vision(self) -> _Held:
         """The tower on one row's patches; it is tensor-parallel without sequence parallelism."""
-        v, model, tp = self.spec.vision, self.config.model, self.layout.tp
+        v = self.spec.vision
+        model = self.config.model
+        tp = self.layout.tp
         patch = self.element * self.patches
         layers = [patch * self._vision_layer(v, layer) for layer in range(v.num_layers)]
+
         # Pixels are kept as float32 and twice as patches; mergers keep the outputs of their norm, linear
         # and activation.
         pixels = self.patches * v.patch_dim * (2 + 2 * self.element)
@@ -269,6 +283,7 @@ class _Sizes:
             return _Held(0.0 if model.freeze_merger else mergers, max(layers) + pixels)
         if self.config.recompute.vision == "full":
             return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, max(layers))
+
         return _Held(sum(layers) + mergers + pixels)
 
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
@@ -318,7 +333,8 @@ def play_schedule(pp: int, vpp: int, stage: int, micro_batches: int) -> list[tup
     total = micro_batches * vpp
     turns = [(i // pp) % vpp for i in range(total)] if vpp > 1 else [0] * total
     warm_up = warm_up_passes(pp, vpp, stage, micro_batches)
-    held, seen = [0] * vpp, []
+    held = [0] * vpp
+    seen = []
     for forward, chunk in enumerate(turns):
         held[chunk] += 1
         seen.append(tuple(held))

@@ -36,6 +36,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         raise RunConfigError(
             "model.hf is empty; give a Hugging Face folder, or a config.json, for the model's sizes"
         )
+
     spec = read_spec(config.model.hf)
     layout = run_layout(spec, config.parallel)
     micro_batches = config.global_batch_size // dp

@@ -75,7 +75,8 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
         }
         print(json.dumps(result))
         return 0
-    size, rate = report.bytes / 1e9, report.bytes / max(report.seconds, 1e-9) / 1e9
+    size = report.bytes / 1e9
+    rate = report.bytes / max(report.seconds, 1e-9) / 1e9
     print(
         f"{report.out}: {report.tensors} tensors in {report.files} files, "
         f"{size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
