@@ -49,8 +49,8 @@ def sample(number: int) -> dict[str, str]:
         "source": f"conversations_{number % 7}.jsonl record {number}",
         "reason": "image does not decode",
         "detail": (
-            f"image {number:09d}.0.jpg: not a readable image (OSError: image file is truncated (23 bytes not"
-            " processed))"
+            f"image {number:09d}.0.jpg: not a readable image (OSError: image file is truncated (23 bytes not "
+            "processed))"
         ),
     }
 

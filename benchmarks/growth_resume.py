@@ -3,10 +3,10 @@
     python benchmarks/growth_resume.py [--dp 64] [--tp 8] [--pp 8] [--ranks 4]
 
 The checkpoint is simulated: tp x pp x dp optimizer files as that many ranks leave them (4,096 by default),
-    with real headers, slices and hashes, of a narrow model (80 decoder layers of width 64), so that a file
-    has some kilobytes where a real one has gigabytes. The reading is real: the code that resumes a training
-    reads one rank's state at a time, from this machine's disk and its cache. A shared file system under
-    thousands of ranks needs far longer for each open.
+with real headers, slices and hashes, of a narrow model (80 decoder layers of width 64), so that a file has
+some kilobytes where a real one has gigabytes. The reading is real: the code that resumes a training reads one
+rank's state at a time, from this machine's disk and its cache. A shared file system under thousands of ranks
+needs far longer for each open.
 
 ``headers`` is a checkpoint without an index, which each rank reads for itself, as all ranks did before there
 was an index. ``told`` is that checkpoint today, where only rank 0 reads the headers. ``index`` is a

@@ -94,8 +94,8 @@ def give_back_freed_chunks() -> None:
     """Makes glibc return freed chunks to the system at once, for the rest of this process.
 
     By default, it keeps freed memory up to a limit that grows with what is freed: chunks of 4 MB and the
-        slightly smaller ones of other shapes left 20 MB per thread unused (183 MB for 8 workers on stacks of
-        experts; 63 MB with the limit fixed, no slower).
+    slightly smaller ones of other shapes left 20 MB per thread unused (183 MB for 8 workers on stacks of
+    experts; 63 MB with the limit fixed, no slower).
     """
     try:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD

@@ -1,10 +1,9 @@
 """Finds audio in records, because no Qwen-VL model can hear it.
 
 A record with audio is useless without it: the model would learn to guess the answer, and a placeholder would
-    be learnt as text. Sounds are listed beside the conversation or a turn (``audios`` of LLaMA-Factory and
-    ms-swift, ``audio`` of OpenAI's answers and of Hugging Face's data sets), are content parts
-    (``input_audio`` of OpenAI, ``audio`` of transformers' processors, ``audio_url`` of vLLM), or have a
-    placeholder in the text.
+be learnt as text. Sounds are listed beside the conversation or a turn (``audios`` of LLaMA-Factory and
+ms-swift, ``audio`` of OpenAI's answers and of Hugging Face's data sets), are content parts (``input_audio``
+of OpenAI, ``audio`` of transformers' processors, ``audio_url`` of vLLM), or have a placeholder in the text.
 
 ``<audio>`` is also HTML. If no sound is listed, it counts as a placeholder only where placeholders stand, at
 the beginning or the end of a line. Within a sentence ("How do I use the <audio> tag?"), as code (in

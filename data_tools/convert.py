@@ -252,9 +252,8 @@ class _Duplicates:
         if not self.refuse or not isinstance(entry, Entry) or not entry.identity:
             return entry
         if self.seen is None:
-            self.seen = Identities(
-                self.path
-            )  # not earlier: worker processes that were forked share no open table
+            # Opened late, because forked worker processes must not share the open table.
+            self.seen = Identities(self.path)
 
         here = (entry.source["file"], entry.source["record"])
         file, record = self.seen.first(entry.identity, *here)

@@ -70,6 +70,7 @@ def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[i
                 line = file.readline(LARGEST_RECORD)
                 on_bytes(len(line))
             continue
+
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
@@ -187,6 +188,7 @@ class _Buffer:
                     ) from error
             except ValueError as error:  # an integer with thousands of digits
                 raise ReadError(f"{self.path}: record {number} is not valid JSON: {error}") from error
+
             if len(self.text) - self.at > LARGEST_RECORD:
                 raise ReadError(
                     f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; "

@@ -6,9 +6,9 @@ second run with the same arguments reads the records again, takes the verdicts f
 decoding media, derives the same shards, keeps the intact ones, and continues where the journal ends. Its
 output equals that of an undisturbed run, byte for byte.
 
-A power cut is no worse than a kill: whatever a plan, a manifest or the finished data set mentions is
-    on the disk before it (:mod:`megatron_vl.durable`). Only the journal may lose lines; lost verdicts
-    are computed again.
+A power cut is no worse than a kill: whatever a plan, a manifest or the finished data set mentions is on the
+disk before it (:mod:`megatron_vl.durable`). Only the journal may lose lines; lost verdicts are computed
+again.
 """
 
 from __future__ import annotations
@@ -184,9 +184,8 @@ class Workspace:
         self.work.mkdir(exist_ok=True)
         self._lock = (self.work / "lock").open("ab")
         try:
-            fcntl.lockf(
-                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # released with the process; children do not inherit it
+            # The lock is released with the process; children do not inherit it.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ResumeError(f"--out {self.out}: another conversion is writing there") from error
 

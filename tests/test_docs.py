@@ -1,8 +1,8 @@
 """Checks commands in the documents: blocks marked ``# checked`` are run; all others must be valid.
 
 The checked blocks of a document run in order in one folder that holds what its text asks the reader to have:
-    the examples, a checkpoint (a small one with as many layers as the example's layout needs) and
-    conversations with their media.
+the examples, a checkpoint (a small one with as many layers as the example's layout needs) and conversations
+with their media.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def test_commands_are_valid(document, line):
             assert not word.startswith(("tests/", "constraints")) or (ROOT / word).exists()
     else:
         pytest.fail(
-            f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to"
-            " validate it"
+            f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to "
+            "validate it"
         )
 
 

@@ -1,11 +1,11 @@
 """Writes small Hugging Face checkpoints with the real architecture, for the demo, the tests and dry runs.
 
 A folder has what a released checkpoint has: a config with the old flat fields (Qwen3-VL: nested), sharded
-    safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat
-    template, image processor and generation settings. Only the sizes are small. Structural oddities are kept:
-    grouped queries, window and full vision layers, a vision FFN width that no tensor parallel size divides,
-    M-RoPE sections of different lengths, more embedding rows than tokens, and stacks of experts with their
-    input dimension first.
+safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat
+template, image processor and generation settings. Only the sizes are small. Structural oddities are kept:
+grouped queries, window and full vision layers, a vision FFN width that no tensor parallel size divides,
+M-RoPE sections of different lengths, more embedding rows than tokens, and stacks of experts with their input
+dimension first.
 """
 
 from __future__ import annotations

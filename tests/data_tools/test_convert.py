@@ -350,8 +350,8 @@ def test_energon_finds_all_of_it(tmp_path):
     assert sum(counts[name] for name in splits["val"]) == report.val == 3
     with sqlite3.connect(out / ".nv-meta/index.sqlite") as db:
         parts = db.execute(
-            "select tar_file_id, content_byte_offset, content_byte_size, part_name, sample_index from"
-            " sample_parts"
+            "select tar_file_id, content_byte_offset, content_byte_size, part_name, sample_index from "
+            "sample_parts"
         ).fetchall()
         names = list(counts)
         by_name = shards(out)
@@ -583,8 +583,8 @@ def test_command_lists_what_was_quarantined(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"1 of 4 records written to {tmp_path / 'out'} in " in out
     assert (
-        ", 3 quarantined (medium missing: 2, no conversation: 1), listed in"
-        f" {tmp_path / 'out/quarantine.jsonl'}\n" in out
+        ", 3 quarantined (medium missing: 2, no conversation: 1), listed in "
+        f"{tmp_path / 'out/quarantine.jsonl'}\n" in out
     )
 
 

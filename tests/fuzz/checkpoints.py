@@ -655,8 +655,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     else:
         print(
-            f"{done} damaged checkpoints in {seconds:.0f} s, {len(faults)} faults; damage:"
-            f" {dict(kinds.most_common())}"
+            f"{done} damaged checkpoints in {seconds:.0f} s, {len(faults)} faults; damage: "
+            f"{dict(kinds.most_common())}"
         )
         for action, counts in table.items():
             print(f"  {action:<7} {', '.join(f'{n} {o}' for o, n in counts.items())}")

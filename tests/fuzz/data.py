@@ -4,7 +4,7 @@ through the loader.
     python -m tests.fuzz.data --count 5000
 
 Nothing may hang, crash, exhaust the memory or be dropped uncounted: records in = samples out + refused, and
-    every sample of the shards is in a row or named among the dropped ones.
+every sample of the shards is in a row or named among the dropped ones.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Outcome:
     def __str__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.reasons.most_common())
         return (
-            f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used;"
-            f" {reasons}"
+            f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used; "
+            f"{reasons}"
         )
 
 

@@ -160,8 +160,8 @@ def test_disk_that_is_too_small_or_not_there(tmp_path):
 def test_gpus_as_nvidia_smi_lists_them():
     """Parses nvidia-smi's own CSV, with a GPU that has fallen off the bus."""
     text = (
-        "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error],"
-        " [N/A], [N/A], 1\n"
+        "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error], "
+        "[N/A], [N/A], 1\n"
     )
     assert parse_gpus(text) == [
         Gpu(0, "NVIDIA H200", 143771, 4, "580.95.05"),

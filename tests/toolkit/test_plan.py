@@ -35,8 +35,8 @@ def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
 # of the fullest row.
 BEFORE = "--model.window_attention backend --model.vision_attention torch_varlen".split()
 PIPELINE = (
-    "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true"
-    " --global_batch_size 8"
+    "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true "
+    "--global_batch_size 8"
 )
 MEASURED = [
     ("4 layers, text", 55.6, 1, "--global_batch_size 2", 4, 0),

@@ -22,8 +22,8 @@ def test_a_run_that_stops_says_why_its_steps_were_skipped() -> None:
     assert told == [
         "loss or gradient was not finite in 2 steps in a row, the last one step 40",
         (
-            "no token bore loss in 3 steps in a row, the last one step 40; answers of the assistant alone do,"
-            " so look for them in the data set"
+            "no token bore loss in 3 steps in a row, the last one step 40; answers of the assistant alone "
+            "do, so look for them in the data set"
         ),
         "loss or gradient was not finite or no token bore loss in 2 steps in a row, the last one step 40",
     ]

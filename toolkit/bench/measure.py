@@ -60,16 +60,19 @@ def run(options: Options) -> None:
     config = options.config
     spec = options.spec()
     layout = options.layout()
+
     platform = get_platform(config.platform)
     init_distributed(platform)
     options.check_ranks(dist.get_world_size())
     grid = make_grid(layout, owners=config.data.balance)
     live = build(options, spec, platform, grid, layout)
+
     name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)
     workloads = {
         name: measure(live, name, config.global_batch_size // grid.dp, peak) for name in options.workloads
     }
+
     figures = {
         "system": "megatron-vl",
         "machine": report.machine(options, platform.device, peak),

@@ -164,8 +164,8 @@ def use_liger(family: str) -> list[str]:
     replaced = sorted(key for key, value in before.items() if after[key] is not value)
     unused = sorted(after.keys() - before.keys())
     return [
-        f"liger-kernel {number}: {name}() replaced {', '.join(replaced)} and the loss; without effect:"
-        f" {', '.join(unused)}"
+        f"liger-kernel {number}: {name}() replaced {', '.join(replaced)} and the loss; without effect: "
+        f"{', '.join(unused)}"
     ]
 
 
@@ -287,8 +287,8 @@ def run(options: Options) -> None:
     import transformers
 
     settings = (
-        f"fully_shard over {world} ranks, gradients reduced {options.gradient_sync} row,"
-        f" {config.global_batch_size} rows of "
+        f"fully_shard over {world} ranks, gradients reduced {options.gradient_sync} row, "
+        f"{config.global_batch_size} rows of "
     )
     notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
     figures = {

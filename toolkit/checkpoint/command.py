@@ -26,8 +26,8 @@ def show(options: ShowOptions) -> int:
     if facts["lineage"] and facts["lineage"]["parent"]:
         parent = facts["lineage"]["parent"]
         print(
-            f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch"
-            f" {parent['branch']}"
+            f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch "
+            f"{parent['branch']}"
         )
 
     print(f"  layout   {shape}, layers {layout['layers']}")

@@ -221,8 +221,8 @@ def prepare(demo: Demo) -> None:
     demo.run_yaml.write_text(yaml.safe_dump(settings, sort_keys=False))
     parameters = sum(torch.Size(shape).numel() for shape in _shapes(demo.hf))
     demo.console.print(
-        f"{demo.hf}: {parameters / 1e6:.2f} M parameters, random; {conversations}: {len(_samples(demo))}"
-        " conversations"
+        f"{demo.hf}: {parameters / 1e6:.2f} M parameters, random; {conversations}: {len(_samples(demo))} "
+        "conversations"
     )
     demo.console.print(f"{demo.run_yaml}: the configuration of the training below")
 
@@ -249,6 +249,7 @@ def round_trip(demo: Demo) -> None:
     tp = demo.machine.tp
     pp = demo.machine.pp
     layers = ",".join(map(str, demo.machine.layers))
+
     demo.shell("megatron-vl", "convert", "--hf", demo.hf, "--out", full)
     demo.shell(
         "megatron-vl",
@@ -265,6 +266,7 @@ def round_trip(demo: Demo) -> None:
         shards,
     )
     demo.shell("megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf, "--out", again)
+
     code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
     count = sum(1 for _ in _shapes(demo.hf))
     measured = f"{count} tensors identical" if code == 0 else "tensors differ, see above"
@@ -329,7 +331,9 @@ def check_training(demo: Demo) -> None:
         end < start / 10,
     )
     skipped = sum(not line["updated"] for line in lines)
-    dropped = sum(n for line in lines for name, n in line.items() if name.startswith("dropped/"))
+    dropped = 0
+    for line in lines:
+        dropped += sum(n for name, n in line.items() if name.startswith("dropped/"))
     demo.check(
         "No step was skipped, no sample was dropped",
         f"{skipped} skipped, {dropped} dropped",
@@ -379,8 +383,8 @@ def compare_losses(
     error = abs(loss - evaluated["loss"]) / loss
     demo.check(
         f"Loss {when}: transformers' equals the trainer's",
-        f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']}"
-        " tokens",
+        f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']} "
+        "tokens",
         error < tolerance and tokens == evaluated["loss_tokens"] and evaluated["samples"] == len(samples),
     )
 

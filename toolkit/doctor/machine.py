@@ -305,8 +305,8 @@ def all_reduce(gpus: int) -> Finding:
         return broken("all-reduce", f"over {ranks} ranks failed: {end_of(done, 3)}", advice)
     facts = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
     speed = (
-        f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2f} ms, {facts['bus_gb_s']:.1f} GB/s"
-        " on the bus"
+        f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2f} ms, {facts['bus_gb_s']:.1f} GB/s "
+        "on the bus"
     )
     return ok("all-reduce", f"{facts['backend']} over {ranks} ranks: correct, {speed}")
 

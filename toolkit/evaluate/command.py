@@ -52,8 +52,8 @@ def _evaluate(given: EvaluateOptions, lmu_data: Path) -> Result:
 
     roles = {"original": given.original, "converted": given.converted, "trained": given.trained}
     same = (
-        "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens"
-        " logit_questions keep_going video_fps video_max_frames video_positions video_prompt"
+        "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens "
+        "logit_questions keep_going video_fps video_max_frames video_positions video_prompt"
     )
     options = Options(
         checkpoints={role: folder for role, folder in roles.items() if folder is not None},

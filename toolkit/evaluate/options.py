@@ -15,9 +15,8 @@ class EvaluateOptions(VideoRuleOptions):
     """Compare a converted checkpoint with its original, up to benchmark scores (VLMEvalKit), and score
     a trained one.
 
-    Four gates run in this order: tensors bit for bit, logits of some prompts, generated answers,
-        scores. Nothing is downloaded. Exit code 1 if a gate fails or a score is missing, 2 if the
-        arguments are invalid.
+    Four gates run in this order: tensors bit for bit, logits of some prompts, generated answers, scores.
+    Nothing is downloaded. Exit code 1 if a gate fails or a score is missing, 2 if the arguments are invalid.
     """
 
     original: Path = option(metavar="HF_DIR")

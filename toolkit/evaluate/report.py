@@ -82,6 +82,7 @@ def write_html(result: Result, path: Path) -> None:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": _number, "setting": _setting}
+
     lines = _differing_first(result)
     page = environment.get_template("report.html.jinja").render(
         result=result,

@@ -147,9 +147,11 @@ def _answer_and_score(
     folders = {names[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()}
     workers.go(folders)
     workers.wait(_Progress(work, names, show))
+
     result.answers = {role: read_answers(work / name) for role, name in names.items()}
     result.questions = int((work / QUESTIONS).read_text())
     result.settings["tables"] = json.loads((work / TABLES).read_text())
+
     original, converted = work / names["original"], work / names["converted"]
     result.gates += [
         gates.logits(original, converted),
@@ -186,9 +188,8 @@ def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
     numbers = {
         name: value for name, value in status.get("metrics", {}).items() if isinstance(value, (int, float))
     }
-    found = {
-        name: value for name, value in numbers.items() if value == value
-    }  # NaN: no question of this kind was asked
+    # A metric is NaN if no question of its kind was asked.
+    found = {name: value for name, value in numbers.items() if value == value}
     reason = status.get("error_message") or status.get("skip_reason") or ""
     return (
         ({}, reason)
@@ -317,6 +318,7 @@ class _Workers:
         closed = settings["isolation"].startswith(CLOSED)
         self.python = cage.command(work, bool(options.judge_url)) if closed else [sys.executable]
         self.running: list[subprocess.Popen[bytes]] = []
+
         job = {
             "data": options.data,
             "root": str(options.lmu_data.resolve()),

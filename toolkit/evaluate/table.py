@@ -42,11 +42,13 @@ def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int, n
             if index in indices:
                 raise TableError(f"index {index!r} occurs twice")
             indices.add(index)
+
             with _at("column image"):
                 pictures = list(strings(row.get("image"), strict=True))
                 for data in pictures:
                     if len(data) > REFERENCE:
                         open_image(base64.b64decode(data, validate=True), max_pixels).close()
+
             with _at("column image_path"):
                 for path in strings(row.get("image_path"), strict=True):
                     if pictures:  # VLMEvalKit writes them to this path in its own folder

@@ -188,7 +188,8 @@ def _line(row: Any, prompt: Any, model: Any) -> dict[str, Any]:
     """A question and its answer; for a dialogue, the list of all answers."""
     from toolkit.evaluate.model import is_dialogue, turns
 
-    parts = [part for turn in turns(prompt) if turn["role"] == "user" for part in turn["content"]]
+    of_user = [turn for turn in turns(prompt) if turn["role"] == "user"]
+    parts = [part for turn in of_user for part in turn["content"]]
     return {
         "index": str(row["index"]),
         "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),

@@ -84,8 +84,8 @@ def run_generate(request: Request, say: Callable[[str], None] = lambda line: Non
         write_job(job, work / "job.json")
         ranks = layout.tp * layout.pp * layout.least_dp
         say(
-            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks}"
-            f" process{'es' if ranks > 1 else ''}"
+            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} "
+            f"process{'es' if ranks > 1 else ''}"
         )
         done = run_group("toolkit.generate.worker", [work / "job.json", work / "answers.json"], ranks)
         if done.returncode:

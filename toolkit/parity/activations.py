@@ -214,15 +214,15 @@ def joined(parts: dict[Any, Any], place: str) -> Iterator[tuple[Tensor, int, Ten
     """Yields the rows of a place in the order of the samples, from (dp, pp, tp) -> tensors.
 
     For each row: the computed values [tokens or patches, width]; how many the row has; which of them were
-        computed (None: all).
+    computed (None: all).
     """
     for dp in sorted({key[0] for key in parts}):
         ranks = [parts[key] for key in sorted(key for key in parts if key[0] == dp)]
         holders = [rank for rank in ranks if any(name.startswith(f"{place}/") for name in rank)]
-        names = sorted(
-            {n for rank in holders for n in rank if n.startswith(f"{place}/")},
-            key=lambda n: int(n.split("/")[1]),
-        )
+        found = {name for rank in holders for name in rank}
+        rows = [name for name in found if name.startswith(f"{place}/")]
+        names = sorted(rows, key=lambda name: int(name.split("/")[1]))
+
         for name in names:
             row, number = (
                 torch.cat([rank[name] for rank in holders], dim=-1 if place == LOGITS else 0),

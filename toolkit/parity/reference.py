@@ -71,9 +71,8 @@ def hf_pixels(item: MediaItem, spec: ModelSpec, norm: PixelNorm) -> Tensor:
     wanted = item.grid.t * v.temporal_patch_size
     if frames.shape[0] < wanted:
         frames = torch.cat([frames, frames[-1:].expand(wanted - frames.shape[0], -1, -1)])
-    pixels = norm.apply(frames).view(
-        item.grid.t, v.temporal_patch_size, -1, v.in_channels, v.patch_size**2
-    )  # [t, T, hw, C, pp]
+    # [t, T, hw, C, pp]
+    pixels = norm.apply(frames).view(item.grid.t, v.temporal_patch_size, -1, v.in_channels, v.patch_size**2)
     return pixels.permute(0, 2, 3, 1, 4).reshape(-1, v.patch_dim)
 
 
@@ -98,8 +97,8 @@ def backward(
 ) -> float:
     """Computes gradients of the mean loss over all loss tokens, sample by sample; returns the loss.
 
-    inputs: the model's keyword arguments for each sample, if a processor made them.
-        inputs: the model's keyword arguments for each sample, where a processor made them.
+    Args:
+        inputs: the model's keyword arguments for each sample, if a processor made them.
     """
     device = str(next(model.parameters()).device)
     model.zero_grad(set_to_none=True)

@@ -153,12 +153,10 @@ def train(job: Job, samples: list[Sample]) -> dict[str, Any]:
     """Trains; returns losses and gradient norms, writes final weights and
     moments to ``training.safetensors``."""
     losses, norms, state = reference_training(job.hf, [samples] * job.steps, job.device)
-    tensors = {
-        f"{kind}/{name}": tensor
-        for kind, part in state.items()
-        if kind != "main"
-        for name, tensor in part.items()
-    }
+    tensors = {}
+    for kind, part in state.items():
+        if kind != "main":
+            tensors |= {f"{kind}/{name}": tensor for name, tensor in part.items()}
     save_file(tensors, Path(job.out) / "training.safetensors")
     inputs = processed(job, samples, read_spec(job.hf))[1]
     return {"losses": losses, "norms": norms, "inputs": inputs, "tokens": sum(map(len, samples))}

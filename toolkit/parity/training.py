@@ -2,8 +2,8 @@
 the same samples.
 
 The moments are compared as a checkpoint holds them: the trainer's own saver writes them in the case's layout,
-    and they are read back as full tensors. This checks both that the optimizer steps correctly and that
-    nothing is lost or misplaced on disk.
+and they are read back as full tensors. This checks both that the optimizer steps correctly and that nothing
+is lost or misplaced on disk.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ WEIGHT_TOLERANCE = 2.5e-4
 
 
 def run_training(case: Case, platform: Platform) -> dict[str, Any]:
-    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": errors by
-    kind}."""
+    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state"}."""
     live = build(case, platform)
     results: list[dict[str, Any]] = []
     batches = [draw(rows, live.spec, number, case.samples) for number, rows in enumerate(case.steps)]

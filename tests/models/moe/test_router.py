@@ -122,8 +122,8 @@ def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> N
             {},
             0.0,
             (
-                "none (output_router_logits is not true in model.hf's config.json; --model.moe_aux_loss 0.02"
-                " adds it)"
+                "none (output_router_logits is not true in model.hf's config.json; --model.moe_aux_loss 0.02 "
+                "adds it)"
             ),
         ),
         ({"output_router_logits": False}, {}, 0.0, "none (output_router_logits"),
