@@ -1,10 +1,11 @@
-"""Speed and memory of convert, split, merge and export against a copy of the same bytes:
-``python benchmarks/conversion.py``.
+"""Measures convert, split, merge and export, speed and memory, against a copy of the same bytes.
 
-A Hugging Face folder with the structure of Qwen2.5-VL-7B (or of another ``config.json``) and as many decoder
-layers as fill the size is written with random bf16 data. Each command runs as users run it, in a process of
-its own, its start included, after everything was written back to the disk and dropped from the page cache.
-RssAnon is memory that no file backs, sampled every 10 ms.
+    python benchmarks/conversion.py
+
+The benchmark writes a Hugging Face folder of random bf16 data with the structure of Qwen2.5-VL-7B (or of
+another ``config.json``) and as many decoder layers as fill the requested size. Each command runs as users run
+it, in its own process and including its start, after everything was written back to the disk and dropped from
+the page cache. RssAnon is memory that no file backs, sampled every 10 ms.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ CONFIG: dict[str, Any] = {
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
 }
-"""The fields of the released Qwen2.5-VL-7B-Instruct that decide its tensors."""
+"""The fields of the released Qwen2.5-VL-7B-Instruct that determine its tensors."""
 FILE_BYTES = 4_000_000_000
 DENSE, EXPERTS = ["--tp", "4", "--pp", "2"], ["--tp", "2", "--pp", "2", "--ep", "4"]
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The config with another number of decoder layers, wherever it keeps it."""
+    """The config with another number of decoder layers, wherever the config stores it."""
     if "text_config" in config:
         return config | {"text_config": config["text_config"] | {"num_hidden_layers": layers}}
     return config | {"num_hidden_layers": layers}
@@ -78,7 +79,7 @@ def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
-    """A HF folder of about this size. Returns its decoder layers."""
+    """Writes a HF folder of about this size. Returns its number of decoder layers."""
     layers = min(
         range(3, 100), key=lambda n: abs(size_of(shapes_of(with_layers(config, n))) - gigabytes * 1e9)
     )
@@ -116,7 +117,7 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
 
 
 def settle(folder: Path) -> None:
-    """Nothing waits to be written, and nothing of the folder is in the page cache."""
+    """Waits until nothing is left to write, and drops the folder from the page cache."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -137,7 +138,8 @@ def anonymous(pid: int) -> int:
 def timed(words: list[str], root: Path) -> dict[str, float]:
     """Runs a command. Returns its seconds and its peak of RssAnon in bytes."""
     settle(root)
-    begin, peak = time.monotonic(), 0
+    begin = time.monotonic()
+    peak = 0
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while process.poll() is None:
         peak = max(peak, anonymous(process.pid))
@@ -150,8 +152,8 @@ def timed(words: list[str], root: Path) -> dict[str, float]:
 
 
 def load_rank(checkpoint: Path, verify: bool) -> Callable[[], int]:
-    """Rank 0 of tensor parallel size 2 (and expert parallel size 2) as the trainer reads it, from whatever
-    layout is there."""
+    """Reads rank 0 of tensor parallel size 2 (and expert parallel size 2) as the trainer does,
+    from any layout."""
 
     def load() -> int:
         reader = WeightReader(checkpoint, verify=verify)
@@ -197,7 +199,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
     }
     results: dict[str, dict[str, float]] = {}
     for name, (words, finished) in steps.items():
-        # A copy right before each command: what else goes on with the disk changes from minute to minute.
+        # A copy right before each command, because other disk activity changes from minute to minute.
         before = timed(copy, root)
         shutil.rmtree(root / "copy")
         results[name] = timed(words, root) | {"cp_seconds": before["seconds"]}
@@ -211,6 +213,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
             same_files(root / "shards", root / "split")
         for folder in finished:
             shutil.rmtree(root / folder)
+
     same_files(root / "hf", root / "back")
     for verify in (True, False):
         settle(root)
@@ -219,6 +222,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
         results[f"load a rank of TP 2 from shards, {'verified' if verify else 'not verified'}"] = {
             "seconds": time.monotonic() - begin
         }
+
     return {
         "bytes": size,
         "layers": layers,
@@ -231,7 +235,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
 
 
 def same_files(a: Path, b: Path) -> None:
-    """Byte for byte: speed of something wrong is of no use."""
+    """Compares the folders byte for byte; the speed of a wrong result would be meaningless."""
     if subprocess.run(["diff", "-rq", str(a), str(b)], stdout=subprocess.DEVNULL).returncode:
         raise SystemExit(f"{a} and {b} differ")
 
@@ -240,8 +244,8 @@ def table(report: dict[str, Any]) -> str:
     size = report["bytes"]
     lines = [
         (
-            f"{size / 1e9:.2f} GB bf16, {report['layers']} decoder layers, {report['workers']} workers on"
-            f" {report['cores']} cores, Python {report['python']}, torch {report['torch']}"
+            f"{size / 1e9:.2f} GB bf16, {report['layers']} decoder layers, {report['workers']} workers "
+            f"on {report['cores']} cores, Python {report['python']}, torch {report['torch']}"
         ),
         f"{'':<48}{'s':>8}{'MB/s':>8}{'cp s':>8}{'x cp':>7}{'RssAnon MiB':>13}",
     ]
@@ -262,19 +266,20 @@ def main() -> None:
         help="size of the folder in GB (1e9 bytes); at least about 5 (default 8)",
     )
     parser.add_argument(
-        "--config", type=Path, help="a config.json for structure and widths (default: Qwen2.5-VL-7B's)"
+        "--config", type=Path, help="config.json that gives structure and widths (default: Qwen2.5-VL-7B's)"
     )
     parser.add_argument(
-        "--dir", type=Path, help="where to write; 4 times the size is needed (default: the temporary folder)"
+        "--dir", type=Path, help="folder with room for 4 times the size (default: the temporary folder)"
     )
     parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one a core)"
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one per core)"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         config = json.loads(args.config.read_text()) if args.config else CONFIG
         report = benchmark(Path(folder), config, args.gb, args.workers)
+
     print(table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))

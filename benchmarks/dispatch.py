@@ -1,14 +1,13 @@
-"""Tokens to the ranks of their experts and back: our dispatcher beside Megatron-core's, and its kernels
-alone.
+"""Times moving tokens to their experts' ranks and back: our dispatcher, Megatron-core's, and our kernels.
 
     torchrun --standalone --nproc-per-node N benchmarks/dispatch.py [--tokens 8192,32768] [--hidden 2048]
-    [--experts 128] python benchmarks/dispatch.py                                     # one GPU: both without
-    exchange, and the kernels
+    python benchmarks/dispatch.py
 
-All ranks share the experts; each has that many tokens, which go to ``top_k`` experts at random, evenly.
-Experts hand back the rows that they get. Times are of the slowest rank. ``exchange`` is one all-to-all of the
-same rows alone; forward and backward do it twice each. GB/s is what leaves a GPU for others.
-``--platform cpu`` runs all of it on CPU, for its own sake.
+The second form uses one GPU: it times both dispatchers without an exchange, and the kernels. All ranks share
+the experts (``--experts``, 128 by default). Each rank has the given number of tokens, which go to ``top_k``
+experts at random, evenly. Experts return the rows that they receive. Times are those of the slowest rank.
+``exchange`` is one all-to-all of the same rows alone; forward and backward do it twice each. GB/s is what
+leaves a GPU for others. ``--platform cpu`` runs everything on CPU, which only shows that it works.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from megatron_vl.parallel.grid import end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""x [T, 1, H], probs [T, E], map [T, E] and the gradient of what comes back [T, 1, H]."""
+"""x [T, 1, H], probs [T, E], map [T, E] and the gradient of the combined output [T, 1, H]."""
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", default="8192,32768", help="of each rank")
+    parser.add_argument("--tokens", default="8192,32768", help="tokens of each rank")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
@@ -44,7 +43,7 @@ def parse() -> argparse.Namespace:
 
 
 def milliseconds(platform: Platform, function: Callable[[], object]) -> float:
-    """Of the slowest rank."""
+    """Milliseconds of the slowest rank."""
     if platform.name == "cuda":
         from timing import milliseconds as on_gpu
 
@@ -81,12 +80,13 @@ def dispatchers(platform: Platform, options: argparse.Namespace) -> dict[str, An
     from megatron_vl.models.moe.dispatch import OncePerRankDispatcher
 
     class Core(MoEAlltoAllTokenDispatcher):
-        """Core's; its split sizes are numbers on CPU too, where core 0.19.2 leaves tensors."""
+        """Core's dispatcher; its split sizes are numbers on CPU too, where core 0.19.2 leaves tensors."""
 
         def preprocess(self, routing_map: Tensor) -> Tensor:
             counts = super().preprocess(routing_map)
             if platform.name == "cpu" and self.ep_size > 1:
-                self.input_splits, self.output_splits = self.input_splits.numpy(), self.output_splits.numpy()
+                self.input_splits = self.input_splits.numpy()
+                self.output_splits = self.output_splits.numpy()
             return counts
 
     config = TransformerConfig(
@@ -102,7 +102,8 @@ def dispatchers(platform: Platform, options: argparse.Namespace) -> dict[str, An
         bf16=platform.name == "cuda",
         params_dtype=torch.bfloat16 if platform.name == "cuda" else torch.float32,
     )
-    local, rank = options.experts // dist.get_world_size(), dist.get_rank()
+    local = options.experts // dist.get_world_size()
+    rank = dist.get_rank()
     alone = [dist.new_group([i]) for i in range(dist.get_world_size())]
     groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=alone[rank], tp_ep=dist.group.WORLD)
     mine = list(range(local * rank, local * (rank + 1)))
@@ -111,7 +112,7 @@ def dispatchers(platform: Platform, options: argparse.Namespace) -> dict[str, An
 
 
 def there(dispatcher: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """What experts get: rows and probabilities."""
+    """What experts receive: rows and probabilities."""
     x, probs, chosen, _ = inputs
     rows, _, weights = dispatcher.dispatch_postprocess(
         *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, chosen, probs))
@@ -134,7 +135,7 @@ def forward_backward(dispatcher: Any, inputs: Inputs) -> None:
 
 
 def values(dispatcher: Any, inputs: Inputs) -> list[Tensor]:
-    """Output and gradients where experts weigh rows by their probabilities."""
+    """Output and gradients if experts weight rows by their probabilities."""
     rows, weights = there(dispatcher, inputs)
     out = back(dispatcher, (rows * weights[:, None]).to(rows.dtype))
     return [out.detach(), *torch.autograd.grad(out, inputs[:2], inputs[3])]
@@ -149,16 +150,17 @@ def difference(ours: list[Tensor], others: list[Tensor]) -> float:
 
 
 def copies(name: str, chosen: Tensor) -> list[int]:
-    """Rows that this rank sends, by rank."""
+    """Number of rows that this rank sends to each rank."""
     by_rank = chosen.view(chosen.shape[0], dist.get_world_size(), -1)
     return (by_rank.any(-1) if name == "ours" else by_rank.sum(-1)).sum(0).tolist()
 
 
 def exchange(platform: Platform, inputs: Inputs, sent: list[int]) -> tuple[float, float]:
-    """Milliseconds of an all-to-all of rows alone, and GB that leave this GPU in it."""
+    """Milliseconds of an all-to-all of the rows alone, and the GB that it sends from this GPU."""
     got = torch.empty(len(sent), dtype=torch.int64, device=platform.device)
     dist.all_to_all_single(got, torch.tensor(sent, device=platform.device))
-    received, width = got.tolist(), inputs[0].shape[-1]
+    received = got.tolist()
+    width = inputs[0].shape[-1]
     out, rows = (
         inputs[0].detach().new_zeros(sum(received), width),
         inputs[0].detach().new_zeros(sum(sent), width),
@@ -168,11 +170,12 @@ def exchange(platform: Platform, inputs: Inputs, sent: list[int]) -> tuple[float
 
 
 def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> None:
-    inputs, both = draw(platform, tokens, options), dispatchers(platform, options)
+    inputs = draw(platform, tokens, options)
+    both = dispatchers(platform, options)
     results = {name: values(dispatcher, inputs) for name, dispatcher in both.items()}
     say(
-        f"{tokens} tokens a rank; ours differs from core's by"
-        f" {difference(results['ours'], results['core']):.1e}"
+        f"{tokens} tokens per rank; ours differs from core's by "
+        f"{difference(results['ours'], results['core']):.1e}"
     )
     del results
     for name, dispatcher in both.items():
@@ -183,15 +186,15 @@ def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
             sent = copies(name, inputs[2])
             alone, size = exchange(platform, inputs, sent)
             line += (
-                f", {sum(sent) / tokens:.2f} rows a token, exchange {alone:.3f} ms ({size / alone * 1000:.0f}"
-                " GB/s)"
+                f", {sum(sent) / tokens:.2f} rows per token, exchange {alone:.3f} ms "
+                f"({size / alone * 1000:.0f} GB/s)"
             )
         say(line)
 
 
 def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> None:
-    """The movements of one rank: tokens to ranks, received rows to experts, tokens to experts where one rank
-    has all."""
+    """Times one rank's copies: tokens to ranks, received rows to experts, and tokens to experts if one rank
+    has all of them."""
     from megatron_vl.kernels.token_copies import positions, scatter_rows, sum_rows
 
     x, _, chosen, _ = draw(platform, tokens, options)
@@ -199,15 +202,16 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
     plain = x.new_empty(2, 4 * tokens, options.hidden)
     moved = plain.numel() * x.element_size()
     say(
-        f"{tokens} tokens, plain copy:"
-        f" {moved / milliseconds(platform, lambda: plain[0].copy_(plain[1])) / 1e6:.0f} GB/s"
+        f"{tokens} tokens, plain copy: "
+        f"{moved / milliseconds(platform, lambda: plain[0].copy_(plain[1])) / 1e6:.0f} GB/s"
     )
     maps = {f"to {ranks} ranks": chosen.view(tokens, ranks, -1).any(-1) for ranks in (2, 4, 8)}
     for ranks in (2, 4, 8):
         here = chosen[:, : options.experts // ranks]
         maps[f"received by one of {ranks}, to its experts"] = here[here.any(-1)].repeat(ranks, 1)
     for name, table in (maps | {"to all experts": chosen}).items():
-        rows, places = x[torch.arange(table.shape[0], device=x.device) % tokens], positions(table)
+        rows = x[torch.arange(table.shape[0], device=x.device) % tokens]
+        places = positions(table)
         total = int(table.sum())
         wide = scatter_rows(rows, places, total)
         moved = (table.shape[0] + total) * options.hidden * x.element_size() + places.numel() * 4
@@ -220,8 +224,9 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
             )
         ]
         say(
-            f"  {name} ({table.shape[0]} -> {total}): scatter {times[0]:.3f} ms ({moved / times[0] / 1e6:.0f}"
-            f" GB/s), sum {times[1]:.3f} ms ({moved / times[1] / 1e6:.0f} GB/s), positions {times[2]:.3f} ms"
+            f"  {name} ({table.shape[0]} -> {total}): scatter {times[0]:.3f} ms "
+            f"({moved / times[0] / 1e6:.0f} GB/s), sum {times[1]:.3f} ms "
+            f"({moved / times[1] / 1e6:.0f} GB/s), positions {times[2]:.3f} ms"
         )
 
 

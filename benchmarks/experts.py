@@ -1,11 +1,11 @@
-"""The products of many experts on one GPU: our kernels in several tile sizes beside Transformer Engine's and
-torch's.
+"""Times the products of many experts on one GPU: our kernels in several tile sizes, Transformer
+Engine's and torch's.
 
     python benchmarks/experts.py [--seconds 80] [--shapes 128x2048x768,16x2048x768,16x4096x1536] [--defaults]
 
-For each shape (experts on the GPU x hidden size x FFN size; 65,536 routed rows, unevenly spread) the two
-linears of an expert: forward, gradient of the input (dgrad), gradient of the weight added to fp32 (wgrad).
-TFLOP/s of the GPU's time, the host's milliseconds a call, the relative error against fp32.
+For each shape (experts on the GPU x hidden size x FFN size; 65,536 unevenly routed rows) it times the two
+linears of an expert: forward, gradient of the input (dgrad), and gradient of the weight added to fp32
+(wgrad). It prints TFLOP/s of GPU time, host milliseconds per call, and the relative error against fp32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WEIGHT_CONFIGS = [WEIGHT_CONFIG]
 
 
 def timed(function: Callable[[], object], runs: int = 10) -> tuple[float, float]:
-    """Milliseconds of the GPU and of the host, a call."""
+    """GPU milliseconds and host milliseconds per call."""
     for _ in range(3):
         function()
     torch.cuda.synchronize()
@@ -62,7 +62,7 @@ class Case:
     weights: Tensor
     """bf16 [experts, out, in]."""
     exact: tuple[Tensor, Tensor, Tensor]
-    """fp32: output, input gradient, weight gradients of the first and the last four experts."""
+    """fp32: output, input gradient, and weight gradients of the first and the last four experts."""
 
     @property
     def flop(self) -> float:
@@ -70,14 +70,14 @@ class Case:
 
 
 def uneven(experts: int) -> Tensor:
-    """Rows of each expert: like a trained router's, and one expert without any."""
+    """Number of rows of each expert, like a trained router's, with one expert that has none."""
     share = torch.softmax(0.5 * torch.randn(experts), 0)
     share[experts // 2] = 0
     return torch.bincount(torch.multinomial(share, ROWS, replacement=True), minlength=experts).cuda()
 
 
 def products(counts: Tensor, x: Tensor, dy: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three products in fp32, expert by expert."""
+    """Computes the three products in fp32, expert by expert."""
     parts = counts.tolist()
     each = list(zip(x.split(parts), dy.split(parts), weights, strict=True))
     chosen = [*each[:4], *each[-4:]]
@@ -108,10 +108,11 @@ def ends_only(grads: Tensor) -> Tensor:
 
 
 class Ours:
-    """Our kernels on a case; ``config``s None: the defaults."""
+    """Our kernels on a case; a ``config`` of None means the defaults."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.plan = case, plan(case.counts, ROWS)
+        self.case = case
+        self.plan = plan(case.counts, ROWS)
         self.grads = torch.zeros(case.weights.shape, device="cuda")
         self.addresses, self.grad_addresses = (
             Addresses().of(list(case.weights)),
@@ -138,11 +139,11 @@ class Ours:
 def line(
     case: Case, function: Callable[[], Tensor], exact: Tensor, *, times: float = 1, pick=lambda t: t
 ) -> str:
-    """TFLOP/s, host milliseconds and error of one product, or what went wrong."""
+    """Formats TFLOP/s, host milliseconds and error of one product, or its failure."""
     try:
         wrong = error(pick(function()), exact)
         gpu, host = timed(function)
-    except Exception as failure:  # a tile that does not fit is a result too
+    except Exception as failure:  # a tile size that does not fit is a result too
         return f"{type(failure).__name__}: {str(failure).splitlines()[0][:40]:40s}"
     return f"{times * case.flop / gpu / 1e9:5.0f} TF {gpu:6.3f} ms host {host:5.3f} err {wrong:.0e}"
 
@@ -168,7 +169,7 @@ def sweep(
 
 
 def torch_ones(cases: list[Case]) -> None:
-    """torch's grouped_mm; its weight gradients are bf16 and added to nothing."""
+    """Times torch's grouped_mm; its weight gradients are bf16 and are not accumulated."""
     if not hasattr(F, "grouped_mm"):
         return
     for name, index in (("forward", 0), ("dgrad", 1), ("wgrad", 2)):
@@ -185,7 +186,8 @@ def torch_ones(cases: list[Case]) -> None:
 
 
 def transformer_engine_ones(cases: list[Case]) -> None:
-    """Transformer Engine's GroupedLinear with weight gradients added to fp32; backward is dgrad and wgrad."""
+    """Times Transformer Engine's GroupedLinear with weight gradients added to fp32; backward is
+    dgrad and wgrad."""
     forward, backward = [], []
     for case in cases:
         experts, features_out, features_in = case.weights.shape
@@ -195,7 +197,8 @@ def transformer_engine_ones(cases: list[Case]) -> None:
         for i, weight in enumerate(module.parameters()):
             weight.data.copy_(case.weights[i])
             weight.main_grad = grads[i]
-        splits, x = case.counts.tolist(), case.x.detach().requires_grad_()
+        splits = case.counts.tolist()
+        x = case.x.detach().requires_grad_()
         forward.append(line(case, lambda m=module, x=x, s=splits: m(x, s).detach(), case.exact[0]))
 
         def both(module=module, x=x, splits=splits, dy=case.dy) -> Tensor:
@@ -215,9 +218,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=80, help="start nothing new after this many")
+    parser.add_argument("--seconds", type=float, default=80, help="start nothing new after this many seconds")
     parser.add_argument("--shapes", default="128x2048x768,16x2048x768,16x4096x1536")
-    parser.add_argument("--defaults", action="store_true", help="only the tile sizes that training takes")
+    parser.add_argument("--defaults", action="store_true", help="only the tile sizes that training uses")
     args = parser.parse_args()
     begin = time.monotonic()
 
@@ -233,8 +236,8 @@ def main() -> None:
         counts = uneven(experts)
         cases = [make_case(counts, hidden, 2 * ffn), make_case(counts, ffn, hidden)]
         print(
-            f"{shape}: {ROWS} rows, {int(counts.min())} to {int(counts.max())} an expert;"
-            f" {time.monotonic() - begin:.0f} s"
+            f"{shape}: {ROWS} rows, {int(counts.min())} to {int(counts.max())} per expert; "
+            f"{time.monotonic() - begin:.0f} s"
         )
         gpu, host = timed(lambda c=counts: plan(c, ROWS))
         print(f"  plan {gpu:.4f} ms, host {host:.4f}")

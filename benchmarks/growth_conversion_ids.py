@@ -1,11 +1,12 @@
-"""Memory and time of finding equal ids among many: ``python benchmarks/growth_conversion_ids.py``.
+"""Measures memory and time of finding equal ids among many.
 
-Both structures take in the same ids, in random order as far as their digests are concerned, one in 1000 of
-them for the second time; each does so in a process of its own. ``dictionary`` is what the converter had until
-2026-11-22: a dictionary from digest to (file, record). ``table`` is
-:class:`data_tools.identities.Identities`. Memory is the peak of RssAnon (what no file backs) less what the
-process had before the first id. The page cache, which holds some of the table's file while there is room, is
-not part of it.
+    python benchmarks/growth_conversion_ids.py
+
+Both structures receive the same ids, whose digests are in random order; one in 1000 of them occurs twice.
+Each structure runs in its own process. ``dictionary`` is what the converter used until 2026-11-22: a
+dictionary from digest to (file, record). ``table`` is :class:`data_tools.identities.Identities`. Memory is
+the peak of RssAnon (memory that no file backs) minus its value before the first id. The page cache, which
+holds a part of the table's file while there is room, is not included.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from typing import Any
 from data_tools.identities import Identities
 
 REPEATED = 1000
-"""Each id of this number stands a second time, a hundred numbers later."""
+"""Every id with this interval occurs a second time, a hundred numbers later."""
 First = Callable[[str, str, int], tuple[str, int]]
 
 
 def ids(count: int) -> Iterator[str]:
-    """As many ids as records: all different but one in 1000."""
+    """Yields as many ids as records; all differ except one in 1000."""
     for i in range(count):
         number = i - 100 if i % REPEATED == 100 else i
         yield f"str: sample_{number:012d}"
 
 
 def dictionary(folder: Path) -> First:
-    """The structure of before, with what was done for each record."""
+    """The former structure, with the work that it did for each record."""
     first: dict[bytes, tuple[str, int]] = {}
 
     def check(identity: str, file: str, record: int) -> tuple[str, int]:
@@ -61,7 +62,9 @@ def anonymous() -> int:
 
 def measure(make: Callable[[Path], First], count: int, folder: Path, results: Connection) -> None:
     """Sends seconds, bytes and duplicates of one structure."""
-    before, peak, repeated = anonymous(), 0, 0
+    before = anonymous()
+    peak = 0
+    repeated = 0
     first = make(folder)
     begin, cpu = time.monotonic(), time.process_time()
 
@@ -93,7 +96,7 @@ def benchmark(count: int, root: Path | None) -> dict[str, dict[str, Any]]:
 def show(count: int, results: dict[str, dict[str, Any]]) -> str:
     lines = [
         f"{count} ids, Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}",
-        f"{'':<12}{'s':>8}{'CPU s':>8}{'us an id':>10}{'RssAnon MiB':>13}{'file MiB':>10}{'duplicates':>12}",
+        f"{'':<12}{'s':>8}{'CPU s':>8}{'us per id':>10}{'RssAnon MiB':>13}{'file MiB':>10}{'duplicates':>12}",
     ]
     for name, result in results.items():
         line = f"{name:<12}{result['seconds']:8.1f}{result['cpu_seconds']:8.1f}"
@@ -105,11 +108,11 @@ def show(count: int, results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ids", type=int, default=10_000_000, help="records (default 10 million)")
+    parser.add_argument("--ids", type=int, default=10_000_000, help="number of records (default 10 million)")
     parser.add_argument(
-        "--dir", type=Path, help="where the table's file lies (default: the temporary folder)"
+        "--dir", type=Path, help="folder for the table's file (default: the temporary folder)"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     results = benchmark(args.ids, args.dir)
     print(show(args.ids, results))

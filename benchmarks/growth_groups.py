@@ -1,10 +1,10 @@
-"""What a gloo group of all loaders' owners costs as owners grow: open files and threads of a process.
+"""Measures the open files and threads that a gloo group of all loader owners costs as owners grow.
 
     python benchmarks/growth_groups.py [--owners 2,4,8,16,24] [--extrapolate 1000,4096]
 
-Ranks are forked on this machine and make one gloo group of all, which they use once; files are counted in
-/proc/self/fd and threads in /proc/self/task before and after. The numbers for larger worlds are those of a
-straight line through the measured ones. ``lazy`` is torch's TORCH_GLOO_LAZY_INIT=1, for comparison.
+Ranks are forked on this machine and make one gloo group of all ranks, which they use once. Files are counted
+in /proc/self/fd and threads in /proc/self/task, before and after. Numbers for larger worlds are extrapolated
+on a straight line. ``lazy`` is torch's TORCH_GLOO_LAZY_INIT=1, for comparison.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS = {"torch's default": (2, "0"), "one worker": (1, "0"), "one worker, la
 
 
 def counted() -> tuple[int, int]:
-    """Open files and threads of this process."""
+    """Number of open files and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
@@ -51,7 +51,7 @@ def owner(rank: int, world: int, port: int, workers: int, lazy: str, results: An
 
 
 def measured(world: int, workers: int, lazy: str) -> list[int]:
-    """Most files and threads that the group adds to a process, once it was used."""
+    """The largest number of files and threads that the group adds to a process after it was used."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = get_context("fork")
     results = context.Queue()
@@ -76,8 +76,8 @@ def main() -> None:
     worlds = [int(word) for word in arguments.owners.split(",")]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    print(f"torch {torch.__version__}; open files allowed: {soft}, at most {hard}")
-    print("without data.balance: no group of owners, 0 files (until 2026-11-22 as with it)")
+    print(f"torch {torch.__version__}; limit of open files: {soft}, at most {hard}")
+    print("without data.balance there is no group of owners: 0 files (until 2026-11-22, as many as with it)")
     for name, (workers, lazy) in SETTINGS.items():
         files, threads = zip(*(measured(world, workers, lazy) for world in worlds), strict=True)
         slope = (files[-1] - files[0]) / (worlds[-1] - worlds[0])
@@ -86,8 +86,8 @@ def main() -> None:
             f"{world}: {round(files[-1] + slope * (world - worlds[-1]))}" for world in further
         )
         print(
-            f"{name}: owners {worlds}: files {list(files)}, threads {list(threads)} | {slope:.2f} files an"
-            f" owner | on a straight line, files at {guessed}"
+            f"{name}: owners {worlds}: files {list(files)}, threads {list(threads)} | "
+            f"{slope:.2f} files per owner | on a straight line, files at {guessed}"
         )
 
 

@@ -1,13 +1,12 @@
-"""What a printed line costs as ranks grow: one object gathered from all ranks to all, against one small
-reduction.
+"""Measures the cost of a printed line as ranks grow: one object gathered from all to all, or
+one small reduction.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/growth_metrics.py [--ranks 4096] [--listed 512]
 
-``gathered`` is ``all_gather_object`` of what a rank counted, as metrics.py did it until 2026-11-22: every
-entry is padded to the largest, and every rank's device holds all of them. ``reduced`` is what it does now: a
-tally of fixed size, and lists from their owners to rank 0 through the store. Times are measured on the ranks
-that are there (median, of the slowest rank); bytes for ``--ranks`` ranks are computed from the messages'
-sizes.
+``gathered`` is ``all_gather_object`` of what a rank counted, as in metrics.py until 2026-11-22: every entry
+is padded to the largest, and every rank's device holds all of them. ``reduced`` is the present way: a tally
+of fixed size, and lists from their owners to rank 0 through the store. Times are measured on the running
+ranks (median, of the slowest rank); bytes for ``--ranks`` ranks are computed from the sizes of the messages.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=4096, help="compute bytes for this many ranks")
-    parser.add_argument("--listed", type=int, default=512, help="samples that one replica lists at this line")
+    parser.add_argument("--listed", type=int, default=512, help="samples that one replica lists in this line")
     parser.add_argument("--repeats", type=int, default=30)
     return parser.parse_args()
 
 
 def sample(number: int) -> dict[str, str]:
-    """A listed sample as the loader makes it."""
+    """A listed sample in the form that the loader makes."""
     return {
         "key": f"train-{number // 1000:06d}/{number:09d}",
         "shard": f"train-{number // 1000:06d}.tar",
         "source": f"conversations_{number % 7}.jsonl record {number}",
         "reason": "image does not decode",
         "detail": (
-            f"image {number:09d}.0.jpg: not a readable image (OSError: image file is truncated (23 bytes not"
-            " processed))"
+            f"image {number:09d}.0.jpg: not a readable image (OSError: image file is truncated (23 bytes not "
+            "processed))"
         ),
     }
 
 
 def entry(listed: list[dict[str, str]]) -> tuple[Any, ...]:
-    """What a rank gave to ``all_gather_object``."""
+    """What a rank passed to ``all_gather_object``."""
     counts = {"samples": 40, "images": 60, "patches": 90_000} | (
         {"dropped/image does not decode": len(listed)} if listed else {}
     )
@@ -83,7 +82,7 @@ def reduced(listed: list[dict[str, str]], device: torch.device, mailbox: Mailbox
 
 
 def timed(function: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """Median of the slowest rank's milliseconds."""
+    """Median milliseconds of the slowest rank."""
     found = []
     for _ in range(repeats + 3):
         dist.barrier()
@@ -99,7 +98,9 @@ def main() -> None:
     arguments = parse()
     platform = get_platform()
     init_distributed(platform)
-    rank, world, device = dist.get_rank(), dist.get_world_size(), platform.device
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    device = platform.device
     mailbox = Mailbox(rank)
 
     rows = []
@@ -116,9 +117,10 @@ def main() -> None:
             padded = len(pickle.dumps(entry(listed))) * arguments.ranks
             host = len(json.dumps(listed)) if listed else 0
             print(
-                f"{count:5} samples listed by one replica | gathered {before:7.2f} ms, {padded:,} bytes on"
-                f" every device | reduced {after:6.2f} ms, {8 * len(fields(Tally))} bytes on every device,"
-                f" {host:,} of at most {LISTED_BYTES:,} bytes to rank 0's host"
+                f"{count:5} samples listed by one replica | gathered {before:7.2f} ms, "
+                f"{padded:,} bytes on every device | reduced {after:6.2f} ms, "
+                f"{8 * len(fields(Tally))} bytes on every device, "
+                f"{host:,} of at most {LISTED_BYTES:,} bytes to rank 0's host"
             )
     end_distributed()
 

@@ -1,16 +1,16 @@
-"""What one rank opens and waits for when the optimizer state of thousands of ranks is resumed.
+"""Measures what one rank opens and waits for when it resumes the optimizer state of thousands of ranks.
 
     python benchmarks/growth_resume.py [--dp 64] [--tp 8] [--pp 8] [--ranks 4]
 
-Simulated is the checkpoint: tp x pp x dp optimizer files as that many ranks leave them (4,096 by default),
+The checkpoint is simulated: tp x pp x dp optimizer files as that many ranks leave them (4,096 by default),
 with real headers, slices and hashes, of a narrow model (80 decoder layers of width 64), so that a file has
-some kilobytes where a real one has gigabytes. Not simulated is the reading: a rank's state is read by the
-code that a training resumes with, from this machine's disk and its cache, one rank at a time. A shared file
-system under thousands of ranks is slower by far for each open.
+some kilobytes where a real one has gigabytes. The reading is real: the code that resumes a training reads one
+rank's state at a time, from this machine's disk and its cache. A shared file system under thousands of ranks
+needs far longer for each open.
 
-``headers`` is a checkpoint without an index, each rank for itself, as every rank did before there was one;
-``told`` is that checkpoint today, where rank 0 alone reads the headers; ``index`` is a checkpoint with an
-index.
+``headers`` is a checkpoint without an index, which each rank reads for itself, as all ranks did before there
+was an index. ``told`` is that checkpoint today, where only rank 0 reads the headers. ``index`` is a
+checkpoint with an index.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from megatron_vl.training.optimizer_state import (
 LAYERS, WIDTH = 80, 64
 
 Slice = tuple[TensorInfo, int, int]
-"""A tensor and the range of its flattened part that a rank holds."""
+"""A tensor and the range of its flattened data that a rank holds."""
 
 
 def stage_tensors(stage: int, pp: int) -> list[TensorInfo]:
-    """The tensors of one pipeline stage, in the order of its gradient buffer."""
+    """The tensors of one pipeline stage in the order of its gradient buffer."""
     shapes: list[tuple[str, tuple[int, ...], Any]] = [
         ("input_norm", (WIDTH,), "replicated"),
         ("qkv", (3 * WIDTH, WIDTH), "column"),
@@ -65,18 +65,21 @@ def stage_tensors(stage: int, pp: int) -> list[TensorInfo]:
 
 
 def slices(infos: list[TensorInfo], cut: Cut, dp_rank: int, dp: int) -> Iterator[Slice]:
-    """What a data-parallel rank holds of its stage: an even share of the buffer of all tensors."""
+    """A data-parallel rank's even share of the buffer of its stage's tensors."""
     counts = [torch.Size(info.shard_shape(cut)).numel() for info in infos]
-    low, high, at = sum(counts) * dp_rank // dp, sum(counts) * (dp_rank + 1) // dp, 0
+    low = sum(counts) * dp_rank // dp
+    high = sum(counts) * (dp_rank + 1) // dp
+    at = 0
     for info, count in zip(infos, counts, strict=True):
-        start, end = max(low - at, 0), min(high - at, count)
+        start = max(low - at, 0)
+        end = min(high - at, count)
         if start < end:
             yield info, start, end
         at += count
 
 
 def write(folder: Path, tp: int, pp: int, dp: int) -> dict[str, dict[str, Any]]:
-    """All ranks' files and their index. Returns name -> size and hash."""
+    """Writes all ranks' files and their index. Returns name -> size and hash."""
     folder.mkdir(parents=True)
     files, table = {}, {}
     for stage in range(pp):
@@ -92,6 +95,7 @@ def write(folder: Path, tp: int, pp: int, dp: int) -> dict[str, dict[str, Any]]:
                 name = f"rank_{(stage * dp + dp_rank) * tp + tp_rank:05d}.safetensors"
                 files[name] = write_hashed(folder / name, tensors, {"tp": str(tp_rank)})
                 table[name] = slices_of(tensors, tp_rank, 0)
+
     files[INDEX] = write_index(folder, table)
     return files
 
@@ -134,7 +138,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--pp", type=int, default=8)
     parser.add_argument("--dp", type=int, default=64)
-    parser.add_argument("--ranks", type=int, default=4, help="ranks that are timed, spread over the grid")
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks to time, spread over the grid")
     args = parser.parse_args()
     world = args.tp * args.pp * args.dp
     place = Path(tempfile.mkdtemp(prefix="growth-resume-"))
@@ -156,9 +160,10 @@ def main() -> None:
 
 
 def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One line for each way to know what the files hold and each layout that resumes."""
+    """Returns one line for each way to find the files' contents and each layout that resumes."""
     plain = {name: facts for name, facts in files.items() if name != INDEX}
-    opens, found = Opens(), []
+    opens = Opens()
+    found = []
     told = index_of_headers(folder, plain)
     cases = [
         ("the same", args.tp, args.dp),
@@ -186,6 +191,7 @@ def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Names
             }
             found.append(line)
             print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+
     return found
 
 

@@ -1,9 +1,11 @@
-"""What opening a data set costs as its shards grow: ``python benchmarks/growth_shards.py --shards 100000``.
+"""Measures the cost of opening a data set as its shards grow.
 
-A folder with so many (empty) shards is described as the converter describes them. It measures what one rank
-of a job does (reading and checking the description), the message that the other ranks get, and what Energon
-does by itself on every rank that owns a loader. Calls are those that Python makes; seconds are of the
-processor and, in brackets, of the clock.
+    python benchmarks/growth_shards.py --shards 100000
+
+A folder with that many (empty) shards is described as the converter describes it. The benchmark measures what
+one rank of a job does (it reads and checks the description), the message that the other ranks get, and what
+Energon itself does on every rank that owns a loader. Calls are those that Python makes; seconds are CPU time
+and, in parentheses, wall-clock time.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from megatron_vl.data.description import read_description
 from megatron_vl.data.loader import RowEncoder
 
 SAMPLES = 1000
-"""In a shard."""
+"""Samples per shard."""
 CALLS: Counter[str] = Counter()
 
 
 class Reader(RowEncoder):
-    """The loader's own encoder without a model: it is built, not run."""
+    """The loader's own encoder without a model; it is built but not run."""
 
     def __init__(self) -> None:
         self.shuffles = False
@@ -39,8 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shards", type=int, default=100_000, help="shards of the data set")
-    parser.add_argument("--ranks", type=int, default=4096, help="ranks of the job")
+    parser.add_argument("--shards", type=int, default=100_000, help="number of shards of the data set")
+    parser.add_argument("--ranks", type=int, default=4096, help="number of ranks of the job")
     parser.add_argument(
         "--model-ranks", type=int, default=32, help="ranks of a replica (tp x pp); one of them owns a loader"
     )
@@ -69,7 +71,7 @@ def write(data: Path, count: int) -> Path:
 
 
 def opened(data: Path, owners: int) -> Any:
-    """What :func:`megatron_vl.data.loader.build_loader` asks Energon for, as rank 0 of so many."""
+    """Asks Energon for what :func:`megatron_vl.data.loader.build_loader` does, as rank 0 of ``owners``."""
     from megatron.energon import WorkerConfig, get_train_dataset
 
     return get_train_dataset(
@@ -84,19 +86,21 @@ def opened(data: Path, owners: int) -> Any:
 
 
 def measured(name: str, ranks: int, run: Callable[[], Any]) -> Any:
-    """Prints what ``run`` took on one rank and in a job; returns its result."""
+    """Prints what ``run`` cost on one rank and in a job. Returns its result."""
     CALLS.clear()
     clock, processor = time.perf_counter(), time.process_time()
     result = run()
     clock, processor = time.perf_counter() - clock, time.process_time() - processor
-    stats, opens, listings = CALLS["stat"], CALLS["open"], CALLS["scandir"]
+    stats = CALLS["stat"]
+    opens = CALLS["open"]
+    listings = CALLS["scandir"]
     print(f"{name}: {processor:.2f} s ({clock:.2f} s), {stats} stats, {opens} opens, {listings} listings")
     print(f"  on {ranks} ranks of the job: {ranks * stats} stats, {ranks * opens} opens")
     return result
 
 
 def count_calls() -> None:
-    """Counts stat and lstat together, and opens and listings by Python's audit events."""
+    """Counts stat and lstat together; counts opens and listings by Python's audit events."""
 
     def counting(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Our Triton kernels beside what they replace, on one GPU: error against fp32 and time.
+"""Compares our Triton kernels with what they replace, on one GPU: error against fp32 and time.
 
     python benchmarks/kernels.py
 
-Window attention: 22,208 patches of Qwen2.5-VL's tower (16 heads of 80, windows of at most 64 patches) against
-FlashAttention-2 as torch carries it, which still needs RoPE (Transformer Engine's fused one) and copies for
-it. SwiGLU: the widths of the 7B language model and of the tower, against Megatron-core's jitted one.
+Window attention runs on 22,208 patches of Qwen2.5-VL's tower (16 heads of 80, windows of at most 64 patches),
+against torch's FlashAttention-2, which also needs RoPE (Transformer Engine's fused one) and copies for it.
+SwiGLU runs with the widths of the 7B language model and of the tower, against Megatron-core's jitted one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ PATCHES, HEADS, DIM = 22_208, 16, 80
 
 
 def window_lengths() -> list[int]:
-    """Mostly whole windows and some cut by the edge of a picture."""
-    rng, lengths = random.Random(1), [64] * 30
+    """Mostly whole windows, and some that are cut by the edge of a picture."""
+    rng = random.Random(1)
+    lengths = [64] * 30
     while sum(lengths) < PATCHES - 64:
         lengths.append(rng.choice([64] * 5 + [48, 32, 16]))
     return [*lengths, PATCHES - sum(lengths)]
@@ -39,7 +40,7 @@ def window_lengths() -> list[int]:
 def report(
     name: str, function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, exact: tuple[Tensor, Tensor]
 ) -> None:
-    """Error of value and gradient against fp32, forward and backward time."""
+    """Prints the errors of value and gradient against fp32, and the forward and backward times."""
     x = x.detach().requires_grad_()
     out = function(x)
     (dx,) = torch.autograd.grad(out, x, grad, retain_graph=True)
@@ -47,8 +48,8 @@ def report(
     forward = milliseconds(lambda: function(x))
     backward = milliseconds(lambda: torch.autograd.grad(out, x, grad, retain_graph=True))
     print(
-        f"{name:42s} forward {forward:6.3f} ms  backward {backward:6.3f} ms  error {errors[0]:.1e} /"
-        f" {errors[1]:.1e}"
+        f"{name:42s} forward {forward:6.3f} ms  backward {backward:6.3f} ms  "
+        f"error {errors[0]:.1e} / {errors[1]:.1e}"
     )
 
 

@@ -1,12 +1,12 @@
-"""Conversations about COCO-shaped photographs, to time the loader and the trainer with real JPEG files.
+"""Writes conversations about COCO-shaped photographs, to time loader and trainer with real JPEG files.
 
     python benchmarks/photographs.py --count 400 --out RAW
     megatron-vl data convert --input RAW/conversations.json --media-root RAW/media --out DATA --val-fraction 0
     megatron-vl bench --hf HF_DIR --gpus 8 --data DATA
 
-The pictures are crops of the photographs that come with scikit-image, at the sizes of
-:mod:`toolkit.bench.workload`; the text is words of this repository's documents, 40 to 260 tokens or so a
-conversation. Seeded.
+The pictures are crops of the photographs that come with scikit-image, in the sizes of
+:mod:`toolkit.bench.workload`. The text consists of words from this repository's documents, about 40 to 260
+tokens per conversation. Everything is seeded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def photographs() -> list[Image.Image]:
 
 
 def crop(photograph: Image.Image, size: tuple[int, int], rng: random.Random) -> Image.Image:
-    """A random part of at least half the photograph's width or height, scaled to ``size``."""
+    """A random crop of at least half the photograph's width or height, scaled to ``size``."""
     width, height = photograph.size
     scale = min(width / size[0], height / size[1]) * rng.uniform(0.5, 1.0)
     w, h = size[0] * scale, size[1] * scale
@@ -45,11 +45,12 @@ def crop(photograph: Image.Image, size: tuple[int, int], rng: random.Random) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--count", type=int, default=400, help="conversations, each about a picture of its own"
+        "--count", type=int, default=400, help="number of conversations, each about its own picture"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for conversations.json and media/")
     args = parser.parse_args()
-    rng, sources = random.Random(5), photographs()
+    rng = random.Random(5)
+    sources = photographs()
     words = re.findall(r"[A-Za-z]{2,}", Path(__file__).parents[1].joinpath("README.md").read_text())
     media = args.out / "media"
     media.mkdir(parents=True, exist_ok=True)
@@ -60,6 +61,7 @@ def main() -> None:
         question, answer = (" ".join(rng.choices(words, k=rng.randint(15, 95))) for _ in range(2))
         turns = [{"from": "human", "value": f"<image>\n{question}?"}, {"from": "gpt", "value": answer}]
         conversations.append({"id": str(number), "image": name, "conversations": turns})
+
     (args.out / "conversations.json").write_text(json.dumps(conversations))
 
 

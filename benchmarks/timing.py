@@ -1,4 +1,4 @@
-"""The GPU's time of a function, for the benchmarks beside this file."""
+"""Times functions on the GPU, for the other benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def milliseconds(function: Callable[[], object], runs: int = 20) -> float:
-    """Mean over ``runs`` calls behind one another, after five to warm up."""
+    """Mean over ``runs`` consecutive calls, after five for warm-up."""
     for _ in range(5):
         function()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,11 +1,11 @@
-"""Full attention of the vision towers on one GPU: our kernels in several tile sizes beside FlashAttention-2
-and cuDNN.
+"""Times full attention of the vision towers on one GPU: our kernels in several tile sizes,
+FlashAttention-2 and cuDNN.
 
     python benchmarks/tower_attention.py [--dims 72,80] [--heads 16] [--lengths 4096,4096,8192]
 
-By default 15 segments of 900 to 1,600 patches, 17,720 in all. Milliseconds and useful TFLOP/s (4 d operations
-a pair of query and key forward, 10 d backward; padding and what is computed twice do not count), the relative
-error against fp32.
+By default there are 15 segments of 900 to 1,600 patches, 17,720 in total. It prints milliseconds, useful
+TFLOP/s (4 d operations per pair of query and key forward, 10 d backward; padding and repeated work do not
+count), and the relative error against fp32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEY = [TILES.key, Tile(64, 32, 4, 3), Tile(128, 32, 8, 3, 128)]
 
 @dataclass
 class Case:
-    """Heads of one size."""
+    """The heads of one size."""
 
     qkv: Tensor
     """bf16 [P, heads * 3 * d]"""
@@ -50,7 +50,8 @@ class Case:
         self.cu = torch.tensor(self.bounds, dtype=torch.int32, device="cuda")
         self.longest = max(b - a for a, b in pairwise(self.bounds))
         self.pairs = self.heads * sum((b - a) ** 2 for a, b in pairwise(self.bounds))
-        self.cos, self.sin = self.angles.cos(), self.angles.sin()
+        self.cos = self.angles.cos()
+        self.sin = self.angles.sin()
         self.full_angles = torch.cat((self.angles, self.angles), -1)[:, None, None]
         self.grad = torch.randn(self.bounds[-1], self.heads * self.dim, device="cuda", dtype=torch.bfloat16)
         self.exact = self.both(self.reference, self.qkv.float(), self.grad.float())
@@ -90,8 +91,8 @@ class Case:
     def report(
         self, name: str, function: Callable[[Tensor], Tensor], rotated: bool, once: bool = False
     ) -> None:
-        """``once``: a graph can be gone through only once, so that the backward pass is timed with the
-        forward pass."""
+        """``once``: the graph can be traversed only once, so the backward pass is timed together with
+        the forward pass."""
         x = self.qkv.detach().requires_grad_()
         out = function(x)
         forward = milliseconds(lambda: function(x))
@@ -102,11 +103,13 @@ class Case:
         else:
             backward = milliseconds(lambda: torch.autograd.grad(out, x, self.grad, retain_graph=True))
             line += f"backward {self.rate(backward, 10)}"
+
         if rotated:
             pairs = zip(self.both(function, self.qkv, self.grad), self.exact, strict=True)
             line += "  error " + " / ".join(
                 f"{float((a.float() - b).norm() / b.norm()):.1e}" for a, b in pairs
             )
+
         print(line, flush=True)
 
 
@@ -128,11 +131,13 @@ def transformer_engine(case: Case) -> Callable[[Tensor], Tensor]:
 
 
 def single_kernels(case: Case) -> list[tuple[str, list[Tile], Callable[[Tile], object], int]]:
-    """(name, tiles, what runs a kernel, its useful operations a pair and element of a head)"""
+    """(name, tiles, function that runs a kernel, its useful operations per pair and element of a head)."""
     angles = case.cos, case.sin
     packed = kernels._pack_rotated(case.qkv, *angles, case.dim)
     out, lse = kernels._attend(packed, case.cu, TILES.forward)
-    dout, delta, dqkv = case.grad.view_as(out), torch.empty_like(lse), torch.empty_like(case.qkv)
+    dout = case.grad.view_as(out)
+    delta = torch.empty_like(lse)
+    dqkv = torch.empty_like(case.qkv)
 
     def forward(tile: Tile) -> object:
         return kernels._attend(packed, case.cu, tile)
@@ -147,14 +152,15 @@ def single_kernels(case: Case) -> list[tuple[str, list[Tile], Callable[[Tile], o
 
 
 def sweep(case: Case) -> None:
-    """Each kernel alone, in all its tiles; operations are those of its own products, without padding."""
+    """Times each kernel alone, in all its tile sizes; operations are those of its own
+    products, without padding."""
     runs = single_kernels(case)
 
     def compiled(job: tuple[Callable[[Tile], object], Tile]) -> str:
         try:
             job[0](job[1])
             torch.cuda.synchronize()
-        except Exception as error:  # a tile that does not fit is a finding, not the end
+        except Exception as error:  # a tile size that does not fit is a result, not the end
             return repr(error)[:120]
         return ""
 
@@ -178,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dims", default="72,80", help="sizes of a head; the first is swept")
+    parser.add_argument("--dims", default="72,80", help="head sizes; tile sizes are swept for the first")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="patches of each segment")
     options = parser.parse_args()
@@ -188,7 +194,7 @@ def main() -> None:
     for i, dim in enumerate(int(d) for d in options.dims.split(",")):
         qkv = torch.randn(bounds[-1], options.heads * 3 * dim, device="cuda", dtype=torch.bfloat16)
         case = Case(qkv, torch.rand(bounds[-1], dim // 2, device="cuda") * 10, bounds, options.heads, dim)
-        print(f"heads of {dim}; TFLOP/s last")
+        print(f"heads of {dim}; the last column is TFLOP/s")
         if i == 0:
             sweep(case)
         case.report("FlashAttention-2", partial(case.flash, rotated=False), False)

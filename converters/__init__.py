@@ -1,9 +1,8 @@
-"""Hugging Face <-> Megatron weights: one table of rules a family, used in both directions. CPU only,
-streaming.
+"""Converts weights between Hugging Face and Megatron: one table of rules per family serves both directions.
 
-``rules.py`` says what a tensor is made of, ``qwen*.py`` are the families' tables, ``hf.py`` reads HF folders,
-``stream.py`` moves bytes, ``convert.py`` joins them into convert, split, merge and export, ``verify.py``
-compares.
+It runs on CPU and streams. ``rules.py`` defines what a tensor consists of, ``qwen*.py`` are the families'
+tables, ``hf.py`` reads HF folders, ``stream.py`` moves bytes, ``convert.py`` combines them into convert,
+split, merge and export, and ``verify.py`` compares.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ RULES: dict[str, Callable[..., list[Rule]]] = {
     "qwen3_vl": qwen3_vl.rules,
     "qwen3_vl_moe": qwen3_vl.rules,
 }
-"""Family -> the function that gives its rules."""
+"""Maps each family to the function that returns its rules."""
 
 
 def rules_for(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
-    """The rules of a model, one for each of its canonical tensors; ``experts``: how HF stores them, where
-    there are any."""
+    """The rules of a model, one for each canonical tensor. ``experts`` says how HF stores its
+    experts, if any."""
     rules = RULES[spec.family](spec, experts) if spec.language.moe else RULES[spec.family](spec)
     check_cover(spec, rules)
     return rules

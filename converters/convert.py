@@ -1,5 +1,4 @@
-"""Convert, split, merge and export: any source of weights into any layout, and back into a Hugging Face
-folder."""
+"""Convert, split, merge and export: from any source of weights to any layout or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ FILE_BYTES = 5_000_000_000
 
 
 class Source(Protocol):
-    """Full canonical tensors, region by region: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
+    """Full canonical tensors, read region by region: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
 
     spec: ModelSpec
 
@@ -51,44 +50,43 @@ class Source(Protocol):
     def region(self, name: str, region: Region) -> Tensor: ...
 
     def check(self, name: str) -> None:
-        """Raises :class:`WeightsError` when a tensor is not what was written, where that can be known."""
+        """Raises :class:`WeightsError` if a tensor is not what was written, as far as that can be known."""
 
     def fingerprint(self) -> dict[str, str]:
-        """What changes when the source does."""
+        """Facts that change when the source changes."""
 
 
 @dataclass
 class WeightsReport:
-    """What was written. ``cast`` counts tensors whose type was changed, by (from, to)."""
+    """What was written. ``cast`` counts the tensors whose type was changed, by (from, to)."""
 
     out: Path
     tensors: int
     files: int
     bytes: int
-    """Of all files, kept ones included; ``seconds`` are those of writing the others."""
+    """Size of all files, including kept ones; ``seconds`` is the time for writing the others."""
     seconds: float
     layout: Layout | None = None
     cast: dict[tuple[str, str], int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
-    """Weights of the origin's folder that were not carried over (other formats)."""
+    """Weights in the original's folder that were not copied, because they have other formats."""
     kept_files: int = 0
-    """Files that an earlier, interrupted attempt had completed; ``kept_tensors`` counts those in other files
-    too."""
+    """Files that an earlier, interrupted attempt had completed; ``kept_tensors`` also counts tensors
+    in other files."""
     kept_tensors: int = 0
 
 
-# --- To Megatron
-# ----------------------------------------------------------------------------------------------------
+# --- To Megatron --------------------------------------------------------------------------------------------
 
 
 def convert(
     hf: str | Path, out: str | Path, layout: dict | None = None, *, workers: int = 0, force: bool = False
 ) -> WeightsReport:
-    """HF folder -> Megatron weights.
+    """Converts a Hugging Face folder to Megatron weights.
 
     Args:
-        layout: arguments of :func:`make_layout` for shards; None for unsplit weights.
-        workers: threads; 0 for as many as the machine has use for.
+        layout: arguments of :func:`make_layout` for shards; None: unsplit weights.
+        workers: number of threads; 0: as many as the machine can use.
         force: replace weights that are already in ``out``.
     """
     source = HfCheckpoint(hf)
@@ -105,7 +103,7 @@ def reshard(
     workers: int = 0,
     force: bool = False,
 ) -> WeightsReport:
-    """Megatron weights of any layout -> another layout, or unsplit when ``layout`` is None."""
+    """Converts Megatron weights of any layout to another layout, or merges them if ``layout`` is None."""
     source = WeightReader(checkpoint)
     what = "split" if layout else "merge"
     return _write(source, [source.path], out, layout, what, workers, force, source.manifest.get("origin"))
@@ -161,7 +159,7 @@ def _write(
 def _work(
     what: str, source: Source, headers: dict[str, bytes], layout: dict | None, rest: Any
 ) -> dict[str, Any]:
-    """What is being made of what: a conversion that was interrupted goes on when all of it is as it was."""
+    """What is converted to what; an interrupted conversion continues only if all of it is unchanged."""
     files = {file: hashlib.sha256(header).hexdigest() for file, header in headers.items()}
     return {
         "command": what,
@@ -178,7 +176,8 @@ def _say(text: str) -> None:
 
 
 def _run(what: str, source: Source, jobs: dict[str, list[CopyJob]], output: Output, workers: int) -> float:
-    """Writes what is to be written, by the tensor that it is read from. Returns the seconds it took."""
+    """Writes the tensors that are not kept, ordered by the tensor that they read. Returns the
+    seconds it took."""
     before = source.fingerprint()
     progress = Progress(what, sum(job.bytes for some in jobs.values() for job in some))
     try:
@@ -188,7 +187,7 @@ def _run(what: str, source: Source, jobs: dict[str, list[CopyJob]], output: Outp
     for name, now in source.fingerprint().items():
         if before[name] != now:
             raise WeightsError(
-                f"{name} was changed while it was read; what was written is removed: start again"
+                f"{name} changed while it was read; what was written has been removed: start again"
             )
     return progress.seconds
 
@@ -198,15 +197,15 @@ class _Plan:
     """Which tensors go into which file."""
 
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Tensor -> type and shape as stored (of one shard)."""
+    """Tensor -> type and shape in the files (of one shard)."""
     files: dict[str, list[str]]
     places: dict[str, dict[str, int]]
-    """File -> the ranks whose it is: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
+    """File -> the ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
     cut: Cut = WHOLE
 
     def order(self) -> list[tuple[str, str]]:
-        """(tensor, file) in model order, all shards of a tensor together: its bytes are read once from the
-        disk."""
+        """(tensor, file) in model order, with all shards of a tensor together, so that its bytes are
+        read only once."""
         holders: dict[str, list[str]] = {}
         for file, names in self.files.items():
             for name in names:
@@ -235,7 +234,7 @@ def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -
 def _shard_files(
     table: dict[str, TensorInfo], layout: Layout
 ) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
-    """File -> tensors and file -> ranks, of all ranks of a layout; no file where a rank holds nothing."""
+    """File -> tensors and file -> ranks, for all ranks of a layout; a rank without tensors has no file."""
     files: dict[str, list[str]] = {}
     places: dict[str, dict[str, int]] = {}
     for p in range(layout.pp):
@@ -261,22 +260,22 @@ def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWr
     return CopyJob(writer, info.name, info.shard_shape(cut), dtype, read)
 
 
-# --- To Hugging Face
-# ------------------------------------------------------------------------------------------------
+# --- To Hugging Face ----------------------------------------------------------------------------------------
 
 
 def export(
     checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: int = 0, force: bool = False
 ) -> WeightsReport:
-    """Megatron weights of any layout, or a run's latest -> a HF folder like the one of origin.
+    """Exports Megatron weights of any layout, or a run's latest, to a folder like the original
+    Hugging Face folder.
 
-    Files, names, order and types of tensors are the origin's: weights that were not trained give back its
-    files byte for byte. Values of another type (a run that kept float32) are rounded to the origin's type and
-    counted in the report. Everything that is not weights is copied verbatim.
+    Files, names, order and types of tensors are those of the original, so untrained weights give its files
+    back byte for byte. Values of another type (a run that kept float32) are rounded to the original's type
+    and counted in the report. Everything except weights is copied verbatim.
 
     Raises:
-        WeightsError: the checkpoint is of another model than ``hf``, or its padding holds values that HF
-            cannot.
+        WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
+            HF cannot store.
     """
     source, origin, out, workers = (
         WeightReader(checkpoint),
@@ -290,8 +289,7 @@ def export(
     headers = {file: read_header(origin.path / file) for file in origin.folder.files}
     inputs, work = [source.path, origin.path], _work("export", source, headers, None, origin.fingerprint())
     with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
-        # In model order, so that tensors that one canonical tensor gives (q, k, v) find its bytes in the page
-        # cache.
+        # In model order, so that tensors of one canonical tensor (q, k, v) find its bytes in the page cache.
         jobs: dict[str, list[CopyJob]] = {}
         for hf in origin.in_order():
             stored = origin.stored[hf]
@@ -333,24 +331,24 @@ def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf
 def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
     if source.spec.family != origin.spec.family:
         raise WeightsError(
-            f"{source.path} is a {source.spec.family} model, {origin.path} a {origin.spec.family} model"
+            f"{source.path} is a {source.spec.family} model, but {origin.path} a {origin.spec.family} model"
         )
     for name, value, other in source.spec.differences(origin.spec):
         raise WeightsError(
-            f"{name} is {value} in {source.path} and {other} in {origin.path}: not the same model"
+            f"{name} is {value} in {source.path} but {other} in {origin.path}: they are different models"
         )
 
 
 def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> None:
-    """Padding that is not zero would be lost in silence, and the exported model would compute something
-    else."""
+    """Refuses padding that is not zero: it would be lost silently, and the exported model would
+    compute something else."""
 
     def check(rule: Rule) -> None:
         for region in rule.padding:
             if source.region(rule.name, region).count_nonzero():
                 raise WeightsError(
-                    f"{source.path}: the padding of tensor {rule.name!r} holds values other than zero; they"
-                    " cannot be exported"
+                    f"{source.path}: the padding of tensor {rule.name!r} holds values other than zero; "
+                    "they cannot be exported"
                 )
 
     with ThreadPoolExecutor(workers) as pool:

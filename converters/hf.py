@@ -1,4 +1,4 @@
-"""Hugging Face folders: which tensors lie in which file, under which names, and what else is in the folder.
+"""Reads Hugging Face folders: which tensors are in which file, their names, and the other files.
 
 Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*`` and ``visual.*``, and so
 does ``save_pretrained`` of transformers 5.17; in memory, and in folders written with
@@ -34,8 +34,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 
 def short_name(name: str) -> str:
-    """The one name of a tensor that is called ``model.language_model.*`` or ``model.*``, ``model.visual.*``
-    or ``visual.*``."""
+    """The short name of a tensor called ``model.language_model.*`` or ``model.*``,
+    ``model.visual.*`` or ``visual.*``."""
     for prefix, short in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         if name.startswith(prefix):
             return short + name.removeprefix(prefix)
@@ -43,11 +43,11 @@ def short_name(name: str) -> str:
 
 
 class TensorFolder:
-    """The safetensors files of a HF folder, by the names as stored; needs no config.
+    """The safetensors files of a HF folder, by the stored names; needs no config.
 
     Raises:
-        FileNotFoundError: no safetensors weights there.
-        WeightsError: index and files do not agree; the message names the file or tensor.
+        FileNotFoundError: the folder has no safetensors weights.
+        WeightsError: index and files disagree; the message names the file or tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -63,7 +63,7 @@ class TensorFolder:
             raise FileNotFoundError(f"{self.path} is not a folder")
         if (self.path / UNFINISHED).is_file():
             raise WeightsError(
-                f"{self.path} holds an export that is not finished; run it again to let it go on"
+                f"{self.path} holds an unfinished export; run the same export again to continue it"
             )
         path = self.path / INDEX
         if not path.is_file():
@@ -75,16 +75,15 @@ class TensorFolder:
         try:
             index = json.loads(path.read_text())
         except ValueError as error:
-            raise WeightsError(f"{path} is not JSON ({error}); fetch it again") from error
+            raise WeightsError(f"{path} is not JSON ({error}); copy it again") from error
         index = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(index, dict) or not index:
             raise WeightsError(f"{path}: field 'weight_map' is missing or empty")
         for tensor, file in index.items():
-            # An index may come from anybody: its names stay inside its folder.
+            # An index may come from anybody, so its names must stay inside its folder.
             if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
                 raise WeightsError(
-                    f"{path}: tensor {tensor!r} is said to be in {file!r}, which is not a file name of"
-                    " weights"
+                    f"{path} places tensor {tensor!r} in {file!r}, which is not a file name of weights"
                 )
         return index
 
@@ -108,22 +107,21 @@ class TensorFolder:
         return self.files[self.where[name]].shape(name)
 
     def code(self, name: str) -> str:
-        """The type of a tensor in safetensors' notation."""
+        """The data type of a tensor in safetensors' notation."""
         return self.files[self.where[name]].code(name)
 
     def region(self, name: str, region: Region) -> Tensor:
         return self.files[self.where[name]].region(name, region)
 
     def companions(self) -> tuple[list[Path], list[Path]]:
-        """Paths (relative) of what belongs to the checkpoint beside its weights, and of weights that are not
-        read.
+        """Relative paths of the checkpoint's other files, and of weights that are not read.
 
-        Config, tokenizer, processor, chat templates and the index are companions; version control folders are
-        neither.
+        Config, tokenizer, processor, chat templates and the index belong to the checkpoint; version control
+        folders are in neither list.
 
         Raises:
-            WeightsError: a companion is a link that leaves the folder: an export would carry what it leads to
-                along.
+            WeightsError: one of these files is a link out of the folder; an export would copy what
+                it points to.
         """
         keep: list[Path] = []
         other: list[Path] = []
@@ -138,7 +136,7 @@ class TensorFolder:
 
     def _check_links(self, companions: Sequence[Path]) -> None:
         root = self.path.resolve()
-        # In the cache of huggingface_hub a snapshot is links into the blobs beside it.
+        # In the cache of huggingface_hub, a snapshot consists of links into the neighbouring blobs.
         roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
         for path in companions:
             target = (root / path).resolve()
@@ -149,12 +147,12 @@ class TensorFolder:
 
 
 def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
-    """How a folder stores its experts, told by names and shapes; the released style where there are none, or
-    of wrong shapes.
+    """Derives from names and shapes how a folder stores its experts. Returns the released style if there are
+    none, or if their shapes are wrong.
 
-    Square matrices fit both orientations, and only one of the two stacks can be square. The other does not
-    decide for it: transformers 5 tells them one by one, takes a square one as output first, and scrambles it
-    where it is not.
+    Square matrices fit both orientations, and only one of the two stacks can be square. The other stack does
+    not decide for it: transformers 5 decides for each stack alone, reads a square one as output-first, and
+    scrambles it if that is wrong.
 
     Raises:
         WeightsError: a stack fits both orientations.
@@ -172,9 +170,9 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
     for name, (rows, cols) in stacks.items():
         if rows == cols:
             raise WeightsError(
-                f"{folder.path}: tensor {name!r} holds square matrices, {rows} by {cols}: whether their"
-                " inputs or their outputs come first cannot be told. Store each expert's gate_proj, up_proj"
-                " and down_proj as tensors of their own"
+                f"{folder.path}: tensor {name!r} holds square matrices, {rows} by {cols}, so it is unknown "
+                "whether their inputs or their outputs come first. Store each expert's gate_proj, up_proj "
+                "and down_proj as separate tensors"
             )
     output_first = any(folder.shape(name)[1:] == matrix for name, matrix in stacks.items())
     return "output_first" if output_first else RELEASED
@@ -187,7 +185,7 @@ class HfCheckpoint:
         stored: released name -> the name in this folder's files.
 
     Raises:
-        ConfigError: an unknown ``model_type`` or an impossible field.
+        ConfigError: ``model_type`` is unknown, or a field is impossible.
         WeightsError: a tensor is missing, unknown, of a wrong shape or type; the message names it.
     """
 
@@ -195,7 +193,7 @@ class HfCheckpoint:
         self.path = Path(path)
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(
-                f"{self.path / 'config.json'} is missing; --hf takes a Hugging Face checkpoint folder"
+                f"{self.path / 'config.json'} is missing; --hf must be a Hugging Face checkpoint folder"
             )
         self.spec = _read_spec(self.path / "config.json")
         self.folder = TensorFolder(self.path)
@@ -212,15 +210,15 @@ class HfCheckpoint:
             released = rules.get(short_name(name), short_name(name))
             if released in stored:
                 raise WeightsError(
-                    f"{self.path}: tensors {stored[released]!r} and {name!r} are the same tensor under two"
-                    " names"
+                    f"{self.path}: tensors {stored[released]!r} and {name!r} are the same tensor "
+                    "under two names"
                 )
             stored[released] = name
         return stored
 
     @cached_property
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Released name -> shape, of all tensors that the config calls for."""
+        """Released name -> shape, for all tensors that the config requires."""
         return {name: shape for rule in self.rules.values() for name, shape in rule.hf.items()}
 
     @property
@@ -243,14 +241,12 @@ class HfCheckpoint:
             expected[HF_OUTPUT] = expected[self.embedding]
         for name in expected:
             if name not in self.stored:
-                raise WeightsError(
-                    f"{self.path}: tensor {name!r} is missing, though config.json calls for it"
-                )
+                raise WeightsError(f"{self.path}: tensor {name!r} is missing, but config.json requires it")
         for name, stored in self.stored.items():
             if name not in expected:
                 raise WeightsError(
-                    f"{self.path}: tensor {stored!r} is unknown in a {self.spec.family} model of this"
-                    " config.json"
+                    f"{self.path}: tensor {stored!r} is unknown in a {self.spec.family} model "
+                    "with this config.json"
                 )
             if self.folder.shape(stored) != expected[name]:
                 shapes = f"{list(self.folder.shape(stored))}; config.json says {list(expected[name])}"
@@ -258,7 +254,8 @@ class HfCheckpoint:
             self.hf_dtype(name)
 
     def check_tied_output(self) -> None:
-        """Raises :class:`WeightsError` when a stored tied output layer is not the embedding, bit for bit."""
+        """Raises :class:`WeightsError` if a stored tied output layer differs from the embedding
+        in any bit."""
         if not self.has_tied_output:
             return
         names = [self.stored[HF_OUTPUT], self.stored[self.embedding]]
@@ -270,19 +267,19 @@ class HfCheckpoint:
             not _same_bits(*(self.folder.region(name, w) for name in names)) for w in regions
         ):
             raise WeightsError(
-                f"{self.path}: tensor {names[0]!r} differs from {names[1]!r} although config.json ties them; "
+                f"{self.path}: tensor {names[0]!r} differs from {names[1]!r} , but config.json ties them; "
                 "set tie_word_embeddings to false, or remove the tensor"
             )
 
     def hf_dtype(self, released: str) -> torch.dtype:
-        """The type of a tensor as stored."""
+        """The stored data type of a tensor."""
         name = self.stored[released]
         return self.folder.files[self.folder.where[name]].dtype(name)
 
     # The interface of a source of weights, as WeightReader has it.
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a canonical tensor: one that holds all its HF tensors' values exactly."""
+        """The data type of a canonical tensor: one that holds the values of all its HF tensors exactly."""
         dtypes = [self.hf_dtype(hf) for hf in self.rules[name].hf]
         common = dtypes[0]
         for dtype in dtypes[1:]:
@@ -290,27 +287,27 @@ class HfCheckpoint:
         return common
 
     def check(self, name: str) -> None:
-        """HF folders carry no hashes: shapes, types and lengths were checked on opening, bits cannot be."""
+        """Does nothing: HF folders have no hashes. Shapes, types and lengths were checked on opening."""
 
     def fingerprint(self) -> dict[str, str]:
-        """Config, and each file's header, size and time of change: all that can be known without reading all
-        of it."""
+        """Config, and each file's header, size and modification time: all that is known without
+        reading the weights."""
         facts = {"config.json": _sha256((self.path / "config.json").read_bytes())}
         for name in self.folder.files:
             stat = (self.path / name).stat()
             facts[name] = (
-                f"{stat.st_size} bytes of {stat.st_mtime_ns}, header"
-                f" {_sha256(read_header(self.path / name))[:16]}"
+                f"{stat.st_size} bytes of {stat.st_mtime_ns}, "
+                f"header {_sha256(read_header(self.path / name))[:16]}"
             )
         return facts
 
     def region(self, name: str, region: Region) -> Tensor:
-        """A region of a full canonical tensor taken as a matrix."""
+        """Reads a region of a full canonical tensor as a matrix."""
         read = lambda hf, w: self.folder.region(self.stored[str(hf)], w)  # noqa: E731
         return gather(self.rules[name].blocks, region, read, self.dtype(name))
 
     def hf_blocks(self, released: str) -> Sequence[Block]:
-        """A HF tensor's rectangles in the canonical tensors: the rules read backwards."""
+        """The rectangles of a HF tensor in the canonical tensors: the rules read backwards."""
         return self._hf_blocks[self.embedding if released == HF_OUTPUT and self.has_tied_output else released]
 
     @cached_property
@@ -338,7 +335,7 @@ def _read_spec(path: Path) -> ModelSpec:
         AttributeError,
         ArithmeticError,
     ) as error:  # not JSON, or a field of another type
-        raise ConfigError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path} is invalid: {type(error).__name__}: {error}") from error
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

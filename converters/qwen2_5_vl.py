@@ -33,5 +33,5 @@ TOWER_MLP = (
 
 
 def rules(spec: ModelSpec) -> list[Rule]:
-    """One rule for each tensor of the model."""
+    """Returns one rule for each tensor of the model."""
     return rules_of(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))

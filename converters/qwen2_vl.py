@@ -139,5 +139,5 @@ LANGUAGE = (
 
 
 def rules(spec: ModelSpec) -> list[Rule]:
-    """One rule for each tensor of the model."""
+    """Returns one rule for each tensor of the model."""
     return rules_of(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))

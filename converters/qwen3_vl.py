@@ -1,5 +1,5 @@
-"""Qwen3-VL <-> Megatron: a two-layer vision MLP whose width (4304) is padded to a multiple of 128, DeepStack
-mergers, QK-norm.
+"""Qwen3-VL <-> Megatron: a two-layer vision MLP padded from 4304 to a multiple of 128,
+DeepStack mergers, QK-norm.
 
 Qwen3-VL-MoE is the same with a router and experts in the decoder layers.
 Names: ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration`` as released
@@ -244,5 +244,5 @@ EXPERTS: dict[ExpertStyle, tuple[Entry, ...]] = {
 
 
 def rules(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
-    """One rule for each tensor of the model. ``experts``: how HF stores them, where there are any."""
+    """Returns one rule for each tensor of the model. ``experts`` says how HF stores its experts, if any."""
     return rules_of(spec, (*TOWER, *LANGUAGE, *ROUTER, *EXPERTS[experts]))

@@ -1,14 +1,15 @@
-"""The folder that a conversion writes to: claimed, gone on with after a kill, and never whole before it is.
+"""Manages a conversion's output folder: claims it, continues after a kill, and marks it finished only
+at the end.
 
 A conversion keeps a journal, ``unfinished.jsonl``, from before its first byte until after its last. The first
-line says what is being made of what; each further line is one tensor that was written, with its SHA-256.
-Started again with the same arguments on the same source, a conversion reads those tensors back, keeps the
-ones whose bytes have that hash and writes the others; whatever moment it was killed at, the result is that of
-an undisturbed run. With other arguments it is refused.
+line says what is converted to what; each further line records one written tensor with its SHA-256. Started
+again with the same arguments on the same source, a conversion reads those tensors back, keeps the ones whose
+bytes have that hash and writes the others. Whenever it was killed, the result is that of an undisturbed run.
+With other arguments it is refused.
 
-A folder with a journal is unfinished, one without is finished: data files have their names only at the end,
-then come the manifest (or a Hugging Face folder's small files), then the journal goes. A lock on the journal
-keeps a second conversion out of the folder.
+A folder with a journal is unfinished, and one without is finished. Data files get their names only at the
+end; then the manifest (or a Hugging Face folder's small files) is written, and then the journal is deleted. A
+lock on the journal keeps a second conversion out of the folder.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ MEGATRON_FILES = (
     r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
 )
 HF_FILES = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
-"""Names of what a conversion and an export write; ``--force`` removes nothing else."""
+"""Names of the files that a conversion or an export writes; ``--force`` removes nothing else."""
 
 
 class DiskFull(WeightsError):
-    """Not enough room for what is still to be written; what was written stays, so that the conversion can go
-    on."""
+    """There is not enough room for the remaining files. What was written stays, so the
+    conversion can continue."""
 
 
 class WriteJournal:
     """The journal of a folder, locked for this process.
 
     Attributes:
-        work: what is being made of what; None for a new journal, or one whose first line was never completed.
-        done: (file, tensor) -> SHA-256 of the tensors that were written.
+        work: what is converted to what; None for a new journal, or one whose first line was never completed.
+        done: (file, tensor) -> SHA-256 of each written tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,12 +69,13 @@ class WriteJournal:
                 f"another process is writing to {self.path.parent}; wait for it, or give another --out"
             ) from None
         except OSError:
-            return  # a file system without locks
+            return  # the file system has no locks
         if not self.path.exists() or not os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
             raise FileExistsError(f"another process has just finished writing to {self.path.parent}")
 
     def _read(self) -> tuple[dict[str, Any] | None, dict[tuple[str, str], str], int]:
-        """Work, finished tensors and the end of the last whole line: a kill may leave half of one."""
+        """Work, finished tensors and the end of the last whole line, because a kill may leave
+        an incomplete one."""
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
@@ -81,22 +83,22 @@ class WriteJournal:
             done = {(file, name): digest for file, name, digest in map(json.loads, lines[1:])}
         except (ValueError, TypeError) as error:
             raise WeightsError(
-                f"{self.path} is damaged ({error}); remove it and the files beside it, or use another --out"
+                f"{self.path} is damaged ({error}); empty its folder, or give another --out"
             ) from error
         return work, done, sum(len(line) + 1 for line in lines)
 
     def begin(self, work: dict[str, Any]) -> None:
-        """Forgets what the journal held and writes its first line."""
+        """Discards the journal's contents and writes its first line."""
         os.ftruncate(self._fd, 0)
         self.work, self.done, self._end = work, {}, 0
         self._append(work)
 
     def resume(self) -> None:
-        """Goes on after the last whole line."""
+        """Continues after the last whole line."""
         os.ftruncate(self._fd, self._end)
 
     def record(self, file: str, name: str, digest: str) -> None:
-        """Notes that a tensor is written."""
+        """Records that a tensor has been written."""
         with self._write_lock:
             self.done[file, name] = digest
             self._append([file, name, digest])
@@ -115,11 +117,11 @@ class WriteJournal:
 
 @dataclass
 class Output:
-    """The files of a conversion while they are written.
+    """The files of a conversion while they are being written.
 
     Attributes:
         kept: (file, tensor) pairs of an earlier attempt that need not be written again.
-        digests: (file, tensor) -> SHA-256 of all that is written so far.
+        digests: (file, tensor) -> SHA-256 of everything written so far.
     """
 
     writers: dict[str, TensorWriter]
@@ -134,13 +136,13 @@ class Output:
         self._journal.record(file, name, digest)
 
     def kept_files(self) -> int:
-        """Files of which every tensor was kept."""
+        """Number of files in which every tensor was kept."""
         return sum(
             all((file, name) in self.kept for name in writer.names()) for file, writer in self.writers.items()
         )
 
     def commit(self) -> None:
-        """Gives all files their names, once their bytes are on the disk."""
+        """Renames all files to their final names after their bytes are on the disk."""
         for writer in self.writers.values():
             writer.commit(sync=True)
 
@@ -159,14 +161,13 @@ def writing(
 ) -> Iterator[Output]:
     """Claims ``out`` and opens a file for each header; the caller writes, commits and completes the folder.
 
-    After an error of the disk or an interruption what was written stays for the next attempt; when the
-    weights are at fault everything is removed.
+    After a disk error or an interruption, what was written stays for the next attempt. If the weights are at
+    fault, everything is removed.
 
     Args:
-        work: what is being made of what, JSON types only; an unfinished ``out`` goes on when it is equal.
-        force: replace weights (a HF checkpoint when ``hf``), or another unfinished conversion, that are in
-            ``out``.
-        say: is told what was kept of an earlier attempt.
+        work: what is converted to what, JSON types only; an unfinished ``out`` with equal work is continued.
+        force: replace the weights (a HF checkpoint if ``hf``) or another unfinished conversion in ``out``.
+        say: receives a line about what was kept of an earlier attempt.
 
     Raises:
         FileExistsError: ``out`` holds something else.
@@ -185,8 +186,8 @@ def writing(
         if journal.done:
             total = sum(len(writer.names()) for writer in writers.values())
             say(
-                f"going on: {output.kept_files()} of {len(writers)} files kept, {len(output.kept)} of {total}"
-                " tensors"
+                f"continuing: {output.kept_files()} of {len(writers)} files kept, "
+                f"{len(output.kept)} of {total} tensors"
             )
         yield output
     except BaseException as error:
@@ -201,9 +202,9 @@ def writing(
 
 
 def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool, hf: bool) -> WriteJournal:
-    """The folder's journal, when this conversion may write there; what is to be replaced is removed."""
+    """Returns the folder's journal if this conversion may write there; removes what is to be replaced."""
     if any(out.resolve() == path.resolve() for path in inputs):
-        raise WeightsError(f"--out {out} is the folder that is read")
+        raise WeightsError(f"--out {out} is the input folder")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out {out} is a file")
     if not (out / UNFINISHED).is_file():
@@ -218,15 +219,15 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
             _check_replaceable(out, force, hf)
         elif not force or journal.work.get("kind") != work["kind"]:
             raise FileExistsError(
-                f"--out {out} holds an unfinished conversion, and {_difference(journal.work, work)}; start"
-                " that one again as it was to let it go on, give --force to start anew, or another --out"
+                f"--out {out} holds an unfinished conversion, and {_difference(journal.work, work)}; repeat "
+                "its command to continue it, give --force to start over, or give another --out"
                 if journal.work.get("kind") == work["kind"]
                 else (
-                    f"--out {out} holds an unfinished conversion to {journal.work.get('kind')} weights; give"
-                    " another --out"
+                    f"--out {out} holds an unfinished conversion to {journal.work.get('kind')} weights; "
+                    "give another --out"
                 )
             )
-        journal.begin(work)  # before anything is removed: from here on the folder counts as unfinished
+        journal.begin(work)  # before any removal: from here on the folder is unfinished
         _remove_weights(out, hf)
         return journal
     except BaseException:
@@ -235,8 +236,8 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
 
 
 def _check_replaceable(out: Path, force: bool, hf: bool) -> None:
-    """Raises :class:`FileExistsError` unless ``out`` is empty, or holds weights of this kind and ``force`` is
-    given."""
+    """Raises :class:`FileExistsError` unless ``out`` is empty, or holds such weights and
+    ``force`` is given."""
     present = [path for path in out.iterdir() if path.name != UNFINISHED] if out.is_dir() else []
     if not present:
         return
@@ -244,8 +245,8 @@ def _check_replaceable(out: Path, force: bool, hf: bool) -> None:
     only_weights = len(_weights_in(out, hf)) == len(present)
     if not (only_weights or mark in present and (hf or _is_manifest(mark))):
         raise FileExistsError(
-            f"--out {out} is not empty and holds no checkpoint of this kind: nothing there is touched; give"
-            " another folder"
+            f"--out {out} is not empty and holds no checkpoint of this kind, so nothing in it is replaced; "
+            "give another folder"
         )
     if not force:
         raise FileExistsError(
@@ -267,18 +268,18 @@ def _weights_in(out: Path, hf: bool) -> list[Path]:
 
 
 def _remove_weights(out: Path, hf: bool) -> None:
-    """The manifest first: what is left is not taken for whole."""
+    """Removes the weights, the manifest first, so that the remaining files do not count as complete."""
     for path in sorted(_weights_in(out, hf), key=lambda path: path.name != MANIFEST):
         path.unlink()
 
 
 def _difference(then: Any, now: Any, what: str = "") -> str:
-    """The first field in which two descriptions of a conversion differ, in words."""
+    """Describes the first field in which two descriptions of a conversion differ."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*now, *then]:
             if then.get(key) != now.get(key):
                 return _difference(then.get(key), now.get(key), f"{what} {key}".strip())
-    return f"{what} was {_short(then)}, now it is {_short(now)}"
+    return f"{what} was {_short(then)}, but is now {_short(now)}"
 
 
 def _short(value: Any) -> str:
@@ -286,8 +287,8 @@ def _short(value: Any) -> str:
 
 
 def _tidy(out: Path, headers: dict[str, bytes], going_on: bool, hf: bool) -> None:
-    """Back to files that are all partial. A manifest without which the journal would already be gone goes
-    first."""
+    """Makes all files partial again. A manifest goes first; without it, the journal would
+    already be deleted."""
     for path in sorted(_weights_in(out, hf), key=lambda path: path.name != MANIFEST):
         if path.name in headers and going_on and not partial_path(path).exists():
             os.replace(path, partial_path(path))
@@ -298,7 +299,7 @@ def _tidy(out: Path, headers: dict[str, bytes], going_on: bool, hf: bool) -> Non
 def _verified(
     journal: WriteJournal, writers: dict[str, TensorWriter], workers: int
 ) -> frozenset[tuple[str, str]]:
-    """The tensors in the journal whose bytes are in their place."""
+    """The tensors in the journal whose bytes are in place."""
 
     def same(item: tuple[tuple[str, str], str]) -> bool:
         (file, name), digest = item
@@ -318,5 +319,5 @@ def _check_space(folder: Path, writers: Mapping[str, TensorWriter]) -> None:
     size = sum(max(0, writer.size - writer.allocated) for writer in writers.values())
     if free < size:
         raise DiskFull(
-            f"{folder}: {size / 1e9:.1f} GB will be written, but the disk has {free / 1e9:.1f} GB free"
+            f"{folder}: {size / 1e9:.1f} GB must be written, but the disk has {free / 1e9:.1f} GB free"
         )

@@ -1,8 +1,8 @@
-"""What one Megatron tensor is made of in a Hugging Face checkpoint, written once and read in both directions.
+"""Defines what a Megatron tensor consists of in a Hugging Face checkpoint, once for both directions.
 
-A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.blocks.Block`) that a canonical tensor and
-its HF tensors have in common. Conversion reads the list forwards, export backwards, so that each is the
-other's inverse; what no rectangle covers is padding and zero. The functions below write the lists for the
+A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.blocks.Block`) that a canonical tensor
+and its HF tensors share. Conversion reads the list forwards and export backwards, so each is the inverse of
+the other. What no rectangle covers is padding and zero. The functions below build the lists for the
 structures that occur.
 
 The families' tables (``qwen*.py``) list names as :class:`Entry`: whole, with ``*`` for numbers, so that a
@@ -26,21 +26,21 @@ HF_OUTPUT = "lm_head.weight"
 ExpertStyle = Literal["input_first", "output_first", "apart"]
 """How a folder stores a layer's experts:
 
-* ``input_first``: stacks whose matrices are transposed, ``gate_up_proj [E, h, 2 * f]`` and
-  ``down_proj [E, f, h]``. The released checkpoints, and what transformers 4.57 saves.
-* ``output_first``: stacks as Megatron's and as in transformers 5's memory, ``[E, 2 * f, h]`` and
-  ``[E, h, f]``; what it saves.
+* ``input_first``: stacks of transposed matrices, ``gate_up_proj [E, h, 2 * f]`` and
+  ``down_proj [E, f, h]``, as in the released checkpoints and as saved by transformers 4.57.
+* ``output_first``: stacks as in Megatron and in transformers 5's memory, ``[E, 2 * f, h]`` and
+  ``[E, h, f]``, as saved by transformers 5.
 * ``apart``: three matrices for each expert, ``experts.N.gate_proj.weight`` and so on, as in the text models
   (Qwen3-MoE).
 """
 RELEASED: ExpertStyle = "input_first"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""HF's names of the stacks, within a layer."""
+"""HF's names of the stacks within a layer."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One canonical tensor and its HF tensors, under their released names."""
+    """One canonical tensor and its HF tensors under their released names."""
 
     name: str
     hf: dict[str, tuple[int, ...]]
@@ -51,14 +51,14 @@ class Rule:
 
 
 def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rule:
-    """The tensor as it is; ``shape`` where HF gives it more dimensions (the Conv3d of the patch
-    embedding)."""
+    """Copies the tensor; ``shape`` is HF's shape if it has more dimensions (the Conv3d of
+    the patch embedding)."""
     return Rule(info.name, {hf: shape or info.shape}, (Block(hf, *matrix_shape(info.shape)),))
 
 
 def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: int, dim: int) -> Rule:
-    """HF query, key and value; canonical holds, for each key/value head, its query heads, its key and its
-    value head."""
+    """HF has query, key and value; for each key/value head, the canonical tensor has its query heads, its key
+    and its value head."""
     per_group, cols = heads // groups, matrix_shape(info.shape)[1]
     sizes = dict(zip(hf, (per_group * dim, dim, dim), strict=True))
     return _runs(
@@ -67,8 +67,8 @@ def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: in
 
 
 def fused_qkv(info: TensorInfo, hf: str, heads: int, dim: int) -> Rule:
-    """One HF tensor with all queries, then all keys, then all values; canonical has q, k, v of each head
-    together."""
+    """HF has one tensor with all queries, all keys, all values; the canonical one has q, k, v of
+    each head together."""
     cols = matrix_shape(info.shape)[1]
     blocks = [
         Block(hf, dim, cols, row=(3 * head + which) * dim, part_row=(which * heads + head) * dim)
@@ -79,7 +79,7 @@ def fused_qkv(info: TensorInfo, hf: str, heads: int, dim: int) -> Rule:
 
 
 def gated(info: TensorInfo, gate: str, up: str, width: int) -> Rule:
-    """Gate, then up, each padded with zero rows from ``width`` to half of the canonical rows."""
+    """Stores gate, then up; each is padded with zero rows from ``width`` to half of the canonical rows."""
     rows, cols = matrix_shape(info.shape)
     half = rows // 2
     blocks = [Block(hf, width, cols, row=i * half) for i, hf in enumerate((gate, up))]
@@ -88,14 +88,14 @@ def gated(info: TensorInfo, gate: str, up: str, width: int) -> Rule:
 
 
 def padded_rows(info: TensorInfo, hf: str, width: int) -> Rule:
-    """Zero rows added from ``width`` on."""
+    """Pads with zero rows from ``width`` on."""
     rows, cols = matrix_shape(info.shape)
     padding = [Region(width, rows, 0, cols)] if rows > width else []
     return _runs(info, {hf: width}, [Block(hf, width, cols)], padding)
 
 
 def padded_columns(info: TensorInfo, hf: str, width: int) -> Rule:
-    """Zero columns added from ``width`` on."""
+    """Pads with zero columns from ``width`` on."""
     rows, cols = matrix_shape(info.shape)
     padding = (Region(0, rows, width, cols),) if cols > width else ()
     return Rule(info.name, {hf: (rows, width)}, (Block(hf, rows, width),), padding)
@@ -130,7 +130,7 @@ def _interleaved(sizes: dict[str, int], groups: int, cols: int) -> list[Block]:
 def _runs(
     info: TensorInfo, rows: dict[str, int], blocks: Sequence[Block], padding: Sequence[Region] = ()
 ) -> Rule:
-    """A rule whose HF tensors have the canonical tensor's columns."""
+    """Makes a rule whose HF tensors have the canonical tensor's columns."""
     return Rule(
         info.name, {hf: (n, *info.shape[1:]) for hf, n in rows.items()}, tuple(blocks), tuple(padding)
     )
@@ -229,7 +229,7 @@ def each_expert(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
 
 
 def check_cover(spec: ModelSpec, rules: Sequence[Rule]) -> None:
-    """Raises :class:`ValueError` unless there is exactly one rule for every tensor of the model."""
+    """Raises :class:`ValueError` unless every tensor of the model has exactly one rule."""
     table, names = tensor_table(spec), [rule.name for rule in rules]
     wrong = sorted(set(table) ^ set(names)) or sorted(name for name in set(names) if names.count(name) > 1)
     if wrong:

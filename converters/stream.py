@@ -1,8 +1,8 @@
-"""Moving tensors from a source to files, a few megabytes at a time, several at once, with progress.
+"""Moves tensors from a source to files, a few megabytes at a time, in several threads, with progress.
 
-Memory is bounded by :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times a small constant times the
-number of workers, whatever the size of the model: regions of mapped files are read, and files are filled in
-place.
+Memory is bounded by a small constant times :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times
+the number of workers, whatever the size of the model: regions of mapped files are read, and files are
+filled in place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_vl.weights.tensor_files import Region, TensorWriter, matrix_shape,
 
 
 class Progress:
-    """Bytes done, rate and time left on stderr: redrawn on a terminal, a plain line every 30 seconds
-    elsewhere."""
+    """Shows bytes, rate and time left on stderr: redrawn on a terminal, otherwise as a line
+    every 30 seconds."""
 
     def __init__(self, what: str, total: int, stream: TextIO | None = None) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -66,7 +66,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class CopyJob:
-    """One tensor of one file. ``read`` gives a region of it as a matrix."""
+    """One tensor of one file. ``read`` returns a region of it as a matrix."""
 
     writer: TensorWriter
     name: str
@@ -80,43 +80,43 @@ class CopyJob:
 
     @staticmethod
     def size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor."""
+        """Size of a tensor in bytes."""
         rows, cols = matrix_shape(shape)
         return rows * cols * dtype.itemsize
 
 
 def default_workers() -> int:
-    """Workers that a machine is good for: hashing takes most of the time, the disk is full at eight."""
+    """The number of useful workers: hashing takes most of the time, and eight saturate the disk."""
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
 def give_back_freed_chunks() -> None:
-    """Has glibc return freed chunks to the system at once, for the rest of this process.
+    """Makes glibc return freed chunks to the system at once, for the rest of this process.
 
-    It keeps freed memory up to a limit that grows with what is freed: chunks of 4 MB and the slightly smaller
-    ones of other shapes left 20 MB a thread unused (183 MB for 8 workers on stacks of experts; 63 MB with the
-    limit fixed, no slower).
+    By default, it keeps freed memory up to a limit that grows with what is freed: chunks of 4 MB and the
+    slightly smaller ones of other shapes left 20 MB per thread unused (183 MB for 8 workers on stacks of
+    experts; 63 MB with the limit fixed, no slower).
     """
     try:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
     except (OSError, AttributeError, TypeError):
-        pass  # another C library
+        pass  # not glibc
 
 
 class _Stopped(Exception):
-    """Raised in a worker whose work is no longer wanted."""
+    """Raised in a worker whose work is no longer needed."""
 
 
 Task = CopyJob | Callable[[], None]
-"""Something to write, or to check before it is read."""
+"""Something to write, or something to check before it is read."""
 
 
 def checked_ahead(
     jobs: Mapping[str, Sequence[CopyJob]], check: Callable[[str], None], workers: int
 ) -> list[Task]:
-    """Jobs by the tensor that they read, each tensor's check a few tensors ahead of them.
+    """Orders jobs by the tensor that they read, with each tensor's check a few tensors ahead.
 
-    Whoever reads an unchecked tensor checks it first; done ahead, the workers do not wait for each other.
+    A job checks an unchecked tensor first. Checks ahead of time keep the workers from waiting for each other.
     """
     names, tasks = list(jobs), list[Task]()
     ahead = names[workers:]
@@ -130,10 +130,10 @@ def checked_ahead(
 def run_jobs(
     tasks: Sequence[Task], workers: int, progress: Progress, record: Callable[[str, str, str], None]
 ) -> None:
-    """Does all tasks with ``workers`` threads; the first failure stops all.
+    """Runs all tasks with ``workers`` threads; the first failure stops all.
 
     Args:
-        record: is told the file, the tensor and the SHA-256 of each one written.
+        record: receives the file, the tensor and the SHA-256 of each written tensor.
     """
     give_back_freed_chunks()
     stop = threading.Event()
@@ -161,7 +161,7 @@ def run_jobs(
         futures = [pool.submit(work, task) for task in tasks]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException:  # interrupted from the keyboard
+        except BaseException:  # including an interrupt from the keyboard
             stop.set()
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Bitwise comparison of checkpoints, and of weights with the hashes in their manifest."""
+"""Compares checkpoints bit for bit, and weights with the hashes in their manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor (or file) that is not the same, and how."""
+    """One tensor (or file) that differs, and how."""
 
     name: str
     how: str
@@ -32,16 +32,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Names are those of the first folder."""
+    """The result of a comparison; names are those of the first folder."""
 
     tensors: int
     bytes: int
     differences: list[Difference]
     renamed: int = 0
-    """Tensors that the second folder has under the other of transformers' two names, see
-    :mod:`converters.hf`."""
+    """Tensors that the second folder has under the other naming style of
+    transformers, see :mod:`converters.hf`."""
     example: str = ""
-    """One of them under its two names, for a message."""
+    """One of these tensors under both names, for a message."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Tensors:
     is_hf: bool
 
     def renamed(self, names: dict[str, str]) -> _Tensors:
-        """With other names for some of the tensors (new name -> present one)."""
+        """The same tensors, some under other names (new name -> present name)."""
         new = {present: name for name, present in names.items()}
         shapes = {new.get(name, name): shape for name, shape in self.shapes.items()}
         codes = {new.get(name, name): code for name, code in self.codes.items()}
@@ -64,11 +64,11 @@ class _Tensors:
 
 
 def _open(path: Path) -> _Tensors:
-    """A HF folder under its own names, or Megatron weights of any layout as full tensors."""
+    """Opens a HF folder under its own names, or Megatron weights of any layout as full tensors."""
     if any((path / name).exists() for name in (MANIFEST, LATEST, f"weights/{MANIFEST}")) or any(
         path.glob("step_*")
     ):
-        weights = WeightReader(path, verify=False)  # differences are to be shown, not refused
+        weights = WeightReader(path, verify=False)  # show differences instead of refusing them
         shapes = {name: info.shape for name, info in weights.table.items()}
         return _Tensors(
             shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.region, is_hf=False
@@ -79,10 +79,9 @@ def _open(path: Path) -> _Tensors:
 
 
 def _same_under_other_names(a: _Tensors, b: _Tensors) -> dict[str, str]:
-    """Name in ``a`` -> name in ``b`` of the tensors of two HF folders that differ in transformers' naming
-    style alone.
+    """Maps names in ``a`` to names in ``b`` for tensors of two HF folders that differ only in naming style.
 
-    A tensor that one folder has under both names is not among them: nothing tells which of the two is meant.
+    A tensor that one folder has under both names is left out, because it is unclear which one is meant.
     """
     if not (a.is_hf and b.is_hf):
         return {}
@@ -102,29 +101,29 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _itemsize(code: str) -> int:
-    """Bytes of an element: the first number in a code such as ``BF16`` or ``F8_E4M3`` is its bits (``BOOL``
-    has none)."""
+    """Bytes of an element: the first number in a code such as ``BF16`` or ``F8_E4M3`` counts its bits
+    (``BOOL`` has none)."""
     bits = re.search(r"\d+", code)
     return int(bits[0]) // 8 if bits else 1
 
 
 def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
-    """Compares all tensors of two HF folders (or of two folders of Megatron weights in any layouts) bit for
-    bit.
+    """Compares all tensors of two HF folders (or of two folders of Megatron weights in any layouts)
+    bit for bit.
 
-    Tensors of two HF folders that differ in naming style alone are compared with each other. Differences come
-    in the order of names: tensors that only one has, other types, other shapes, other bits.
+    Tensors of two HF folders that differ only in naming style are compared with each other. Differences are
+    sorted by name: tensors that only one folder has, other types, other shapes, other bits.
 
     Raises:
-        WeightsError: the folders are of two kinds.
+        WeightsError: one folder is Hugging Face, the other Megatron.
     """
     left, right = _open(Path(a)), _open(Path(b))
     if left.is_hf != right.is_hf:
         kinds = ("Megatron weights", "a Hugging Face folder")
         raise WeightsError(
-            f"{a} holds {kinds[left.is_hf]}, {b} {kinds[right.is_hf]}: their names and shapes are not the"
-            " same. Compare two of one kind; `megatron-vl export` makes a Hugging Face folder of Megatron"
-            " weights"
+            f"{a} holds {kinds[left.is_hf]}, {b} {kinds[right.is_hf]}: their names and shapes differ. "
+            "Compare two folders of one kind; `megatron-vl export` makes a Hugging Face folder of "
+            "Megatron weights"
         )
     other_names = _same_under_other_names(left, right)
     right = right.renamed(other_names)
@@ -165,7 +164,7 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
     for region in row_regions(a.shapes[name], _itemsize(a.codes[name])):
         x, y = a.region(name, region).contiguous(), b.region(name, region).contiguous()
         bits = BITS[x.element_size()]
-        # As integers: two NaN of the same bits are equal, 0.0 and -0.0 are not.
+        # Compared as integers, two NaN of the same bits are equal, and 0.0 and -0.0 are not.
         other = (x.view(bits) != y.view(bits)).flatten()
         if other.any():
             count += int(other.sum())
@@ -176,8 +175,8 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
         return None
     return Difference(
         name,
-        f"{count} of {_elements(a.shapes[name])} elements differ, the first at {first}, at most by"
-        f" {largest:.3g}",
+        f"{count} of {_elements(a.shapes[name])} elements differ, the first at {first}, "
+        f"by at most {largest:.3g}",
     )
 
 
@@ -199,7 +198,7 @@ def check_hashes(path: str | Path, *, workers: int = 0) -> Comparison:
         file, name, expected = item
         if files[file].sha256(name, progress.add) == expected:
             return None
-        return Difference(name, f"in {file} is not what the manifest says it is")
+        return Difference(name, f"differs in {file} from the manifest")
 
     try:
         with ThreadPoolExecutor(workers or default_workers()) as pool:

@@ -1,10 +1,10 @@
-"""ShareGPT / OpenAI files -> WebDataset shards prepared for Energon.
+"""Converts ShareGPT and OpenAI files into WebDataset shards prepared for Energon.
 
-Records are read as a stream; worker processes decode and measure their media; samples are put into shards in
-the order of the input; worker processes write the shards. The main process sees no pixels. What cannot be
-used is listed in ``quarantine.jsonl`` and counted by reason: samples + refused = records read, always. A
-conversion that was killed goes on when it is started again with the same arguments
-(:mod:`data_tools.resume`).
+Records are read as a stream. Worker processes decode and measure their media; samples go into shards in
+the order of the input; worker processes write the shards. The main process never holds pixels. Unusable
+records are listed in ``quarantine.jsonl`` and counted by reason: the number of samples plus refused
+records always equals the number of records read. A killed conversion continues when it is started again
+with the same arguments (:mod:`data_tools.resume`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ OTHER_KEYS = "other keys"
 
 
 class ConvertError(UserError, ValueError):
-    """A conversion that cannot start or go on; the message says what to do."""
+    """A conversion that cannot start or continue; the message says what to do."""
 
 
 @dataclass
 class DataReport:
-    """What came of a conversion."""
+    """The results of a conversion."""
 
     records: int = 0
     train: int = 0
@@ -57,18 +57,17 @@ class DataReport:
     bytes: int = 0
     shards: int = 0
     refused: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Records by input file and reason."""
+    """Number of refused records by input file and reason."""
     ignored: dict[str, dict[str, int]] = field(default_factory=dict)
-    """How often a key without effect stands in the samples, by place (``records``, ``turns``,
-    ``content parts``, ``listed media``) and key; of a place, the keys beyond the first 100 are counted
-    together."""
+    """How often a key without effect occurs in the samples, by place (``records``, ``turns``, ``content
+    parts``, ``listed media``) and key. In each place, keys beyond the first 100 are counted together."""
     answer_media: int = 0
-    """Images and videos in the assistant's turns, which are seen and not learnt."""
+    """Images and videos in the assistant's turns; the model sees them but does not learn them."""
     seconds: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> DataReport:
-        """The report of a complete data set."""
+        """Reads the report of a complete data set."""
         stored = json.loads(path.read_text())
         return cls(**{name: value for name, value in stored.items() if name != "samples"})
 
@@ -78,11 +77,11 @@ class DataReport:
 
     @property
     def quarantined(self) -> int:
-        """Records that could not be used."""
+        """Number of records that could not be used."""
         return self.records - self.samples
 
     def add(self, entry: Entry) -> None:
-        """Counts what has no effect in a sample."""
+        """Counts the keys without effect in a sample."""
         for place, key in entry.ignored:
             counts = self.ignored.setdefault(place, {})
             key = key if key in counts or len(counts) < MOST_IGNORED_KEYS else OTHER_KEYS
@@ -95,7 +94,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """How to convert."""
+    """Settings of a conversion."""
 
     media_root: Path
     out: Path
@@ -106,26 +105,26 @@ class ConversionOptions:
     max_pixels: int = MAX_PIXELS
     """Largest picture or video frame; larger ones are refused by their header, before decoding."""
     duplicate_ids: Literal["refuse", "keep"] = "refuse"
-    """What becomes of a record whose ``id`` an earlier usable one has."""
+    """What to do with a record whose ``id`` occurred in an earlier usable record."""
     force: bool = False
-    """Remove what an earlier conversion left in ``out``."""
+    """Delete what an earlier conversion left in ``out``."""
 
 
 def convert(
     inputs: list[Path], options: ConversionOptions, progress: Callable[[str], None] | None = None
 ) -> DataReport:
-    """Converts conversation files into one data set, or goes on with a conversion of the same that was
-    interrupted.
+    """Converts conversation files into one data set, or continues an interrupted conversion of
+    the same files.
 
     Args:
         inputs: JSON or JSON-lines files; their samples follow each other.
-        progress: gets a line of text now and then; None: nothing is shown.
+        progress: receives a line of text now and then; None: nothing is shown.
 
     Raises:
-        ConvertError: impossible options, an output folder that holds something else, a full disk, or a worker
-            process that died.
+        ConvertError: the options are impossible, the output folder holds something else, the disk is full, or
+            a worker process died.
         ShardError: a medium changed while it was converted.
-        ReadError: an input that is no JSON.
+        ReadError: an input is not JSON.
     """
     _check(inputs, options)
     start = time.monotonic()
@@ -142,16 +141,18 @@ def convert(
         space = Workspace(options.out, plan, options.force)
     except ResumeError as error:
         raise ConvertError(str(error)) from error
+
     try:
         if space.complete:
             return DataReport.read(options.out / "report.json")
         report = _convert(inputs, options, space, progress)
     except (OSError, sqlite3.Error) as error:
         raise ConvertError(
-            f"{error}; nothing is lost: start again with the same arguments when that is mended"
+            f"{error}; nothing is lost: fix this and start again with the same arguments"
         ) from error
     finally:
         space.close()
+
     report.seconds = round(time.monotonic() - start, 3)
     return report
 
@@ -188,9 +189,11 @@ def _convert(
             meter.show(report, going_on=number < journal.count)
         meter.finish(report)
         writer.finish()
+
     journal.close()
     durable.put(partial, options.out / "quarantine.jsonl")
-    # Without the time it took: the same input gives the same files.
+
+    # The time it took is left out, so that the same input gives the same files.
     stored = {name: value for name, value in report.as_json().items() if name != "seconds"}
     durable.write(options.out / "report.json", (json.dumps(stored, indent=2) + "\n").encode())
     space.finish(
@@ -218,7 +221,7 @@ def _check(inputs: list[Path], options: ConversionOptions) -> None:
 
 
 def _records(inputs: list[Path], meter: _Meter) -> Iterator[tuple[int, str, int, Any]]:
-    """(place among all records, file, number in the file, record)."""
+    """Yields (index among all records, file, number in the file, record)."""
     place = 0
     for name, path in zip(names(inputs), inputs, strict=True):
         for number, record in read_records(path, meter.advance):
@@ -227,15 +230,16 @@ def _records(inputs: list[Path], meter: _Meter) -> Iterator[tuple[int, str, int,
 
 
 class _Duplicates:
-    """Refuses records whose id an earlier usable one has, where that is wanted.
+    """Refuses records whose id occurred in an earlier usable record, if that is requested.
 
     Args:
         duplicates: :attr:`ConversionOptions.duplicate_ids`.
-        path: of a file that takes some 30 bytes a record while the conversion runs.
+        path: a file that grows by about 30 bytes per record during the conversion.
     """
 
     def __init__(self, duplicates: str, path: Path) -> None:
-        self.refuse, self.path = duplicates == "refuse", path
+        self.refuse = duplicates == "refuse"
+        self.path = path
         self.seen: Identities | None = None
 
     def __enter__(self) -> _Duplicates:
@@ -246,13 +250,12 @@ class _Duplicates:
             self.seen.close()
 
     def check(self, entry: Entry | dict[str, Any]) -> Entry | dict[str, Any]:
-        """The entry, or the line of the quarantine file that takes its place."""
+        """Returns the entry, or the line of the quarantine file that replaces it."""
         if not self.refuse or not isinstance(entry, Entry) or not entry.identity:
             return entry
         if self.seen is None:
-            self.seen = Identities(
-                self.path
-            )  # not earlier: worker processes that were forked share no open table
+            # Opened late, because forked worker processes must not share the open table.
+            self.seen = Identities(self.path)
 
         here = (entry.source["file"], entry.source["record"])
         file, record = self.seen.first(entry.identity, *here)
@@ -260,7 +263,7 @@ class _Duplicates:
             return entry
 
         shown = _printable(entry.identity[:100])
-        detail = f"{shown} is the id of record {record} of {file} too; --duplicate-ids keep takes both"
+        detail = f"{shown} is also the id of record {record} of {file}; --duplicate-ids keep accepts both"
         return {**entry.source, "field": "id", "reason": "duplicate id", "detail": detail}
 
 
@@ -275,17 +278,16 @@ def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-# ------------------------------------------------------------------------------------------- in the worker
-# processes
+# --- In the worker processes --------------------------------------------------------------------------------
 
 
 def _verify(
     batch: list[tuple[int, str, int, Any]], root: Path, max_pixels: int, known: list[Any] | None
 ) -> list[Entry | dict[str, Any]]:
-    """Samples ready for a shard; for a record that cannot be used, its line of the quarantine file.
+    """Returns samples ready for a shard; for an unusable record, its line of the quarantine file.
 
     Args:
-        known: the verdicts on this batch of an earlier run; None: media are decoded now.
+        known: the verdicts of an earlier run on this batch; None: decode the media now.
     """
     out: list[Entry | dict[str, Any]] = []
     for i, (place, file, number, record) in enumerate(batch):
@@ -319,11 +321,12 @@ def _verify(
             entry.ignored = [(where, _printable(key)) for where, key in conversation.ignored]
             entry.answer_media = conversation.answer_media
             out.append(entry)
+
     return out
 
 
 def _printable(detail: str) -> str:
-    """Names in a record may be no valid Unicode; what is written about them must be."""
+    """Replaces invalid Unicode, which names in a record may contain, but text about them must not."""
     return detail.encode(errors="backslashreplace").decode()
 
 
@@ -348,25 +351,27 @@ def _inspect(kind: str, reference: str, root: Path, max_pixels: int) -> MediaInf
 
 @lru_cache(maxsize=4096)
 def _inspect_file(kind: str, reference: str, path: Path, root: Path, max_pixels: int) -> MediaInfo:
-    """A file that many records share is decoded once in each process."""
+    """Inspects a file; each process decodes a file that many records share only once."""
     return inspect(kind, reference, read_media(str(path), root), max_pixels)
 
 
-# ----------------------------------------------------------------------------------------------- in the main
-# process
+# --- In the main process ------------------------------------------------------------------------------------
 
 
 class _Writer:
-    """Spreads samples over train and val and writes their shards, in order.
+    """Distributes samples over train and val and writes their shards, in order.
 
-    Every ``1 / val_fraction``-th sample goes to val. Both splits get at least one sample as soon as there are
-    two: the first sample is never val's, and the last train sample moves over when val would stay empty.
+    Every ``1 / val_fraction``-th sample goes to val. With two or more samples, both splits get at least one:
+    the first sample never goes to val, and the last train sample moves to val if val would stay empty.
     """
 
     def __init__(
         self, pool: _Pool, root: Path, options: ConversionOptions, report: DataReport, space: Workspace
     ) -> None:
-        self.pool, self.root, self.options, self.report = pool, root, options, report
+        self.pool = pool
+        self.root = root
+        self.options = options
+        self.report = report
         self.index = IndexWriter(space.meta)
         self.open: dict[str, list[Entry]] = {"train": [], "val": []}
         self.open_bytes = {"train": 0, "val": 0}
@@ -381,7 +386,7 @@ class _Writer:
         self._put("val" if is_val else "train", entry)
 
     def _put(self, part: str, entry: Entry) -> None:
-        # A full shard is written when the next sample comes: the last one stays here until the end.
+        # A full shard is written when the next sample arrives; the last one stays here until the end.
         held = self.open[part]
         full = (
             len(held) >= self.options.samples_per_shard
@@ -394,12 +399,16 @@ class _Writer:
         setattr(self.report, part, getattr(self.report, part) + 1)
 
     def _flush(self, part: str) -> None:
-        entries, self.open[part], self.open_bytes[part] = self.open[part], [], 0
+        entries = self.open[part]
+        self.open[part] = []
+        self.open_bytes[part] = 0
         if not entries:
             return
+
         for entry in entries:
             self.report.images += sum(info.kind == "image" for info in entry.infos)
             self.report.videos += sum(info.kind == "video" for info in entry.infos)
+
         name = f"{part}-{self.started[part]:06d}.tar"
         self.started[part] += 1
         self.writing.append(
@@ -428,8 +437,8 @@ class _Writer:
 
 
 class _Pool:
-    """Worker processes, or none of them for one worker. Results come in the order of the tasks, few are under
-    way."""
+    """Worker processes, or none for one worker. Results arrive in the order of the tasks; few
+    tasks are pending."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -437,7 +446,7 @@ class _Pool:
 
     def __enter__(self) -> _Pool:
         if self.workers > 1:
-            # fork: workers share what is imported here, and start at once; nothing has started threads yet.
+            # fork: workers share what is imported here and start at once; no threads have been started yet.
             self.executor = ProcessPoolExecutor(
                 self.workers, multiprocessing.get_context("fork"), initializer=_start_worker
             )
@@ -468,12 +477,12 @@ def _start_worker() -> None:
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process tells the workers to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
     if sys.platform == "linux":
         import ctypes
 
-        # A worker whose parent was killed would wait for its next task for ever (it holds both ends of the
-        # queue).
+        # A worker whose parent was killed would wait for its next task indefinitely (it holds both ends of
+        # the queue).
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -482,20 +491,23 @@ def _result(future: Future[Any]) -> Any:
         return future.result()
     except BrokenProcessPool as error:
         raise ConvertError(
-            "a worker process died (out of memory, or a medium crashed its decoder); try --workers 1"
+            "a worker process died (out of memory, or a media file crashed its decoder); try --workers 1"
         ) from error
 
 
 class _Meter:
-    """Progress by bytes of input whose records are done: rate and time left, of what this run does itself."""
+    """Shows progress by input bytes of finished records, and rate and time left of the work of this run."""
 
     def __init__(self, total: int, show: Callable[[str], None] | None) -> None:
-        self.total, self.write, self.read, self.done = total, show, 0, 0
+        self.total = total
+        self.write = show
+        self.read = 0
+        self.done = 0
         self.start = self.shown = time.monotonic()
         self.done_before = self.records_before = 0
         self.every = 1.0 if sys.stderr.isatty() else 10.0
         self.marks: deque[int] = deque()
-        """Bytes read when each batch that is under way was complete: reading is ahead of the work."""
+        """Bytes read when each pending batch was complete, because reading is ahead of the work."""
         self.silent = True
 
     def advance(self, count: int) -> None:
@@ -507,16 +519,18 @@ class _Meter:
             yield batch
 
     def show(self, report: DataReport, going_on: bool = False) -> None:
-        """One more batch is done. ``going_on``: the records so far are those of an earlier run."""
+        """Counts one more finished batch. ``going_on``: the records so far are from an earlier run."""
         self.done = self.marks.popleft()
         now = time.monotonic()
         if going_on:
-            self.start, self.done_before, self.records_before = now, self.done, report.records
+            self.start = now
+            self.done_before = self.done
+            self.records_before = report.records
         if now - self.shown >= self.every:
             self._say(report, now, going_on)
 
     def finish(self, report: DataReport) -> None:
-        """The last line has the last figures, where lines were shown."""
+        """Shows the final figures if lines were shown before."""
         self.done = self.total
         if not self.silent:
             self._say(report, time.monotonic(), False)
@@ -524,13 +538,14 @@ class _Meter:
     def _say(self, report: DataReport, now: float, going_on: bool) -> None:
         if self.write is None:
             return
-        self.shown, self.silent = now, False
+        self.shown = now
+        self.silent = False
         text = (
-            f"{min(self.done / max(self.total, 1), 1.0):4.0%}  {report.records} records, {report.quarantined}"
-            " quarantined"
+            f"{min(self.done / max(self.total, 1), 1.0):4.0%}  {report.records} records, "
+            f"{report.quarantined} quarantined"
         )
         if going_on:
-            self.write(f"{text}; finding what an earlier run did")
+            self.write(f"{text}; reading what an earlier run did")
             return
         left = (now - self.start) * max(self.total - self.done, 0) / max(self.done - self.done_before, 1)
         rate = (report.records - self.records_before) / max(now - self.start, 1e-9)
@@ -538,5 +553,5 @@ class _Meter:
 
 
 def default_workers() -> int:
-    """Processes when none are asked for: the cores that may be used, 8 at most."""
+    """Default number of processes: the available cores, at most 8."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

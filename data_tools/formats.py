@@ -1,16 +1,15 @@
-"""ShareGPT and OpenAI conversations -> one form: HF messages and the media that they refer to, in the order
-of the text.
+"""Converts ShareGPT and OpenAI conversations into HF messages, with their media in the order of the text.
 
 * ShareGPT: ``conversations`` with ``from`` (human/user, gpt/assistant, system) and ``value``; ``<image>`` and
   ``<video>`` in the text stand for the entries of ``image(s)`` and ``video(s)``, each a string or a list.
 * OpenAI: ``messages`` with ``role`` and ``content``, a string or parts of type text, image, image_url, video,
   video_url. Text with ``<image>`` markers and ``image(s)`` next to ``messages`` is read as in ShareGPT.
 
-Text stays as it is, white space too. Nothing is guessed: markers and media that do not agree refuse the
-record, and so do roles in another order than (system,) user, assistant, user, assistant, ..., both of
-``messages`` and ``conversations``, and an answer without text. A user turn may be the last one. Keys that
-nothing reads are named in :attr:`Conversation.ignored`. Records with audio are refused
-(:mod:`data_tools.audio` says what is taken for it).
+Text stays as it is, including white space. Nothing is guessed. A record is refused if its markers and media
+disagree, if its roles (in ``messages`` and ``conversations`` alike) do not follow the order (system,) user,
+assistant, user, assistant, ..., or if an answer has no text. The last turn may be a user's. Keys that nothing
+reads are listed in :attr:`Conversation.ignored`. Records with audio are refused (:mod:`data_tools.audio` says
+what counts as audio).
 """
 
 from __future__ import annotations
@@ -32,38 +31,38 @@ PARTS = ("text", "image", "image_url", "video", "video_url")
 RECORD_KEYS = ("messages", "conversations", "system", "image", "images", "video", "videos", "id")
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 LONGEST_KEY = 60
-"""Characters of an ignored key that are told: keys come from outside."""
+"""Characters of an ignored key that are shown; keys come from untrusted input."""
 
 
 class RecordError(UserError, ValueError):
-    """A record that cannot be used: ``reason`` is what it is counted under, ``field`` where in the record,
-    and the message says more."""
+    """An unusable record. ``reason`` is the heading under which it is counted, ``field`` its place in the
+    record, and the message gives details."""
 
     def __init__(self, reason: str, detail: str = "", field: str = "") -> None:
         super().__init__(detail or reason)
-        self.reason, self.field = reason, field
+        self.reason = reason
+        self.field = field
 
 
 @dataclass
 class Conversation:
-    """Messages with typed content; part ``{"type": "image"}`` number i belongs to ``media[i]``, videos
-    too."""
+    """Messages with typed content; the i-th image or video part belongs to ``media[i]``."""
 
     messages: list[dict[str, Any]]
     media: list[tuple[str, str]] = field(default_factory=list)
     """(kind, reference as written) in the order of the text."""
     fields: list[str] = field(default_factory=list)
-    """Where in the record each medium is named."""
+    """The place in the record that names each medium."""
     identity: str = ""
-    """The record's ``id`` (``str: x`` or ``int: 5``); empty when it has none."""
+    """The record's ``id`` (``str: x`` or ``int: 5``); empty if it has none."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
     """(place, key) of each key that has a value and no effect; the place is ``records``, ``turns``,
     ``content parts`` or ``listed media``."""
 
     @property
     def answer_media(self) -> int:
-        """Images and videos in the assistant's turns: the model sees them there, but nothing of them is
-        learnt."""
+        """Number of images and videos in the assistant's turns; the model sees them but learns
+        nothing from them."""
         answers = [
             m["content"] for m in self.messages if m["role"] == "assistant" and isinstance(m["content"], list)
         ]
@@ -71,11 +70,10 @@ class Conversation:
 
 
 def read_prompt(record: Any) -> Conversation:
-    """What is said before the answer that is wanted: a record without its last turn where that is the
-    assistant's.
+    """Reads what is said before the requested answer: a record without a last turn that is the assistant's.
 
     Raises:
-        RecordError: as :func:`read_conversation`, but nothing needs to be there that could be learnt.
+        RecordError: like :func:`read_conversation`, but the record need not contain anything to learn.
     """
     conversation = read_conversation(record, prompt=True)
     last = conversation.messages[-1]
@@ -87,29 +85,32 @@ def read_prompt(record: Any) -> Conversation:
             else 0
         )
         keep = len(conversation.media) - dropped
-        conversation.media, conversation.fields = conversation.media[:keep], conversation.fields[:keep]
+        conversation.media = conversation.media[:keep]
+        conversation.fields = conversation.fields[:keep]
     if not conversation.messages or conversation.messages[-1]["role"] != "user":
-        raise RecordError("no user turn", "a prompt ends with a turn of the user's")
+        raise RecordError("no user turn", "a prompt must end with a user's turn")
     return conversation
 
 
 def read_conversation(record: Any, *, prompt: bool = False) -> Conversation:
-    """One record of either format; as a ``prompt`` it may be without an assistant's turn. Raises
-    :class:`RecordError`."""
+    """Reads a record of either format; a ``prompt`` needs no assistant turn. Raises :class:`RecordError`."""
     if not isinstance(record, dict):
         raise RecordError("not an object", f"the record is a {type(record).__name__}, not an object")
+
     _refuse_listed_audio(record, "")
     name = "messages" if record.get("messages") is not None else "conversations"
     turns = record.get(name)
     if turns is None:
-        raise RecordError("no conversation", "neither 'messages' nor 'conversations' is there")
+        raise RecordError("no conversation", "the record has neither 'messages' nor 'conversations'")
     if name == "messages" and record.get("conversations"):
         detail = (
-            "both 'messages' and 'conversations' are there, and only one can be learnt; leave one of them out"
+            "the record has both 'messages' and 'conversations', but only one can be learnt; leave out one"
         )
         raise RecordError("two conversations", detail, "conversations")
+
     if not isinstance(turns, list) or not turns:
         raise RecordError("no conversation", f"'{name}' is not a list with at least one turn", name)
+
     reader = _Reader(record, name)
     messages = [reader.message(turn, i) for i, turn in enumerate(turns)]
     reader.finish()
@@ -125,7 +126,7 @@ def _identity(value: Any) -> str:
 
 
 def _add_system(record: dict[str, Any], messages: list[dict[str, Any]], name: str) -> None:
-    """A record's ``system`` prompt goes in front."""
+    """Puts a record's ``system`` prompt first."""
     if record.get("system") in (None, ""):
         return
     system = _text(record["system"], "system")
@@ -139,17 +140,18 @@ def _add_system(record: dict[str, Any], messages: list[dict[str, Any]], name: st
 def _check_order(messages: list[dict[str, Any]], name: str, prompt: bool) -> None:
     turns = messages[1:] if messages[0]["role"] == "system" else messages
     if not prompt and not any(message["role"] == "assistant" for message in turns):
-        raise RecordError("no assistant turn", "there is nothing to learn without an assistant turn", name)
+        raise RecordError("no assistant turn", "without an assistant turn there is nothing to learn", name)
     for i, (message, wanted) in enumerate(
         zip(turns, itertools.cycle(("user", "assistant")), strict=False), 1
     ):
         if message["role"] != wanted:
-            detail = f"turn {i} (a system prompt not counted) is {message['role']}'s, it should be {wanted}'s"
+            found = f"turn {i} (not counting a system prompt) is the {message['role']}'s"
+            detail = f"{found}, but must be the {wanted}'s"
             raise RecordError("wrong role order", detail, name)
 
 
 def _check_answers(messages: list[dict[str, Any]], name: str) -> None:
-    """All that could be learnt of an answer without text is to end the turn at once."""
+    """From an answer without text, a model would only learn to end the turn at once."""
     for i, message in enumerate(messages):
         content = message["content"]
         texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
@@ -160,7 +162,7 @@ def _check_answers(messages: list[dict[str, Any]], name: str) -> None:
 
 
 class _Reader:
-    """Reads turns and hands out the media listed beside them, in order, to markers and empty parts."""
+    """Reads turns and assigns the media listed beside them, in order, to markers and empty parts."""
 
     def __init__(self, record: dict[str, Any], name: str) -> None:
         self.name = name
@@ -176,8 +178,8 @@ class _Reader:
         self.fields: list[str] = []
 
     def ignore(self, place: str, item: dict[str, Any], *read: str | None) -> None:
-        """Notes the keys of an object but those that are ``read``. Tables exported as JSON fill absent keys
-        with empty values."""
+        """Notes the keys of an object except those that are ``read`` and those with the empty values that
+        exported tables use for absent keys."""
         self.ignored += [
             (place, key[:LONGEST_KEY])
             for key, value in item.items()
@@ -185,7 +187,8 @@ class _Reader:
         ]
 
     def references(self, record: dict[str, Any], field_name: str) -> list[tuple[str, str]]:
-        """(reference, field) of each medium listed in a field; what has no effect there is noted."""
+        """Returns (reference, field) of each medium listed in a field; notes keys that have
+        no effect there."""
         value = record.get(field_name)
         if value is None or value == "":
             return []
@@ -203,6 +206,7 @@ class _Reader:
             raise RecordError(
                 "bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where
             )
+
         role_field, content_field = (
             "role" if "role" in turn else "from",
             "content" if "content" in turn else "value",
@@ -212,28 +216,32 @@ class _Reader:
         self.ignore("turns", turn, role_field, content_field)
         role = ROLES.get(written) if isinstance(written, str) else None
         if role is None:
-            detail = f"turn {index + 1} has the role {_shown(written)}; valid: {', '.join(ROLES)}"
+            detail = f"turn {index + 1} has the unknown role {_shown(written)}; valid: {', '.join(ROLES)}"
             raise RecordError("unknown role", detail, f"{where}.{role_field}")
+
         where = f"{where}.{content_field}"
         if role != "assistant":
             self.check_audio(content, where)
         if isinstance(content, list):
             parts = [part for i, item in enumerate(content) for part in self.part(item, f"{where}[{i}]")]
             return {"role": role, "content": parts}
+
         parts = self.text(_text(content, where))
         if all(part["type"] == "text" for part in parts):
             return {"role": role, "content": "".join(part["text"] for part in parts)}
+
         return {"role": role, "content": parts}
 
     def check_audio(self, content: Any, where: str) -> None:
-        """Refuses a turn whose text has the placeholder of a sound."""
+        """Refuses a turn whose text has a placeholder for a sound."""
         texts = [(content, where)]
         if isinstance(content, list):
             texts = [(item, f"{where}[{i}]") for i, item in enumerate(content)]
 
         for item, place in texts:
             if isinstance(item, dict):
-                item, place = item.get("text"), f"{place}.text"
+                item = item.get("text")
+                place = f"{place}.text"
             if isinstance(item, str):
                 _refuse_audio_in(item, place, anywhere=any(self.listed.values()))
 
@@ -247,13 +255,15 @@ class _Reader:
         ]
 
     def part(self, item: Any, where: str) -> list[dict[str, Any]]:
-        """A typed part: the reference is in the field of its type (``image``, ``image_url``, ...) or listed
-        beside."""
+        """Reads a typed part: its reference is in the field of its type (``image``, ``image_url``, ...)
+        or listed separately."""
         if isinstance(item, str):
             return self.text(_text(item, where))
+
         kind = item.get("type") if isinstance(item, dict) else None
         if kind in audio.PARTS:
             raise _audio_error(f"a content part of type {kind!r}", where)
+
         if isinstance(item, dict):
             _refuse_listed_audio(item, f"{where}.")
         if kind == "text":
@@ -265,6 +275,7 @@ class _Reader:
                 f"a content part of type {_shown(kind)}; valid: {', '.join(PARTS)}",
                 where,
             )
+
         name = kind.removesuffix("_url")
         key = next(
             (key for key in (kind, f"{name}_url", name, "url", "path") if item.get(key) is not None), None
@@ -276,13 +287,15 @@ class _Reader:
             value = value.get("url")
         if value is None and self.listed[name]:
             return [self.next(name)]
+
         where = f"{where}.{key or name}"
         self.media.append((name, _reference(value, where)))
         self.fields.append(where)
         return [{"type": name}]
 
     def next(self, kind: str) -> dict[str, Any]:
-        """The next listed medium of a kind. One too many is noticed in :meth:`finish`, with both counts."""
+        """Returns the next listed medium of a kind; :meth:`finish` reports a missing one,
+        with both counts."""
         self.asked[kind] += 1
         if self.waiting[kind]:
             reference, where = self.waiting[kind].pop(0)
@@ -294,8 +307,8 @@ class _Reader:
         for kind in KINDS:
             if self.asked[kind] != self.listed[kind]:
                 detail = (
-                    f"{self.asked[kind]} <{kind}> in the text, but {self.listed[kind]} listed under '{kind}'"
-                    f" / '{kind}s'"
+                    f"{self.asked[kind]} <{kind}> in the text, but {self.listed[kind]} listed under "
+                    f"'{kind}' / '{kind}s'"
                 )
                 raise RecordError("markers and media differ", detail, self.name)
 
@@ -305,13 +318,14 @@ def _reference(value: Any, where: str) -> str:
         value = value.get("path", value.get("url"))
     if not isinstance(value, str) or not value:
         found = "an empty string" if value == "" else f"a {type(value).__name__}"
-        raise RecordError("bad media reference", f"a path or data: URI is needed, this is {found}", where)
+        detail = f"a path or data: URI is required, but this is {found}"
+        raise RecordError("bad media reference", detail, where)
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise RecordError("bad text", f"a string is needed, this is a {type(value).__name__}", where)
+        raise RecordError("bad text", f"a string is required, but this is a {type(value).__name__}", where)
     if PLACEHOLDER.search(value):
         raise RecordError(
             "placeholder token in text",
@@ -323,22 +337,23 @@ def _text(value: Any, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise RecordError("bad text", f"no valid Unicode: {error.reason}", where) from error
+        raise RecordError("bad text", f"the text is not valid Unicode: {error.reason}", where) from error
     return value
 
 
 def _refuse_listed_audio(item: dict[str, Any], prefix: str) -> None:
-    """Raises RecordError when a record, turn or content part holds a sound; ``prefix``: of its fields."""
+    """Raises RecordError if a record, turn or content part holds a sound. ``prefix`` precedes
+    its field names."""
     key = audio.listed_in(item)
     if key is not None:
         raise _audio_error(f"{key!r}, {_shown(item[key])},", f"{prefix}{key}")
 
 
 def _refuse_audio_in(text: str, where: str, anywhere: bool) -> None:
-    """Raises RecordError when :func:`data_tools.audio.placeholder_in` finds one."""
+    """Raises RecordError if :func:`data_tools.audio.placeholder_in` finds a placeholder."""
     found = audio.placeholder_in(text, anywhere)
     if found is not None:
-        advice = "; where the text is about the tag, write it as code (`<audio>`)"
+        advice = "; if the text is about the tag, write it as code (`<audio>`)"
         raise _audio_error(_shown(found), where, advice)
 
 

@@ -1,4 +1,4 @@
-"""Media of a conversation: found inside the media root, decoded once, measured."""
+"""Finds the media of a conversation inside the media root, decodes them once and measures them."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class MediaInfo:
     height: int
     width: int
     stored_height: int
-    """As in the file, before EXIF orientation."""
+    """Height in the file, before EXIF orientation."""
     stored_width: int
     format: str = ""
     mode: str = ""
     frames: int = 0
     fps: float = 0.0
     crc32: int = 0
-    """Of the file's bytes: what is stored and read later is what was verified."""
+    """Checksum of the file's bytes, so that what is stored and read later is what was verified."""
 
     def record(self, key: str) -> dict[str, object]:
-        """What the loader needs to count tokens without decoding."""
+        """The fields that the loader needs to count tokens without decoding."""
         out: dict[str, object] = {
             "key": key,
             "kind": self.kind,
@@ -72,38 +72,42 @@ class MediaInfo:
 
 
 def resolve(reference: str, root: Path) -> Path:
-    """The file that ``reference`` names, links followed. ``root`` must be resolved.
+    """Resolves ``reference`` to a file, following links. ``root`` must be resolved.
 
     Raises:
-        RecordError: it lies outside ``root``, or is missing, remote or no regular file.
+        RecordError: the file lies outside ``root``, is missing, is remote, or is not a regular file.
     """
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError(
             "remote medium", f"{reference}: only local files and data: URIs are read; download it first"
         )
+
     if reference.lower().startswith("file://"):
-        written, parts = reference, urlsplit(reference)
-        if parts.netloc not in ("", "localhost"):  # file://a.jpg names a machine, a.jpg, and no file
-            raise RecordError("bad media reference", f"{written}: write a path, or file:/// and a whole path")
+        written = reference
+        parts = urlsplit(reference)
+        if parts.netloc not in ("", "localhost"):  # file://a.jpg names the machine a.jpg, not a file
+            raise RecordError("bad media reference", f"{written}: write a path, or file:///ABSOLUTE/PATH")
         reference = unquote(parts.path)
+
     try:
         path = (root / reference).resolve()
         inside = path.is_relative_to(root)
         exists, regular = (path.exists(), path.is_file()) if inside else (False, False)
     except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a name too long, a loop of links
         raise RecordError("bad media reference", f"{reference[:200]!r}: {error}") from error
+
     if not inside:
         raise RecordError("outside the media root", f"{reference} is not inside the media root")
     if not exists:
         raise RecordError("medium missing", f"{reference} does not exist in the media root")
     if not regular:
         raise RecordError("not a file", f"{reference} is not a regular file")
+
     return path
 
 
 def read_media(reference: str, root: Path) -> bytes:
-    """The bytes of a medium: a file inside ``root``, or a base64 ``data:`` URI. Raises
-    :class:`RecordError`."""
+    """Reads a medium: a file inside ``root``, or a base64 ``data:`` URI. Raises :class:`RecordError`."""
     if reference[:5].lower() == "data:":
         head, comma, body = reference.partition(",")
         if not comma or not head.lower().endswith(";base64"):
@@ -120,7 +124,7 @@ def read_media(reference: str, root: Path) -> bytes:
 
 
 def inspect(kind: str, reference: str, data: bytes, max_pixels: int) -> MediaInfo:
-    """Decodes a medium completely and measures it. Raises :class:`RecordError` when it cannot be used."""
+    """Decodes a medium completely and measures it. Raises :class:`RecordError` if it is unusable."""
     shown = reference if len(reference) <= 200 else reference[:60] + "..."
     try:
         info = _image(data, max_pixels) if kind == "image" else _video(reference, data, max_pixels)
@@ -129,14 +133,16 @@ def inspect(kind: str, reference: str, data: bytes, max_pixels: int) -> MediaInf
             f"{kind} too large", f"{shown}: {error}; --max-megapixels sets the limit"
         ) from error
     except PixelError as error:
-        # A library names what it read from as an object in memory: nothing to a reader, and another text in
-        # each run.
+        # A library names its in-memory source as an object; that means nothing to a reader and differs in
+        # every run.
         plain = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
         raise RecordError(f"{kind} does not decode", f"{shown}: {plain}") from error
+
     if max(info.height, info.width) > MAX_ASPECT * min(info.height, info.width):
         raise RecordError(
             f"{kind} too narrow", f"{shown}: {info.height} x {info.width} is more than {MAX_ASPECT} to 1"
         )
+
     return info
 
 
@@ -144,7 +150,8 @@ def _image(data: bytes, max_pixels: int) -> MediaInfo:
     pixels = decode_image(data, max_pixels)
     with open_image(data, max_pixels) as image:
         width, height = image.size
-        form, mode = image.format or "", image.mode
+        form = image.format or ""
+        mode = image.mode
     suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(form, form.lower())
     suffix = suffix if SUFFIX.fullmatch(suffix) else "img"
     size = (pixels.shape[1], pixels.shape[2], height, width)

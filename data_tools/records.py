@@ -1,4 +1,4 @@
-"""Conversation files, read as a stream: a JSON array or JSON lines, never whole in memory."""
+"""Reads conversation files (a JSON array or JSON lines) as a stream, never whole in memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LARGEST_RECORD = 1 << 30
 
 
 class ReadError(UserError, ValueError):
-    """A file that cannot be read on; the message names the file and the record."""
+    """A file that cannot be read any further; the message names the file and the record."""
 
 
 class BadLine(str):
-    """What is wrong with one line of a JSON-lines file, in the place of its record; the reason it is counted
-    under."""
+    """Says what is wrong with a line of a JSON-lines file, in place of its record; ``reason`` is what
+    it counts under."""
 
     reason = "not JSON"
 
@@ -34,14 +34,13 @@ class BadLine(str):
 
 
 def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[tuple[int, Any]]:
-    """Yields ``(number, record)``: the line number of JSON lines, the place in a JSON array, from 1.
+    """Yields ``(number, record)``: the line number in JSON lines or the position in a JSON array, from 1.
 
-    A line that is no JSON comes as a :class:`BadLine`, and reading goes on. ``on_bytes`` is told how many
-    bytes were read for it.
+    A line that is not JSON is yielded as a :class:`BadLine`, and reading continues. ``on_bytes`` receives the
+    number of bytes read for each record.
 
     Raises:
-        ReadError: a JSON array that is broken (there is no telling where its next record begins), or an empty
-            file.
+        ReadError: a JSON array is broken (the start of its next record is unknown), or the file is empty.
     """
     array = is_array(path)
     with path.open("rb") as file:
@@ -49,8 +48,7 @@ def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file is a JSON array (records are counted) or JSON lines (lines are). Raises ReadError when
-    it is empty."""
+    """Whether a file is a JSON array rather than JSON lines. Raises ReadError if it is empty."""
     with path.open("rb") as file:
         start = file.read(CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if not start:
@@ -72,6 +70,7 @@ def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[i
                 line = file.readline(LARGEST_RECORD)
                 on_bytes(len(line))
             continue
+
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
@@ -102,19 +101,23 @@ def _array(path: Path, file: IO[bytes], on_bytes: Callable[[int], None]) -> Iter
 
 
 class _Buffer:
-    """Text of a file from the place that is being read on; grows until a whole record is in it."""
+    """The text of a file from the current position on; grows until it contains a whole record."""
 
     def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None], path: Path) -> None:
         import codecs
 
-        self.file, self.on_bytes, self.path = file, on_bytes, path
+        self.file = file
+        self.on_bytes = on_bytes
+        self.path = path
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self.text, self.at, self.ended = "", 0, False
+        self.text = ""
+        self.at = 0
+        self.ended = False
         self.told = 0
-        """Up to where of the text ``on_bytes`` was told."""
+        """The position in the text up to which ``on_bytes`` has been informed."""
         self.parser = json.JSONDecoder()
         self.number = 0
-        """Of the record that was read last."""
+        """Number of the record that was read last."""
 
     def grow(self, size: int) -> None:
         data = self.file.read(size)
@@ -123,16 +126,16 @@ class _Buffer:
         try:
             self.text = self.text[self.at :] + self.decode(data, self.ended)
         except UnicodeDecodeError as error:
-            raise ReadError(f"{self.path}: not UTF-8 behind record {self.number}: {error}") from error
+            raise ReadError(f"{self.path}: not UTF-8 after record {self.number}: {error}") from error
         self.at = self.told = 0
 
     def tell(self) -> None:
-        """Counts what was taken since; what was only read ahead is none of it."""
+        """Reports the bytes consumed since the last call, without those that were only read ahead."""
         self.on_bytes(len(self.text[self.told : self.at].encode()))
         self.told = self.at
 
     def peek(self, number: int) -> str:
-        """The next character that is no white space."""
+        """The next character that is not white space."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
                 self.at += 1
@@ -147,7 +150,7 @@ class _Buffer:
             self.at += 1
 
     def finish(self) -> None:
-        """Behind the end of the array there is nothing."""
+        """Checks that nothing follows the end of the array."""
         self.skip("]")
         while not self.text[self.at :].strip(" \t\r\n"):
             if self.ended:
@@ -155,8 +158,8 @@ class _Buffer:
             self.at = len(self.text)
             self.grow(CHUNK)
         raise ReadError(
-            f"{self.path}: something follows the end of the array, after record {self.number}; is it two"
-            " files in one?"
+            f"{self.path}: something follows the end of the array, after record {self.number}; "
+            "is it two files in one?"
         )
 
     def record(self, number: int) -> Any:
@@ -165,28 +168,31 @@ class _Buffer:
         while True:
             try:
                 value, end = self.parser.raw_decode(self.text, self.at)
-                # A number at the end of the buffer may go on in the next chunk.
+                # A number at the end of the buffer may continue in the next chunk.
                 if end < len(self.text) or self.ended:
-                    self.at, self.number = end, number
+                    self.at = end
+                    self.number = number
                     self.tell()
                     return value
             except RecursionError as error:
                 raise ReadError(f"{self.path}: record {number} is nested too deeply") from error
             except json.JSONDecodeError as error:
-                # Cut at the end of the buffer, or broken: a cut leaves an open string, or fails within the
-                # last characters.
+                # The record is cut off at the end of the buffer, or broken: a cut leaves an open string, or
+                # fails within the last characters.
                 cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
                 if self.ended or not cut:
-                    what, near = error.msg.removesuffix(" starting at"), self.text[error.pos : error.pos + 40]
+                    what = error.msg.removesuffix(" starting at")
+                    near = self.text[error.pos : error.pos + 40]
                     raise ReadError(
-                        f"{self.path}: record {number} is no valid JSON: {what}, at {near!r}"
+                        f"{self.path}: record {number} is not valid JSON: {what}, at {near!r}"
                     ) from error
-            except ValueError as error:  # an integer of thousands of digits
-                raise ReadError(f"{self.path}: record {number} is no valid JSON: {error}") from error
+            except ValueError as error:  # an integer with thousands of digits
+                raise ReadError(f"{self.path}: record {number} is not valid JSON: {error}") from error
+
             if len(self.text) - self.at > LARGEST_RECORD:
                 raise ReadError(
-                    f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; is a quote"
-                    " missing?"
+                    f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; "
+                    "is a quote missing?"
                 )
             size *= 2
             self.grow(size)

@@ -1,14 +1,14 @@
-"""What lets a conversion that was killed go on: its plan, the journal of what was verified, and the finished
-shards.
+"""Lets a killed conversion continue: stores its plan, the journal of verdicts, and the finished shards.
 
 All of it lies in ``OUT/.convert`` until the data set is complete. The journal holds one line for each batch
 of records, in order: the sizes and checksums of the media of each usable record, or why it was refused. A
 second run with the same arguments reads the records again, takes the verdicts from the journal instead of
-decoding media, finds the same shards, keeps those that are whole, and goes on where the journal ends. Its
-output is that of an undisturbed run, byte for byte.
+decoding media, derives the same shards, keeps the intact ones, and continues where the journal ends. Its
+output equals that of an undisturbed run, byte for byte.
 
-A power cut is no worse than a kill: what a plan, a manifest or the finished data set speaks of is on the disk
-before (:mod:`megatron_vl.durable`). Only the journal is not: verdicts that are lost are found again.
+A power cut is no worse than a kill: whatever a plan, a manifest or the finished data set mentions is on the
+disk before it (:mod:`megatron_vl.durable`). Only the journal may lose lines; lost verdicts are computed
+again.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .shards import WORK
 
 PLAN = "plan.json"
 RECORD = "convert.json"
-"""In ``.nv-meta`` of a complete data set: the plan that it was made by, and its shards."""
+"""A file in ``.nv-meta`` of a complete data set: the plan by which it was made, and its shards."""
 OURS = re.compile(
     r"(train|val)-\d+\.tar(\.idx)?(\.tmp)?|quarantine\.jsonl|report\.json(\.partial|\.tmp)?|\.nv-meta|\.convert"
 )
-"""Names in an output folder that a conversion may remove; ``.tmp`` is from versions before 2026-11-22."""
+"""Names in an output folder that a conversion may delete; ``.tmp`` is from versions before 2026-11-22."""
 
 
 class ResumeError(UserError, ValueError):
-    """A folder that this conversion may not write to; the message says what to do."""
+    """This conversion may not write to the folder; the message says what to do."""
 
 
 def make_plan(inputs: list[Path], media_root: Path, **options: Any) -> dict[str, Any]:
-    """What the output follows from: options, media root, and the content of the input files."""
+    """Everything that determines the output: options, media root, and the content of the input files."""
     files = [
         {"name": name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
         for name, path in zip(names(inputs), inputs, strict=True)
@@ -52,8 +52,7 @@ def make_plan(inputs: list[Path], media_root: Path, **options: Any) -> dict[str,
 
 
 def names(inputs: list[Path]) -> list[str]:
-    """How the input files are called in messages: by their name, or by their path where two have the same
-    name."""
+    """The names of the input files in messages: the file name, or the path if two files share a name."""
     short = [path.name for path in inputs]
     if len(set(short)) == len(short):
         return short
@@ -67,46 +66,53 @@ def _sha256(path: Path) -> str:
 
 
 def public(plan: dict[str, Any]) -> dict[str, Any]:
-    """The plan as it stays in the data set: without the place of the media on this machine."""
+    """The plan as it stays in the data set, without the location of the media on this machine."""
     return {name: value for name, value in plan.items() if name != "media_root"}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """What is not the same in two plans, for a message; empty when they are equal."""
+    """Describes the differences between two plans for a message; empty if they are equal."""
     found = []
     for name in sorted({*old.get("options", {}), *new["options"]}):
-        before, now = old.get("options", {}).get(name), new["options"].get(name)
+        before = old.get("options", {}).get(name)
+        now = new["options"].get(name)
         if before != now:
             found.append(f"{name} was {before}, now {now}")
+
     if old.get("media_root") != new.get("media_root"):
         found.append(f"media root was {old.get('media_root')}, now {new.get('media_root')}")
-    before, now = old.get("inputs", []), new["inputs"]
+    before = old.get("inputs", [])
+    now = new["inputs"]
     if [file["name"] for file in before] != [file["name"] for file in now]:
         found.append(
             f"inputs were {', '.join(f['name'] for f in before)}, now {', '.join(f['name'] for f in now)}"
         )
     else:
         found += [f"input {b['name']} has changed" for b, n in zip(before, now, strict=True) if b != n]
-    return "; ".join(found) or ("" if old == new else "it was begun by another version of this program")
+
+    return "; ".join(found) or ("" if old == new else "another version of this program began it")
 
 
 class Workspace:
     """The output folder of one conversion, held by one process at a time.
 
     Args:
-        out: folder of the data set. plan: from :func:`make_plan`. force: remove what an earlier conversion
-            left there.
+        out: folder of the data set. plan: from :func:`make_plan`. force: delete what an earlier
+            conversion left there.
 
     Raises:
-        ResumeError: the folder holds something else, a conversion with another plan, or one that is running.
+        ResumeError: the folder holds something else, a conversion with another plan, or a running one.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any], force: bool) -> None:
-        self.out, self.work, self.plan = out, out / WORK, plan
+        self.out = out
+        self.work = out / WORK
+        self.plan = plan
         self.meta = self.work / "nv-meta"
         self._lock: IO[bytes] | None = None
         if out.exists() and not out.is_dir():
             raise ResumeError(f"--out {out} is not a folder")
+
         foreign = (
             sorted(path.name for path in out.iterdir() if not OURS.fullmatch(path.name))
             if out.exists()
@@ -114,15 +120,16 @@ class Workspace:
         )
         if foreign:
             raise ResumeError(
-                f"--out {out} is not an empty folder (it holds {foreign[0]}); give another one or remove it"
+                f"--out {out} is not an empty folder (it holds {foreign[0]}); give another or remove it"
             )
+
         durable.make_folder(out)
         self.complete = False
         self._take_lock()
         try:
             self._open(force)
         except BaseException:
-            self.complete = (out / ".nv-meta" / RECORD).exists()  # a data set keeps no work folder
+            self.complete = (out / ".nv-meta" / RECORD).exists()  # a complete data set has no work folder
             self.close()
             raise
 
@@ -135,20 +142,23 @@ class Workspace:
             for path in self.work.iterdir():
                 if path.name != "lock":
                     _remove(path)
+
         record = _read(self.out / ".nv-meta" / RECORD)
         old = record.get("plan") if record else _read(self.work / PLAN)
         if old is None and any(path != self.work for path in self.out.iterdir()):
             raise ResumeError(
-                f"--out {self.out} is not an empty folder and no conversion can go on there; give another one"
+                f"--out {self.out} is not an empty folder and no conversion can continue there; give another"
             )
+
         if old is not None:
             differ = differences(old, public(self.plan) if record else self.plan)
             if differ:
-                state = "a complete data set made" if record else "a conversion that was begun"
+                state = "a complete data set made" if record else "an unfinished conversion"
                 raise ResumeError(
-                    f"--out {self.out} holds {state} with other arguments or input: {differ}. Give the same"
-                    " again, another --out, or start anew there with --force"
+                    f"--out {self.out} holds {state} with other arguments or input: {differ}. Give the same "
+                    "arguments again, give another --out, or start over there with --force"
                 )
+
         self.complete = record is not None
         if not self.complete:
             durable.write(self.work / PLAN, json.dumps(self.plan).encode())
@@ -161,8 +171,8 @@ class Workspace:
                 _remove(stale)
 
     def _unmake(self) -> None:
-        """What says that the data set is complete goes first: a removal that is cut short leaves none that
-        seems to be."""
+        """First removes the file that marks the data set as complete, so that an interrupted removal
+        never looks complete."""
         record = self.out / ".nv-meta" / RECORD
         if record.exists():
             record.unlink()
@@ -174,14 +184,13 @@ class Workspace:
         self.work.mkdir(exist_ok=True)
         self._lock = (self.work / "lock").open("ab")
         try:
-            fcntl.lockf(
-                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # goes with the process, and is not the children's
+            # The lock is released with the process; children do not inherit it.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ResumeError(f"--out {self.out}: another conversion is writing there") from error
 
     def finish(self, shards: dict[str, dict[str, Any]]) -> None:
-        """Makes the data set appear, in one step, and removes the work folder."""
+        """Makes the data set appear in one step, and removes the work folder."""
         (self.meta / RECORD).write_text(
             json.dumps({"plan": public(self.plan), "shards": shards}, indent=2) + "\n"
         )
@@ -202,7 +211,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ResumeError(f"{path} is damaged ({error}); start anew with --force") from error
+        raise ResumeError(f"{path} is damaged ({error}); start over with --force") from error
 
 
 def _remove(path: Path) -> None:
@@ -213,11 +222,12 @@ def _remove(path: Path) -> None:
 
 
 class VerdictJournal:
-    """Verdicts on the batches of records, in order; a last line that was cut is dropped."""
+    """Verdicts on the batches of records, in order; a truncated last line is dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.count, whole = 0, 0
+        self.count = 0
+        whole = 0
         path.touch()
         with path.open("rb") as file:
             for line in file:
@@ -229,7 +239,7 @@ class VerdictJournal:
         self.file = path.open("ab")
 
     def known(self) -> Iterator[list[Any]]:
-        """The verdicts of an earlier run, batch by batch."""
+        """Yields the verdicts of an earlier run, batch by batch."""
         with self.path.open("rb") as file:
             for _ in range(self.count):
                 yield _verdicts(file.readline()) or []
@@ -244,8 +254,8 @@ class VerdictJournal:
 
 
 def _verdicts(line: bytes) -> list[Any] | None:
-    """For each record, the measures of its media or its line of the quarantine file; None when the line is
-    damaged."""
+    """For each record, the measures of its media or its line of the quarantine file; None if the
+    line is damaged."""
     try:
         return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in json.loads(line)]
     except (ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""Tar shards and Energon's own files about them (``.nv-meta``).
+"""Writes tar shards and Energon's own files about them (``.nv-meta``).
 
-A shard appears under its name only when it is whole and on the disk, and then gets a manifest in the work
-folder: a conversion that was killed finds by it what needs not be written again.
+A shard gets its name only when it is complete and on the disk. Then it gets a manifest in the work folder,
+which tells a continued conversion what need not be written again.
 
 The index is written with Energon's index classes, in the order of the shards, so that the same input gives
 the same files whatever the number of processes. The splits are lists of shards (Energon's ratios may leave a
@@ -31,7 +31,7 @@ from megatron_vl.errors import UserError
 from .media import MediaInfo, read_media
 
 WORK = ".convert"
-"""Folder within the data set's that holds what an unfinished conversion needs to go on."""
+"""Folder within the data set's folder that holds what an unfinished conversion needs to continue."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Entry:
     infos: list[MediaInfo]
     source: dict[str, Any]
     identity: str = ""
-    """The record's id, see :class:`~data_tools.formats.Conversation`; so the next two."""
+    """The record's id, see :class:`~data_tools.formats.Conversation`, which also has the next two fields."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
     answer_media: int = 0
 
@@ -65,15 +65,15 @@ class Shard:
 
 
 class ShardError(UserError, ValueError):
-    """A shard that could not be written as planned; the message names the file."""
+    """A shard could not be written as planned; the message names the file."""
 
 
 def finish_shard(name: str, index: int, entries: list[Entry], root: Path, out: Path) -> Shard:
-    """The shard as an earlier run left it when that is whole and of the same samples, else written now.
+    """Returns the shard of an earlier run if it is intact and has the same samples; otherwise writes it.
 
     Raises:
-        ShardError: a medium changed after it was verified, or Energon does not find all samples again.
-        OSError: it cannot be written.
+        ShardError: a medium changed after it was verified, or Energon does not find all samples.
+        OSError: the shard cannot be written.
     """
     manifest = out / WORK / f"{name}.json"
     plan = _digest(json.dumps([[e.key, e.messages, [i.crc32 for i in e.infos]] for e in entries]).encode())
@@ -94,12 +94,12 @@ def finish_shard(name: str, index: int, entries: list[Entry], root: Path, out: P
 
 
 def _idx(tar: Path) -> Path:
-    """Energon's file of a tar's offsets."""
+    """The path of Energon's file of offsets in a tar."""
     return tar.with_suffix(".tar.idx")
 
 
 def _is_finished(manifest: Path, plan: str, tar: Path) -> bool:
-    """Whether the shard is there, of these samples, and its bytes are those that were written."""
+    """Whether the shard exists, has these samples, and has the bytes that were written."""
     try:
         written = json.loads(manifest.read_text())
         same = written["plan"] == plan and tar.stat().st_size == written["bytes"]
@@ -109,7 +109,7 @@ def _is_finished(manifest: Path, plan: str, tar: Path) -> bool:
 
 
 def _write_tar(path: Path, entries: list[Entry], root: Path) -> None:
-    """Original bytes of media unchanged, no times or owners in the headers."""
+    """Writes the media's original bytes, without times or owners in the headers."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for entry in entries:
             keys = [f"{i}.{info.suffix}" for i, info in enumerate(entry.infos)]
@@ -136,7 +136,7 @@ def _where(entry: Entry) -> str:
 
 
 def _indexed(name: str, index: int, entries: list[Entry], folder: Path) -> Shard:
-    """Writes Energon's ``.idx`` beside the tar; the shard with its rows for the index."""
+    """Writes Energon's ``.idx`` beside the tar. Returns the shard with its rows for the index."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 
@@ -155,8 +155,8 @@ def _indexed(name: str, index: int, entries: list[Entry], folder: Path) -> Shard
 
 
 def _sample_json(entry: Entry, keys: list[str]) -> bytes:
-    """Messages whose media parts name their tar members, and the sizes of the media, so that packing decodes
-    nothing."""
+    """Messages whose media parts name their tar members, and the media's sizes, so that
+    packing decodes nothing."""
     names = iter(keys)
 
     def part(p: dict[str, Any]) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _media_rows(entries: list[Entry]) -> list[Any]:
-    """Sizes as Energon's own ``prepare`` would store them (images as in the file, before EXIF
-    orientation)."""
+    """Sizes as Energon's own ``prepare`` would store them (images as in the file,
+    before EXIF orientation)."""
     from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata
     from megatron.energon.media.metadata import AVMetadata, ImageMetadata, serialize_media_metadata
 
@@ -224,7 +224,7 @@ def _sha256(path: Path) -> str:
 
 
 class IndexWriter:
-    """Energon's ``.nv-meta`` for shards that come in order, written into ``meta`` (a new folder)."""
+    """Writes Energon's ``.nv-meta`` for shards that arrive in order, into ``meta`` (a new folder)."""
 
     def __init__(self, meta: Path) -> None:
         from megatron.energon.epathlib import EPath
@@ -236,12 +236,12 @@ class IndexWriter:
         self.shards: list[Shard] = []
 
     def add(self, shard: Shard) -> None:
-        """Raises :class:`ShardError` at a shard that no loader would read."""
+        """Adds a shard to the index. Raises :class:`ShardError` at a shard that no loader would read."""
         if len(self.shards) == MOST_SHARDS:
             raise ShardError(
-                f"{shard.name} is one more than the {MOST_SHARDS} shards that the loader reads of a data set;"
-                " start again with --force and larger shards (--samples-per-shard, --shard-mb), or convert"
-                " the input as several data sets"
+                f"{shard.name} is one more than the {MOST_SHARDS} shards that the loader reads of a data "
+                "set; start again with --force and larger shards (--samples-per-shard, --shard-mb), or "
+                "convert the input as several data sets"
             )
         from megatron.energon.flavors.webdataset.prepare import (
             IndexMediaMetadata,

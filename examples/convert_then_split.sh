@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# From Hugging Face to Megatron weights to the layout of a model's YAML: convert_then_split.sh qwen2_5_vl_7b
-# CPU only; run it once, from the root of the checkout.
+# Converts a Hugging Face folder to Megatron weights in the layout of a model's YAML:
+#   convert_then_split.sh qwen2_5_vl_7b
+# It needs no GPU. Run it once, from the root of the checkout.
 #
 #   HF      Hugging Face folder (default: model.hf of the YAML)
 #   FULL    unsplit Megatron weights (default: checkpoints/NAME-full)
@@ -18,4 +19,5 @@ SHARDS=${SHARDS:-$(field "$config" model.checkpoint)}
 
 megatron-vl convert --hf "$HF" --out "$FULL"
 megatron-vl split --checkpoint "$FULL" --config "$config" --out "$SHARDS"
-# Both in one stream, without the unsplit copy: megatron-vl convert --hf "$HF" --config "$config" --out "$SHARDS"
+# To do both in one pass, without the unsplit copy:
+#   megatron-vl convert --hf "$HF" --config "$config" --out "$SHARDS"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Sourced by the other scripts: finds megatron-vl, the YAML of the model that is named, and what that YAML says.
+# The other scripts source this file. It finds megatron-vl, the named model's YAML, and the YAML's values.
 set -euo pipefail
 if ! command -v megatron-vl > /dev/null; then
-  echo "${0##*/}: megatron-vl is not on the path; in the root of the checkout: source .venv/bin/activate (make setup makes it)" >&2
+  echo "${0##*/}: megatron-vl is not on the path; in the checkout: make setup; source .venv/bin/activate" >&2
   exit 127
 fi
 
-# config_of qwen2_5_vl_7b -> examples/qwen2_5_vl_7b.yaml; a YAML of your own stays what it is.
+# config_of qwen2_5_vl_7b prints examples/qwen2_5_vl_7b.yaml; the path of your own YAML is printed unchanged.
 config_of() {
   local here config
   here=$(dirname "${BASH_SOURCE[0]}")
@@ -18,7 +18,7 @@ config_of() {
   fi
   echo "$config"
 }
-
+# field RUN.yaml section.name prints the value of a field, or nothing if it is not set.
 # field RUN.yaml section.name -> its value; empty where it is not set.
 field() {
   "$(dirname "$(command -v megatron-vl)")/python" - "$@" << 'PYTHON'

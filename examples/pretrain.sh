@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains a model: pretrain.sh qwen2_5_vl_7b [--section.field value ...]. Run it on every node of a training.
+# Trains a model. Run it on every node of the training: pretrain.sh qwen2_5_vl_7b [--section.field value ...]
 #
-#   GPUS         processes on this node (default: its GPUs; give it where there are none)
-#   NNODES       nodes (default 1; the YAML's first line says how many GPUs it is made for)
-#   MASTER_ADDR  host name of one of the nodes, the same on all; needed for more than one
-#   MASTER_PORT  a free port there (default 29500)
-#   JOB_ID       any word that tells this training from others on the same nodes (default megatron-vl)
+#   GPUS         processes on this node (default: one per GPU; required on a node without GPUs)
+#   NNODES       number of nodes (default 1; the YAML's first line says how many GPUs it needs)
+#   MASTER_ADDR  host name of one of the nodes, the same on all; required for several nodes
+#   MASTER_PORT  a free port on that host (default 29500)
+#   JOB_ID       any word that distinguishes this training from others on the same nodes (default megatron-vl)
 #
-# SIGTERM or SIGUSR1 to this process: the ranks save after the step under way and end, with exit code 0.
+# On SIGTERM or SIGUSR1 to this process, the ranks finish the current step, save and end with exit code 0.
 set -euo pipefail
 if [ -z "${1:-}" ]; then
   echo "usage: pretrain.sh NAME|RUN.yaml [--section.field value ...]" >&2

@@ -1,4 +1,5 @@
-"""Command lines in shell scripts and Markdown: found, and validated with the parsers that would read them."""
+"""Finds command lines in shell scripts and Markdown and validates them with the parsers that
+would read them."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
 
 
 def logical_lines(text: str) -> list[str]:
-    """Lines with continuations joined, without comments and blank ones."""
+    """Lines with continuations joined, without comments and blank lines."""
     joined = re.sub(r"\\\n\s*", " ", text)
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a command line, without comments; variables become their defaults, or their names."""
+    """The words of a command line, without comments; variables become their defaults or their names."""
     return shlex.split(VARIABLE.sub(lambda match: match[2] or match[1], line), comments=True)
 
 
 def from_root(words: list[str]) -> list[str]:
-    """Names of the checkout's own files, as they are found from anywhere."""
+    """Replaces names of the checkout's own files by absolute paths."""
     return [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
 
 
 def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
-    """Name and options of a ``megatron-vl`` command, None for a ``--help``; fails the test with the parser's
-    message."""
+    """Name and options of a ``megatron-vl`` command, None for ``--help``; fails the test with
+    the parser's message."""
     words = words_of(line)
     assert words[0] == "megatron-vl"
     if words[-1] in ("--help", "--version"):
@@ -54,8 +55,7 @@ def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
 
 
 def trainer_config(line: str) -> tuple[TrainConfig, int] | None:
-    """Configuration and number of ranks of a training's command line, or None when it only asks for
-    ``--help``."""
+    """Configuration and number of ranks of a training's command line; None if it only asks for ``--help``."""
     words = words_of(line)
     if "--help" in words:
         return None

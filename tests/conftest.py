@@ -1,4 +1,4 @@
-"""Settings that every test needs before torch is imported, and fixtures that all of them may use."""
+"""Settings that must be made before torch is imported, and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ LONGEST_FIRST = (
     "toolkit/test_plan.py",
     "test_examples.py",
 )
-"""Files of minutes, which begin first: with tests on two cores one would be busy alone at the end
-otherwise."""
+"""Files that take minutes start first; otherwise one of the two cores would be idle at the end."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first; the order within a file and among the others stays."""
+    """Puts the longest files first; the order within a file and among the others stays."""
     place = {str(REPOSITORY / "tests" / name): number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(str(item.path), len(place)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """``make quick`` leaves out the tests marked ``ranks``; one that starts ranks without the mark fails
-    everywhere."""
+    """``make quick`` leaves out the tests marked ``ranks``; a test that starts ranks without
+    the mark fails."""
     ranks.allowed = item.get_closest_marker("ranks") is not None
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint() -> Callable[..., Path]:
-    """``tiny_checkpoint(family, **options)``: the folder of a small checkpoint, written once a session."""
+    """``tiny_checkpoint(family, **options)``: the folder of a small checkpoint, written once per session."""
     from tests.tiny import tiny_checkpoint as cached
 
     return cached

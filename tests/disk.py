@@ -1,4 +1,4 @@
-"""What a power cut would leave: a file has the content, and a folder the names, of its last ``fsync``."""
+"""Simulates a power cut: a file keeps the content, and a folder the names, of its last ``fsync``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 
 class Disk:
-    """Sees each ``fsync`` and each rename of this process, which happen as ever, and knows what is on the
-    disk by then.
+    """Observes each ``fsync`` and each rename of this process, and so knows what is on the disk.
 
     Args:
         before_rename: called with the old and the new path before each rename.
@@ -44,8 +43,8 @@ class Disk:
         monkeypatch.setattr(os, "replace", watched)
 
     def lost(self, root: Path, *, but: tuple[str, ...] = ()) -> list[str]:
-        """Files and folders under ``root`` of which a power cut would take content or name; ``but``: names
-        left out."""
+        """Files and folders under ``root`` whose content or name a power cut would take, except the
+        names in ``but``."""
         found = []
         for path in sorted(root.iterdir()):
             if path.name in but:

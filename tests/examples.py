@@ -1,4 +1,4 @@
-"""The shipped examples, and what the first lines of their YAML state."""
+"""The shipped examples, and the statements in the first lines of their YAMLs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Example:
     gib: int
     tokens_per_second: int
     mfu: float
-    """0 where the speed was measured."""
+    """0 if the speed was measured."""
     measured_per_gpu: int
-    """0 where the speed is estimated."""
+    """0 if the speed is estimated."""
     hours: float
 
 

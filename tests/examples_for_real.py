@@ -1,13 +1,12 @@
-"""Runs the scripts of the examples, all of them and for real, on small checkpoints of the same structure, on
-CPU.
+"""Runs all scripts of the examples for real on CPU, on small checkpoints of the same structure.
 
     python -m tests.examples_for_real [--only qwen3_vl_8b ...] [--out FOLDER]
 
-For each YAML: a checkpoint of the released family, layer count and tying, narrow; convert_then_split.sh in
-the YAML's own layout; pretrain.sh for two steps on the demo's conversations (layouts of more than four ranks
-in a smaller one, read from the same shards); evaluate.sh of the original, the round trip and the trained
-checkpoint, where VLMEvalKit is installed (make eval). Exit code 1 when a script fails. Some minutes an
-example; hence not among the tests.
+For each YAML it makes a narrow checkpoint with the released family, layer count and tying. Then it runs
+convert_then_split.sh in the YAML's own layout; pretrain.sh for two steps on the demo's conversations (layouts
+of more than four ranks in a smaller one, read from the same shards); and, where VLMEvalKit is installed (make
+eval), evaluate.sh of the original, the round trip and the trained checkpoint. The exit code is 1 if a script
+fails. An example takes some minutes, so these runs are not among the tests.
 """
 
 from __future__ import annotations

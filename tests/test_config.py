@@ -1,5 +1,5 @@
-"""A wrong field is refused before anything starts, with its name and what would be valid; --help explains
-every field."""
+"""A wrong field is refused before anything starts, with its name and valid values; --help
+explains every field."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_unknown_or_ill_typed(arguments, message):
         ("steps: \udcff", None, r"not UTF-8 text"),
     ],
 )
-def test_wrong_yaml_is_told_with_file_and_line(tmp_path, text, line, message):
+def test_wrong_yaml_is_reported_with_file_and_line(tmp_path, text, line, message):
     run = tmp_path / "run.yaml"
     run.write_text(text, errors="surrogateescape")
     place = re.escape(f"{run}, line {line}" if line else f"{run}: ")
@@ -172,7 +172,7 @@ def test_impossible(arguments, world_size, message):
 
 
 def test_every_number_has_a_range():
-    """A number that nothing bounds would be found out by whatever breaks first."""
+    """Without a bound, a bad number would only be noticed by whatever breaks first."""
     checked = {name for _, _, names in config._RANGES for name in names.split()} | {
         "data.video_fps",
         "parallel.layers",

@@ -1,8 +1,8 @@
-"""Commands in the documents: blocks marked ``# checked`` run as they stand; all the others must be valid.
+"""Checks commands in the documents: blocks marked ``# checked`` are run; all others must be valid.
 
 The checked blocks of a document run in order in one folder that holds what its text asks the reader to have:
-the examples, a checkpoint (a small one with as many layers as the example's layout asks for) and
-conversations with their media.
+the examples, a checkpoint (a small one with as many layers as the example's layout needs) and conversations
+with their media.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def test_commands_are_valid(document, line):
             assert importlib.util.find_spec(module), f"{document}: there is no module {module}"
     else:
         pytest.fail(
-            f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to"
-            " validate it"
+            f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to "
+            "validate it"
         )
 
 

@@ -1,4 +1,4 @@
-"""What is written durably has its bytes and its name on the disk when the call returns."""
+"""Durably written files have their bytes and names on the disk when the call returns."""
 
 from __future__ import annotations
 

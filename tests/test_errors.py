@@ -1,5 +1,4 @@
-"""What a user can fix is told in one line; a bug keeps its traceback. The same for each rank of a
-training."""
+"""A user's error is one line; a bug keeps its traceback. The same holds for each rank of a training."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ NOT_SHOWN = {
 
 
 def classes() -> dict[str, set[str]]:
-    """Exception classes of the packages -> their bases; ``toolkit/evaluate`` shows its own."""
+    """Exception classes of the packages -> their bases, without ``toolkit/evaluate``, which shows its own."""
     found = {}
     for package in ("megatron_vl", "converters", "data_tools", "toolkit"):
         for path in (ROOT / package).rglob("*.py"):
@@ -47,7 +46,7 @@ def test_every_refusal_has_the_one_base():
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch names it."""
+    """An out-of-memory error under torch's name."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Every shipped example: its YAML parses, its layout fits the released model, its numbers hold, and the
-scripts run."""
+"""Every shipped example has a valid YAML, a layout that fits its model, correct numbers,
+and working scripts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from toolkit.weights.options import SplitOptions
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 GIB = 2**30
 H200_FLOPS = 989e12
-"""Data sheet, bfloat16, dense."""
+"""From the data sheet, bfloat16, dense."""
 H200_GIB = 139.8
-"""As CUDA reports it."""
+"""The memory that CUDA reports."""
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda path: path.stem)
@@ -53,7 +53,7 @@ def test_yaml_fits_the_released_model(example):
 
 
 def test_split_takes_the_layout_of_the_yaml(example):
-    """``convert_then_split.sh`` gives it the YAML and nothing else."""
+    """``convert_then_split.sh`` passes only the YAML to it."""
     path = str(ROOT / "examples" / f"{example.name}.yaml")
     p = example.config.parallel
     _, options = megatron_vl_command(f"megatron-vl split --checkpoint full --config {path} --out shards")
@@ -105,8 +105,8 @@ def vision_sizes(vision: dict[str, Any]) -> tuple[int, int, int, int, int]:
 
 
 def flops_per_token(example: Example) -> float:
-    """Forward and backward: 6 a weight that multiplies a token, and attention; pictures of 640 x 480 with 152
-    tokens of text."""
+    """Forward and backward: 6 operations per weight that multiplies a token, and attention; pictures of 640 x
+    480 with 152 tokens of text."""
     parts, config = counted(example.hf_config)
     text, vision = config["text"], config["vision"]
     unit = vision["patch_size"] * vision["spatial_merge_size"]
@@ -131,8 +131,8 @@ def flops_per_token(example: Example) -> float:
 
 
 def base_mfu(example: Example) -> float:
-    """Measured, docs/log/2026-11.md 2026-11-21: 7B and 3B under data parallelism, 7B under TP2, 30B-A3B in
-    short and long rows."""
+    """Measured MFU (docs/log/2026-11.md 2026-11-21): 7B and 3B data parallel, 7B under TP2, 30B-A3B in short
+    and long rows."""
     tensor = 39.0 / 50.1 if example.config.parallel.tp > 1 else 1.0
     if example.spec.language.moe:
         return tensor * (0.342 if example.config.data.seq_len >= 32768 else 0.188)
@@ -161,8 +161,8 @@ def test_stated_mfu_is_a_measured_one_less_idle_stages_and_recomputation(example
 
 
 def states_gib(example: Example, stage: int) -> float:
-    """Weights in bfloat16, gradients in float32, and 12 bytes of optimizer state over the ranks that hold the
-    same."""
+    """bfloat16 weights, float32 gradients, and 12 bytes of optimizer state, shared by ranks that
+    hold the same."""
     p = example.config.parallel
     dp = example.world // (p.tp * p.pp)
     total = 0.0
@@ -199,8 +199,7 @@ def stage_parts(example: Example, stage: int) -> dict[str, int]:
 def activations_gib(example: Example, stage: int) -> float:
     """What a decoder layer or vision layer keeps for its backward pass, in bfloat16.
 
-    That is: inputs and outputs of both norms, q, k, v and the output of attention, and of the MLP its
-    products.
+    These are inputs and outputs of both norms, q, k, v, the output of attention, and the products of the MLP.
     """
     _, sizes = counted(example.hf_config)
     config, p, text = example.config, example.config.parallel, sizes["text"]
@@ -234,8 +233,8 @@ def activations_gib(example: Example, stage: int) -> float:
 
 
 def test_stated_memory_is_what_is_counted_by_hand(example):
-    """States to the byte, activations as above, logits twice; what is left out (rows, mergers, embeddings) is
-    a few GiB."""
+    """States are exact, activations are as above, logits count twice; the rest (rows, mergers, embeddings)
+    takes a few GiB."""
     text = counted(example.hf_config)[1]["text"]
     p = example.config.parallel
     stages = []
@@ -260,7 +259,7 @@ def test_scripts_parse_and_can_be_started(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_their_commands_are_valid(script):
-    """Variables stand for themselves; what is behind ``"$@"`` is the user's."""
+    """Variables stand for themselves; what follows ``"$@"`` comes from the user."""
     for line in logical_lines(script.read_text()):
         start = re.search(r"megatron-vl (train|convert|split|export|evaluate)\b", line)
         if start is None or line.startswith("echo"):
@@ -277,7 +276,7 @@ def test_their_commands_are_valid(script):
 
 
 def environment(**variables: str | Path) -> dict[str, str]:
-    """This environment with the programs of this Python in front of the path."""
+    """This environment with the programs of this Python first on the path."""
     own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     return os.environ | own | {key: str(value) for key, value in variables.items()}
 
@@ -303,7 +302,7 @@ def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
     assert WeightReader(tmp_path / "shards").layout.layers == (10, 18)
 
 
-def test_pretrain_gives_options_to_the_trainer_and_its_exit_code_back(tmp_path):
+def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_path):
     done = run("pretrain.sh", "qwen2_vl_7b", "--parallel.tp", "3", folder=tmp_path, GPUS="2")
     assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stderr
     # The name as it was once a folder, and more nodes without a meeting point.
@@ -312,7 +311,7 @@ def test_pretrain_gives_options_to_the_trainer_and_its_exit_code_back(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["convert_then_split.sh", "pretrain.sh", "evaluate.sh", "slurm.sh"])
-def test_without_arguments_the_usage_is_told_alone(script, tmp_path):
+def test_without_arguments_only_the_usage_is_printed(script, tmp_path):
     done = run(script, folder=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"usage: .*\n", done.stderr), done.stderr
@@ -334,8 +333,7 @@ def test_without_the_environment_one_line_says_what_to_do(script, tmp_path):
 
 
 def test_slurm_starts_one_task_a_node_with_the_yaml(tmp_path):
-    """``srun`` writes down what it is given; the rest is megatron-vl's, tested where it reads Slurm's
-    environment."""
+    """``srun`` records its arguments; megatron-vl's part is tested where it reads Slurm's environment."""
     (tmp_path / "srun").write_text(f'#!{shutil.which("bash")}\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
     (tmp_path / "srun").chmod(0o755)
     shutil.copy(ROOT / "examples" / "slurm.sh", tmp_path / "spooled.sh")  # Slurm runs a copy

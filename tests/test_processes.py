@@ -1,5 +1,4 @@
-"""Children of a process: dead ones that nobody waited for are none, whatever a process calls itself; a tree
-ends whole."""
+"""Dead children that nobody waited for do not count, whatever a process calls itself; a tree ends whole."""
 
 from __future__ import annotations
 

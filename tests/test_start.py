@@ -1,4 +1,4 @@
-"""A rank on CPU starts without a compiler, and ``torch.compile`` is the user's own again afterwards."""
+"""A rank on CPU starts without a compiler, and ``torch.compile`` is unchanged for the user afterwards."""
 
 from __future__ import annotations
 

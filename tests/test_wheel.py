@@ -1,5 +1,4 @@
-"""The built wheel in a virtual environment that has what it declares and nothing else, away from the
-checkout."""
+"""Tests the built wheel in a virtual environment with only what it declares, away from the checkout."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def declared(wheel_requirements: list[str]) -> set[str]:
-    """Distributions that the wheel without extras brings along, through all that these require themselves."""
+    """Distributions that the wheel without extras requires, directly or indirectly."""
     found: set[str] = set()
     open_ones = [(requirement, "") for requirement in wheel_requirements]
     while open_ones:
@@ -69,8 +68,7 @@ def declared(wheel_requirements: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A virtual environment with the wheel; packages of this one are found there when the wheel declares
-    them."""
+    """A virtual environment with the wheel and, from this one, only the packages that the wheel declares."""
     work = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         source = ROOT / name
@@ -126,7 +124,7 @@ def _add_declared_packages(venv: Path) -> None:
 
 @pytest.fixture(scope="module")
 def program(installed, tmp_path_factory) -> Program:
-    """Starts ``megatron-vl`` of that environment in an empty folder, which it keeps."""
+    """Starts that environment's ``megatron-vl`` in an empty folder, which it keeps."""
     folder = tmp_path_factory.mktemp("away")
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -182,7 +180,8 @@ write_raw_data(Path("raw"))
 @pytest.mark.full
 @pytest.mark.ranks
 def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
-    """Conversion there and back, data, a training, its checkpoint, an answer, parity; with drawn pictures."""
+    """Runs conversion there and back, data, a training, its checkpoint, an answer and parity,
+    with drawn pictures."""
     program(python=TINY)
     program("convert", "--hf", "hf", "--out", "full")
     program("split", "--checkpoint", "full", "--tp", "2", "--out", "shards")

@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests, written once a session for each set of options."""
+"""Small checkpoints for the tests, written once per session for each set of options."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _root() -> Path:
 
 @cache
 def tiny_checkpoint(family: str = "qwen2_5_vl", **options: Any) -> Path:
-    """The folder of a tiny checkpoint (options as in :func:`write_tiny_checkpoint`); shared, so read it
-    only."""
+    """The folder of a tiny checkpoint (options as in :func:`write_tiny_checkpoint`); it is
+    shared and read-only."""
     return write_tiny_checkpoint(
         _root() / f"{family}_{tiny_checkpoint.cache_info().currsize}", family, **options
     )

@@ -1,5 +1,5 @@
-"""``python -m toolkit``: the ``megatron-vl`` command of this very Python, whether or not its environment is
-activated."""
+"""``python -m toolkit``: the ``megatron-vl`` command in this Python, even if its environment
+is not activated."""
 
 import sys
 

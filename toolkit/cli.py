@@ -1,5 +1,4 @@
-"""The ``megatron-vl`` command: finds the command in :mod:`toolkit.commands`, reads its options, runs it,
-shows its errors."""
+"""The ``megatron-vl`` command: looks up the command, reads its options, runs it and shows its errors."""
 
 from __future__ import annotations
 
@@ -16,12 +15,11 @@ DESCRIPTION = "Convert, train and check Qwen-VL models with Megatron-core."
 HELP = ("-h", "--help")
 
 CommandError = UserError
-"""The name that commands used to raise."""
+"""Former name of the errors that commands raise."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command. Returns its exit code: 1 for what a user can fix, 2 for a command line that cannot be
-    used."""
+    """Runs a command. Returns its exit code: 1 for what a user can fix, 2 for an invalid command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     program = PROGRAM
     try:
@@ -48,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_command(argv: list[str]) -> tuple[str, list[str]]:
-    """A command's name and the words behind it. Raises UsageError, with the nearest names."""
+    """Splits ``argv`` into the command's name and the words after it. Raises UsageError, with
+    the nearest names."""
     for length in (2, 1):
         name = " ".join(argv[:length])
         if name in COMMANDS:
@@ -59,10 +58,10 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
 
 
 def read(name: str, words: list[str]) -> tuple[Callable[[CommandOptions], int], CommandOptions]:
-    """A command's function, which imports itself when it is called, and its parsed options.
+    """Returns a command's function, which imports its module when called, and its parsed options.
 
     Raises:
-        UsageError: the options cannot be used. SystemExit: ``--help`` was asked for, and is printed.
+        UsageError: the options are invalid. SystemExit: ``--help`` was requested and has been printed.
     """
     command: Command = COMMANDS[name]
     options = command.load_options()
@@ -71,7 +70,7 @@ def read(name: str, words: list[str]) -> tuple[Callable[[CommandOptions], int], 
 
 
 def overview(group: str = "") -> str:
-    """All commands, or those of a group, each with what it does."""
+    """Lists all commands, or those of a group, each with its first sentence."""
     lines = [f"usage: {PROGRAM} {group or 'COMMAND'} ...", "", DESCRIPTION, ""]
     width = max(map(len, COMMANDS))
     for name, command in COMMANDS.items():

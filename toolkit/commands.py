@@ -1,5 +1,5 @@
-"""The register of the commands. A command's folder holds ``options.py`` (its dataclass) and ``command.py``
-(its function)."""
+"""The register of commands. A command's folder has ``options.py`` (dataclass)
+and ``command.py`` (function)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from toolkit.options import CommandOptions
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives; nothing of it is imported before it is asked for."""
+    """Where a command is defined; its modules are imported only when it is used."""
 
     folder: str
-    """``toolkit.folder.options`` and ``toolkit.folder.command``."""
+    """The folder of ``toolkit.FOLDER.options`` and ``toolkit.FOLDER.command``."""
     options: str
     """Dataclass in ``options``."""
     function: str
@@ -46,11 +46,11 @@ COMMANDS = {
     "doctor": Command("doctor", "DoctorOptions", "doctor"),
     "demo": Command("demo", "DemoOptions", "demo"),
 }
-"""Words of the command line -> the command."""
+"""Maps the words of the command line to the command."""
 
 
 def groups() -> dict[str, list[str]]:
-    """First word of commands of two words -> their second words."""
+    """Maps the first word of two-word commands to their second words."""
     found: dict[str, list[str]] = {}
     for name in COMMANDS:
         first, _, second = name.partition(" ")

@@ -1,4 +1,4 @@
-"""The platform that a command runs on."""
+"""Chooses the platform that a command runs on."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from megatron_vl.errors import UserError
 
 
 def chosen_platform(wanted: str, option: str = "--platform") -> str:
-    """``cuda`` or ``cpu``, as ``wanted`` or (``auto``) as there is.
+    """Returns ``cuda`` or ``cpu``: the one in ``wanted``, or for ``auto`` the one that this machine has.
 
     Raises:
-        UserError: CUDA is wanted, by ``option``, where torch sees no GPU.
+        UserError: ``option`` asks for CUDA, but torch sees no GPU.
     """
     import torch
 
     found = torch.cuda.is_available()
     if wanted == "cuda" and not found:
         raise UserError(
-            f"{option} cuda: torch sees no GPU here; leave it out, or give cpu (megatron-vl doctor says more)"
+            f"{option} cuda: torch sees no GPU here; leave it out, or give cpu (see megatron-vl doctor)"
         )
     return ("cuda" if found else "cpu") if wanted == "auto" else wanted

@@ -1,9 +1,9 @@
-"""Hugging Face folders opened in ``transformers`` so that nothing in them is executed or unpickled.
+"""Opens Hugging Face folders in ``transformers`` without executing or unpickling anything in them.
 
-A checkpoint may come from anybody. What transformers 5.17 would do with one unless it is told otherwise: ask
-at the terminal whether to run the code that ``auto_map`` names (``trust_remote_code`` left out), fall back to
-``torch.load`` where there are no safetensors, follow ``adapter_config.json`` to another model, and fetch
-kernels that ``config.json`` names as its attention.
+A checkpoint may come from anybody. By default, transformers 5.17 asks at the terminal whether to run the code
+that ``auto_map`` names (``trust_remote_code`` left out), falls back to ``torch.load`` if there are no
+safetensors, follows ``adapter_config.json`` to another model, and fetches kernels that ``config.json`` names
+as its attention.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 
 SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-"""For every ``from_pretrained`` in this project."""
+"""Arguments of every ``from_pretrained`` in this project."""
 
 
 def check_folder(folder: str | Path) -> TensorFolder:
-    """The weights of a checkpoint folder of a known family, by their safetensors files and index, before
-    anything opens it.
+    """Checks a checkpoint folder before anything opens it; returns its weights by safetensors
+    files and index.
 
     Raises:
-        FileNotFoundError: no config or no safetensors weights.
-        ConfigError: an unknown ``model_type``, an impossible field, or one that names other weights.
-        WeightsError: index and files do not agree, or a name leaves the folder.
+        FileNotFoundError: there is no config or no safetensors weights.
+        ConfigError: ``model_type`` is unknown, or a field is impossible or names other weights.
+        WeightsError: index and files disagree, or a name leaves the folder.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -49,20 +49,21 @@ def check_folder(folder: str | Path) -> TensorFolder:
 
 
 def load_processor(folder: str | Path) -> Any:
-    """The folder's own tokenizer, image processor and chat template (rendered in transformers' sandbox)."""
+    """Loads the folder's tokenizer, image processor and chat template (rendered in transformers' sandbox)."""
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(folder, **SAFE)
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
-    """The folder's model in evaluation mode with SDPA attention, from its safetensors only.
+    """Loads the folder's model in evaluation mode with SDPA attention, only from its safetensors.
 
     Args:
-        device_map: None for this machine's memory; ``auto``: spread over its GPUs (needs accelerate).
+        device_map: None loads it into this machine's memory; ``auto`` spreads it over the
+            GPUs (needs accelerate).
 
     Raises:
-        As :func:`check_folder`.
+        Like :func:`check_folder`.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -73,14 +74,14 @@ def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = 
     return model.eval()
 
 
-# -------------------------------------------------------------------------- videos as the models were trained
+# --- Videos as the models were trained ----------------------------------------------------------------------
 
 
 def video_text(text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPrompt = "released") -> str:
-    """A rendered conversation for the checkpoint's processor, which then writes videos by ``video_prompt``.
+    """Prepares a rendered conversation so that the checkpoint's processor writes videos by ``video_prompt``.
 
-    Qwen3-VL's processor puts the frame groups in the place of the bare placeholder (transformers from 5.10
-    on). By the rule ``released``, the pair around it goes away with it, as in transformers 4.57.
+    Qwen3-VL's processor replaces the bare placeholder by frame groups (since transformers 5.10). With the
+    rule ``released``, the surrounding pair of tokens is removed first, as in transformers 4.57.
     """
     if not spec.vision.video_timestamps or video_prompt != "released":
         return text
@@ -89,13 +90,13 @@ def video_text(text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPr
 
 
 def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPositions = "released") -> Any:
-    """Gives the transformers model our positions instead of its own, in ``forward`` and in ``generate``.
+    """Makes a transformers model use our positions instead of its own, in ``forward`` and in ``generate``.
 
-    transformers 5.3 to 5.23 lets text go on within a video (issue 45381 there), and up to 5.17 it cuts the
-    seconds of a frame group to whole ones. Qwen3-VL has one rule everywhere and is left as it is.
+    transformers 5.3 to 5.23 lets text continue within a video (their issue 45381), and up to 5.17 it
+    truncates the seconds of a frame group. Qwen3-VL has the same rule everywhere and is left as it is.
 
     Args:
-        model: a ``...ForConditionalGeneration`` of ``spec``; it is changed, and returned.
+        model: a ``...ForConditionalGeneration`` of ``spec``; it is changed and returned.
     """
 
     def get_rope_index(
@@ -107,7 +108,8 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
         attention_mask: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Positions int64 [3, B, S], and how far a new token's is from its place, int64 [B, 1]."""
+        """Positions, int64 [3, B, S], and the offset of a new token's position from its index,
+        int64 [B, 1]."""
         images = iter(_grids("image", image_grid_thw, None))
         videos = iter(_grids("video", video_grid_thw, second_per_grid_ts))
         positions = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
@@ -130,7 +132,7 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
 
 
 def _grids(kind: Any, sizes: Tensor | None, seconds: Iterable[Any] | None) -> list[GridTHW]:
-    """All media of a kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
+    """All media of one kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
     shapes = [] if sizes is None else sizes.tolist()
     each = [1.0] * len(shapes) if seconds is None else [float(value) for value in seconds]
     return [GridTHW(t, h, w, kind, second) for (t, h, w), second in zip(shapes, each, strict=True)]

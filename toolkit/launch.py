@@ -1,4 +1,4 @@
-"""Starts groups of processes of this very Python: one a rank, as torchrun does for a training."""
+"""Starts groups of processes of this Python, one per rank, as torchrun does for a training run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def run_group(
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``ranks`` processes on this machine, to its end.
+    """Runs ``python -m module arguments`` in ``ranks`` processes on this machine and waits for them to end.
 
     Args:
-        show: where what the processes print goes. nothing: into the result; all: to where this process
-            prints; errors: all of it to standard error, because standard output is for this process's own.
-        environment: variables of the processes where the user has not set them.
-        timeout: seconds, behind which the group is killed and subprocess.TimeoutExpired raised.
+        show: where the output of the processes goes. nothing: into the result; all: to this process' output;
+            errors: all of it to standard error, because this process needs standard output for itself.
+        environment: variables of the processes, unless the user has set them.
+        timeout: seconds after which the group is killed and subprocess.TimeoutExpired is raised.
     """
     launch = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -41,7 +41,7 @@ def run_group(
     variables["PYTHONPATH"] = os.pathsep.join(
         part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
     )
-    if ranks == 1:  # what torchrun would set, without its seconds
+    if ranks == 1:  # set what torchrun would, without its start-up time
         alone = {
             "RANK": "0",
             "LOCAL_RANK": "0",
@@ -50,6 +50,7 @@ def run_group(
             "MASTER_ADDR": "127.0.0.1",
         }
         variables |= alone | {"MASTER_PORT": str(free_port())}
+
     kept = subprocess.PIPE if show == "nothing" else None
     command = [sys.executable, *launch, "-m", module, *map(str, arguments)]
     stdout = sys.stderr if show == "errors" else kept
@@ -59,7 +60,7 @@ def run_group(
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """Finds a TCP port of this machine that nobody listens on."""
     import socket
 
     with socket.socket() as server:
@@ -68,7 +69,7 @@ def free_port() -> int:
 
 
 def end_of(done: subprocess.CompletedProcess[str], lines: int = 25) -> str:
-    """The last lines that a group printed, without torchrun's own report."""
+    """The last lines of a group's output, without torchrun's own report."""
     said = (done.stderr or "") + (done.stdout or "")
     own = said.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError", 1)[0]
     return "\n".join(own.splitlines()[-lines:])

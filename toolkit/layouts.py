@@ -1,5 +1,5 @@
-"""How a parallel layout is written on the command line: ``1``, ``tp2sp``, ``tp2pp2vpp2``, ``pp2:layers=1-3``,
-``ep2``."""
+"""Parses parallel layouts as written on the command line: ``1``, ``tp2sp``,
+``tp2pp2vpp2``, ``pp2:layers=1-3``, ``ep2``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_vl.errors import UserError
 
 
 class LayoutTextError(UserError, ValueError):
-    """A text that is not a layout."""
+    """The text is not a layout."""
 
 
 GRAMMAR = (
-    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 one after another in any order, or 1 for a single"
-    " rank; `:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. Examples: 1, tp2sp,"
-    " pp2:layers=1-3, tp2pp2vpp2, dp2"
+    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 in any order, or 1 for a single rank; "
+    "`:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. "
+    "Examples: 1, tp2sp, pp2:layers=1-3, tp2pp2vpp2, dp2"
 )
 SIZES = ("vpp", "etp", "tp", "pp", "dp", "ep")
-"""Keys with a number. The longer ones first: a pattern takes the first that fits."""
+"""Keys with a number. The longer ones come first, because a pattern takes the first match."""
 _PART = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)|(sp)")
 _TEXT = re.compile(rf"(1|(?:{_PART.pattern})+)(?::layers=(\d+(?:-\d+)*))?")
 
@@ -45,13 +45,13 @@ class LayoutSpec:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a step is a multiple of this: each data-parallel rank has as many,
-        interleaving wants ``pp``."""
+        """The rows of a step must be a multiple of this: data-parallel ranks have equal numbers, and
+        interleaving requires a multiple of ``pp``."""
         return self.dp * (self.pp if self.vpp > 1 else 1)
 
     @property
     def model_parallel(self) -> dict[str, Any]:
-        """The arguments of :func:`megatron_vl.spec.layout.make_layout`."""
+        """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
         layers = list(self.layers) if self.layers is not None else None
         return {
             "tp": self.tp,
@@ -64,25 +64,28 @@ class LayoutSpec:
 
 
 def parse_layout(text: str) -> LayoutSpec:
-    """A layout from its text. Without ``dp`` there are as few data-parallel ranks as ``ep`` and ``etp``
-    allow.
+    """Parses a layout. Without ``dp``, it has as few data-parallel ranks as ``ep`` and ``etp`` allow.
 
     Raises:
-        LayoutTextError: the text is not of the grammar, or names a size twice.
+        LayoutTextError: the text does not follow the grammar, or names a size twice.
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         raise LayoutTextError(f"{text!r} is not a layout; valid: {GRAMMAR}")
+
     parts = [(key or word, number) for key, number, word in _PART.findall(match[1])]
     names = [name for name, _ in parts]
     if len(set(names)) < len(names):
         raise LayoutTextError(f"layout {text!r} names {next(n for n in names if names.count(n) > 1)} twice")
+
     sizes = {name: int(number) for name, number in parts if number}
-    tp, experts = sizes.get("tp", 1), sizes.get("ep", 1) * sizes.get("etp", 1)
+    tp = sizes.get("tp", 1)
+    experts = sizes.get("ep", 1) * sizes.get("etp", 1)
     if "dp" not in sizes:
         sizes["dp"] = next(dp for dp in range(1, experts + 1) if tp * dp % experts == 0)
     if "sp" in names and tp == 1:
         raise LayoutTextError(f"layout {text!r}: sp (sequence parallel) needs tp of at least 2")
+
     layers = (
         tuple(int(part) for part in match[match.lastindex or 0].split("-")) if ":layers=" in text else None
     )
@@ -90,8 +93,8 @@ def parse_layout(text: str) -> LayoutSpec:
 
 
 def parse_layouts(text: str) -> list[LayoutSpec]:
-    """A comma-separated list of layouts. Raises :class:`LayoutTextError` as :func:`parse_layout`, and for an
-    empty list."""
+    """Parses comma-separated layouts. Raises LayoutTextError like :func:`parse_layout`, and for
+    an empty list."""
     layouts = [parse_layout(part) for part in text.split(",") if part.strip()]
     if not layouts:
         raise LayoutTextError(f"no layout is given; valid: {GRAMMAR}")

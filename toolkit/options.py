@@ -1,9 +1,8 @@
-"""Command lines from dataclasses: a field is an option, its type is what is read, its docstring is what
-``--help`` says.
+"""Command lines from dataclasses: a field is an option, its type is what is read, its docstring is the help.
 
-A field ``media_root`` is the option ``--media-root``; the spelling ``--media_root`` is read too. The parser
-is jsonargparse's, as the trainer's is. A command whose ``run_fields`` is set also takes ``--config RUN.yaml``
-and every field of a run by its dotted name, spelled as in the YAML.
+A field ``media_root`` is the option ``--media-root``; the spelling ``--media_root`` is accepted too. The
+parser is jsonargparse's, as in the trainer. A command that sets ``run_fields`` also takes ``--config
+RUN.yaml`` and every field of a run by its dotted name, spelled as in the YAML.
 
 Nothing here imports torch: ``--help`` and wrong command lines answer at once.
 """
@@ -23,13 +22,12 @@ from megatron_vl.errors import UsageError
 
 MISSING = dataclasses.MISSING
 SWITCHED = {"true": True, "false": False}
-"""Words that a switch was once followed by."""
+"""Words that could once follow a switch."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class CommandOptions:
-    """Base of each command's options. The first paragraph of a subclass's docstring is what the command
-    does."""
+    """Base of each command's options. The first paragraph of a subclass's docstring describes the command."""
 
     run_fields: ClassVar[bool] = False
     """Whether the command takes ``--config RUN.yaml`` and the dotted fields of a run."""
@@ -37,10 +35,10 @@ class CommandOptions:
     """Text below the options in ``--help``."""
 
     fields: list[str] = dataclasses.field(default_factory=list, metadata={"hidden": True})
-    """The words of the command line that are about fields of a run, in order."""
+    """The words of the command line that set fields of a run, in order."""
 
     def check(self) -> None:
-        """Refuses options that do not go together. Raises UsageError."""
+        """Refuses options that contradict each other. Raises UsageError."""
 
 
 def option(
@@ -55,17 +53,17 @@ def option(
     several: bool = False,
     must_exist: bool = False,
 ) -> Any:
-    """A field of a command's options.
+    """Declares an option: a field of a command's options.
 
     Args:
-        default: left out: the option must be given.
-        shown_default: what ``--help`` says of the default; empty: the value itself.
-        least: smallest whole number.
-        share: a number from 0 to 1.
-        positional: a word without a name before it.
-        repeat: a list, one item each time the option is given.
-        several: a list of all words behind the option.
-        must_exist: a path that is read: the command ends at once where there is nothing.
+        default: value without the option; if left out, the option is required.
+        shown_default: the default as ``--help`` shows it; empty: the value itself.
+        least: smallest valid whole number.
+        share: accept a number from 0 to 1.
+        positional: take a word without an option name.
+        repeat: build a list, one item each time the option is given.
+        several: build a list of all words after the option.
+        must_exist: the path is read, so refuse one that does not exist.
     """
     facts = {
         "metavar": metavar,
@@ -86,14 +84,14 @@ def option(
 
 
 def parse[Options: CommandOptions](options: type[Options], argv: list[str], program: str) -> Options:
-    """The options of a command line.
+    """Reads the options of a command line.
 
     Args:
-        program: how the command is called, for messages: ``megatron-vl split``.
+        program: how the command is called, used in messages: ``megatron-vl split``.
 
     Raises:
-        UsageError: it cannot be used; the message says why.
-        SystemExit: ``--help`` was asked for, and is printed.
+        UsageError: the command line is invalid; the message says why.
+        SystemExit: ``--help`` was requested and has been printed.
     """
     from jsonargparse import ArgumentError
 
@@ -116,7 +114,7 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
 
 
 def _as_spelled(message: str, options: type[CommandOptions]) -> str:
-    """jsonargparse's message in one line, with missing options as they are spelled."""
+    """jsonargparse's message in one line, with missing options spelled as on the command line."""
     message = " ".join(message.split())
     start, colon, names = message.partition("the following arguments are required: ")
     if not colon:
@@ -127,7 +125,7 @@ def _as_spelled(message: str, options: type[CommandOptions]) -> str:
 
 
 def check_paths(options: CommandOptions) -> None:
-    """Refuses paths to be read where there is nothing. Raises FileNotFoundError."""
+    """Refuses input paths that do not exist. Raises FileNotFoundError."""
     for field in _shown(type(options)):
         value = getattr(options, field.name)
         if not field.metadata.get("must_exist") or value is None:
@@ -137,7 +135,7 @@ def check_paths(options: CommandOptions) -> None:
 
 
 def _check_path(path: Path, is_hf: bool) -> None:
-    # The name of a repository on the hub is not a folder.
+    # The name of a repository on the Hugging Face hub is not a folder.
     advice = (
         "; give the folder of a downloaded checkpoint (hf download REPOSITORY --local-dir FOLDER)"
         if is_hf
@@ -148,11 +146,11 @@ def _check_path(path: Path, is_hf: bool) -> None:
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist{advice}") from None
     except OSError:
-        pass  # the command says what is wrong with it
+        pass  # the command itself reports what is wrong
 
 
 def exactly_one(options: CommandOptions, *names: str) -> None:
-    """Raises UsageError unless just one of these options is given."""
+    """Raises UsageError unless exactly one of these options is given."""
     given = [name for name in names if getattr(options, name)]
     if len(given) != 1:
         spelled = " or ".join(kebab(name) for name in names)
@@ -160,8 +158,7 @@ def exactly_one(options: CommandOptions, *names: str) -> None:
 
 
 def words(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]:
-    """The command line that gives these options again, for another process: those that are not at their
-    defaults."""
+    """The command line that sets these options in another process; options at their defaults are left out."""
     line: list[str] = []
     for field in _shown(type(options)):
         value = getattr(options, field.name)
@@ -175,12 +172,12 @@ def words(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]
 
 
 def kebab(name: str) -> str:
-    """``media_root`` -> ``--media-root``."""
+    """Turns ``media_root`` into ``--media-root``."""
     return "--" + name.replace("_", "-")
 
 
 def build_parser(options: type[CommandOptions], program: str) -> Any:
-    """jsonargparse's parser of a command's own options."""
+    """Builds jsonargparse's parser of a command's own options."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
@@ -201,12 +198,12 @@ def build_parser(options: type[CommandOptions], program: str) -> Any:
 
 
 def summary(options: type[CommandOptions]) -> str:
-    """The first sentence of what a command does."""
+    """The first sentence of a command's description."""
     return _description(options).split(". ")[0].rstrip(".")
 
 
 def help_text(options: type[CommandOptions], program: str) -> str:
-    """All options of a command, the fields of a run included."""
+    """The help of all options of a command, including the fields of a run."""
     text = build_parser(options, program).format_help()
     if not options.run_fields:
         return text
@@ -218,7 +215,7 @@ def help_text(options: type[CommandOptions], program: str) -> str:
 
 
 def _argument(field: dataclasses.Field, hint: Any) -> tuple[list[str], dict[str, Any]]:
-    """Names and arguments for ``add_argument``."""
+    """Names and keyword arguments for ``add_argument``."""
     facts = field.metadata
     required = field.default is MISSING and field.default_factory is MISSING
     names = [field.name] if facts.get("positional") else [kebab(field.name)]
@@ -242,7 +239,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> tuple[list[str], dict[str,
 
 
 def _reader(hint: Any, facts: typing.Mapping[str, Any]) -> Any:
-    """What turns one word into a value."""
+    """The function that turns one word into a value."""
     kind = _plain(hint)
     if kind is int and facts.get("least") is not None:
         return functools.partial(_whole_number, facts["least"])
@@ -257,7 +254,7 @@ def _reader(hint: Any, facts: typing.Mapping[str, Any]) -> Any:
 
 
 class _Words:
-    """Reads an item of a list that is given item by item; jsonargparse shows the list so far to it again."""
+    """Reads a list that is given item by item; jsonargparse passes the list so far back to it."""
 
     def __init__(self, item: type) -> None:
         self.item = item
@@ -283,7 +280,7 @@ def _share(word: Any) -> float:
 
 
 def _numbers(word: Any) -> list[int]:
-    """Whole numbers with commas between."""
+    """Reads whole numbers separated by commas."""
     if isinstance(word, list):
         return word
     try:
@@ -315,7 +312,7 @@ def _shown(options: type[CommandOptions]) -> list[dataclasses.Field]:
 
 
 def _without_old_spellings(parser: Any, argv: list[str]) -> list[str]:
-    """``--media_root`` as ``--media-root``."""
+    """Replaces ``--media_root`` by ``--media-root``."""
     known = parser._option_string_actions
     words = []
     for word in argv:
@@ -326,10 +323,10 @@ def _without_old_spellings(parser: Any, argv: list[str]) -> list[str]:
 
 
 def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
-    """The command's own options, and the words about fields of a run, which may stand behind ``--``.
+    """Separates the command's own options from the fields of a run, which may follow ``--``.
 
-    ``--data DIR`` may be an option of the command while ``data`` is a section of a run: the command's own
-    goes first.
+    ``--data DIR`` may be an option of the command while ``data`` is a section of a run; the command's own
+    option takes precedence.
     """
     known = parser._option_string_actions
     before = argv[: argv.index("--")] if "--" in argv else argv
@@ -349,6 +346,7 @@ def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
         else:
             own += [word] if equals else [word, *words[:1]]
             words = words if equals else words[1:]
+
     return own, fields + argv[len(before) + 1 :]
 
 
@@ -370,7 +368,7 @@ def _usage(options: type[CommandOptions], program: str) -> str | None:
 
 
 def _field_texts(options: type[CommandOptions]) -> dict[str, str]:
-    """Field -> its docstring."""
+    """Maps each field to its docstring."""
     from docstring_parser import parse_from_object
 
     texts: dict[str, str] = {}
@@ -382,7 +380,8 @@ def _field_texts(options: type[CommandOptions]) -> dict[str, str]:
 
 
 def _help(field: dataclasses.Field, text: str) -> str:
-    default, shown = field.default, field.metadata.get("shown_default")
+    default = field.default
+    shown = field.metadata.get("shown_default")
     if shown:
         return f"{text.rstrip('.')} (default: {shown})".replace("%", "%%")
     if default in (MISSING, None, False, ""):
@@ -392,7 +391,7 @@ def _help(field: dataclasses.Field, text: str) -> str:
 
 @functools.cache
 def _help_formatter() -> type[argparse.HelpFormatter]:
-    """argparse's own: the texts say what jsonargparse's would add."""
+    """argparse's formatter: our help texts already contain what jsonargparse's would add."""
 
     class Formatter(argparse.RawDescriptionHelpFormatter):
         """Wraps the description as prose and leaves the epilog's lines as they are."""

@@ -1,4 +1,4 @@
-"""Ending programs that start others."""
+"""Ends programs that have started others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import psutil
 
 
 def kill_tree(root: int) -> None:
-    """SIGKILL to a process and all below it. The launcher gives ranks sessions of their own, so its group is
-    not enough."""
+    """Sends SIGKILL to a process and all its descendants. Ranks run in their own sessions, so killing the
+    launcher's process group is not enough."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(root)
         for one in [*process.children(recursive=True), process]:

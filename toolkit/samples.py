@@ -1,5 +1,5 @@
-"""Conversations with their media -> samples and prompts, with the loader's own functions and nothing of a
-data set."""
+"""Turns conversations with media into samples and prompts, with the loader's own functions but
+no data set."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class SampleEncoder:
     """Encodes conversations for one Hugging Face folder.
 
     Args:
-        hf_dir: config, tokenizer, chat template and image processor are read from it.
-        data: limits of pictures and videos that replace the folder's own, and the rule for the text at
-        videos.
+        hf_dir: folder of config, tokenizer, chat template and image processor.
+        data: limits of pictures and videos that replace the folder's own, and the rule for text at videos.
 
     Raises:
-        FileNotFoundError, ChatError, PixelError, ConfigError: the folder cannot be used.
+        FileNotFoundError, ChatError, PixelError, ConfigError: the folder is unusable.
     """
 
     def __init__(self, hf_dir: str | Path, data: DataConfig | None = None) -> None:
@@ -40,23 +39,23 @@ class SampleEncoder:
         self.chat = ChatEncoder(hf_dir, self.spec, (data or DataConfig()).video_prompt)
 
     def sample(self, messages: Sequence[dict[str, Any]], media: Sequence[tuple[str, str, bytes]]) -> Sample:
-        """A conversation as it is trained on.
+        """Encodes a conversation as it is trained on.
 
         Args:
-            messages: HF messages, parts ``{"type": "image"}`` and ``{"type": "video"}`` standing for
+            messages: HF messages; the parts ``{"type": "image"}`` and ``{"type": "video"}`` stand for
                 ``media`` in order.
             media: (kind, name for messages, file content).
 
         Raises:
-            RecordError: a medium does not decode. ChatError: the text and its media do not agree.
+            RecordError: a medium does not decode. ChatError: the text and its media disagree.
         """
         items = [self._item(*medium) for medium in media]
         token_ids, loss_mask = self.chat.encode(messages, [item.grid for item in items])
         return Sample(token_ids, loss_mask, items)
 
     def prompt(self, messages: Sequence[dict[str, Any]], media: Sequence[tuple[str, str, bytes]]) -> Sample:
-        """A conversation up to the header of the assistant's next turn; nothing of it is learnt. Raises as
-        :meth:`sample`."""
+        """Encodes a conversation up to the header of the assistant's next turn, without loss.
+        Raises like :meth:`sample`."""
         items = [self._item(*medium) for medium in media]
         token_ids = self.chat.encode_prompt(messages, [item.grid for item in items])
         return Sample(token_ids, token_ids.new_zeros(len(token_ids)).bool(), items)
@@ -68,7 +67,7 @@ class SampleEncoder:
 
 
 def write_samples(samples: Sequence[Sample], path: Path) -> None:
-    """Samples as one safetensors file."""
+    """Writes samples as one safetensors file."""
     tensors: dict[str, Tensor] = {}
     grids: list[list[dict[str, Any]]] = []
     for i, sample in enumerate(samples):
@@ -79,7 +78,7 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """What :func:`write_samples` wrote."""
+    """Reads what :func:`write_samples` wrote."""
     samples = []
     with safe_open(path, framework="pt") as file:
         for i, grids in enumerate(json.loads(file.metadata()["grids"])):

@@ -1,11 +1,11 @@
-"""Small Hugging Face checkpoints with the real architecture: for the demo, the tests and dry runs.
+"""Writes small Hugging Face checkpoints with the real architecture, for the demo, the tests and dry runs.
 
-A folder written here has what a released checkpoint has: a config with its old flat fields (Qwen3-VL:
-nested), sharded safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special
-tokens, chat template, image processor and generation settings. Only the sizes are small, and the structural
-oddities are kept: grouped queries, window and full vision layers, a vision FFN width that no tensor
-parallelism divides, M-RoPE sections of different lengths, more embedding rows than tokens, stacks of experts
-with their input dimension first.
+A folder has what a released checkpoint has: a config with the old flat fields (Qwen3-VL: nested), sharded
+safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat
+template, image processor and generation settings. Only the sizes are small. Structural oddities are kept:
+grouped queries, window and full vision layers, a vision FFN width that no tensor parallel size divides,
+M-RoPE sections of different lengths, more embedding rows than tokens, and stacks of experts with their input
+dimension first.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Families of which a tiny checkpoint can be written."""
+"""Families for which a tiny checkpoint can be written."""
 NESTED = ("qwen3_vl", "qwen3_vl_moe")
-"""Families released with a nested config and the tensor names that transformers has in memory."""
+"""Families that were released with a nested config and with the tensor names that transformers
+has in memory."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
     "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
 ).split()
-"""Added tokens of Qwen2-VL, in the order of their ids (151643 and on in the released vocabulary)."""
+"""Added tokens of Qwen2-VL in the order of their ids (from 151643 in the released vocabulary)."""
 
 # Qwen2's pre-tokenizer, as in transformers' Qwen2Tokenizer: single digits, words with their leading space.
 SPLIT_PATTERN = (
@@ -46,12 +47,12 @@ DEFAULT_TEXTS = (
     "The first image shows a rocket on its launch pad, the second one shows an astronaut in a space suit.",
     "user assistant system You are a helpful assistant. The video shows a road. 0 1 2 3 4 5 6 7 8 9",
 )
-"""Text on which the tokenizer is trained when none is given."""
+"""Text on which the tokenizer is trained if none is given."""
 
 
 @dataclass(frozen=True)
 class TinySizes:
-    """Sizes of a tiny model; the defaults keep every structural oddity of the released ones."""
+    """Sizes of a tiny model; the defaults keep every structural oddity of the released models."""
 
     hidden_size: int = 64
     layers: int = 4
@@ -59,33 +60,33 @@ class TinySizes:
     heads: int = 4
     kv_heads: int = 2
     mrope_section: tuple[int, int, int] = (2, 3, 3)
-    """Adds up to half of the head dimension ``hidden_size / heads``."""
+    """The sum must be half of the head dimension ``hidden_size / heads``."""
     vision_hidden_size: int = 80
-    """Head dimension 20 with four heads: a multiple of 4 and no power of two, as the released 80."""
+    """Head dimension 20 with four heads: like the released 80, a multiple of 4 but not a power of two."""
     vision_layers: int = 4
     vision_heads: int = 4
     vision_ffn_hidden_size: int = 107
-    """Qwen2.5-VL only; odd, so that no tensor parallelism divides it (released: 3420). Qwen2-VL has 4 x the
-    width."""
+    """Qwen2.5-VL only; odd, so that no tensor parallel size divides it (released: 3420). Qwen2-VL has 4
+    x the width."""
     full_attention_layers: tuple[int, ...] = (1, 3)
     """Qwen2.5-VL only: vision layers that do not attend in windows."""
     head_dim: int = 24
-    """Qwen3-VL only: of the language model, and not ``hidden_size / heads`` (the others have that)."""
+    """Qwen3-VL only: head dimension of the language model, not ``hidden_size / heads`` as in the others."""
     interleaved_section: tuple[int, int, int] = (6, 3, 3)
-    """Qwen3-VL only: adds up to half of ``head_dim``."""
+    """Qwen3-VL only: the sum must be half of ``head_dim``."""
     position_table_side: int = 6
     """Qwen3-VL only: smaller than some grids and larger than others (released: 48)."""
     deepstack_layers: tuple[int, ...] = (0, 1, 3)
     """Qwen3-VL only: vision layers whose output goes to the first decoder layers."""
     experts: int = 8
-    """Qwen3-VL-MoE only, as the rest below."""
+    """Qwen3-VL-MoE only, like the fields below."""
     experts_per_token: int = 2
     expert_ffn_hidden_size: int = 48
-    """Neither ``hidden_size`` nor half of it: square stacks of experts could be read two ways."""
+    """Neither ``hidden_size`` nor half of it, because square stacks of experts would be ambiguous."""
     dense_layers: tuple[int, ...] = ()
     """Decoder layers without experts (released: none)."""
     text_vocab_size: int = 400
-    """Largest number of byte-pair tokens; special tokens come on top, then the embedding is rounded up to a
+    """Largest number of byte-pair tokens. Special tokens are added, and the embedding is rounded up to a
     multiple of 128."""
     min_pixels: int = 3136
     max_pixels: int = 12845056
@@ -108,26 +109,28 @@ def write_tiny_checkpoint(
     """Writes a small checkpoint of ``family`` with random weights and returns its folder.
 
     Args:
-        tied: input and output embeddings are one tensor (as in the 2B and 3B models); there is no
-            ``lm_head.weight`` then.
-        released_style: flat config, preprocessor and tokenizer files, stacks of experts with the input
-            dimension first, as in the released folders; False: what ``save_pretrained`` of the installed
-            transformers writes (5.x nests the config, but keeps the released names, and has the output
-            dimension of experts first).
-        memory_names: tensors named ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52
-            holds them in memory and as some tools save them; False: ``visual.*`` and ``model.*``.
-        texts: what the tokenizer is trained on.
+        tied: input and output embeddings are one tensor (as in the 2B and 3B models),
+            without a ``lm_head.weight``.
+        released_style: flat config, preprocessor and tokenizer files, and stacks of experts with the input
+            dimension first, as in the released folders; False: the files that ``save_pretrained`` of the
+            installed transformers writes (5.x nests the config but keeps the released names, and puts the
+            experts' output dimension first).
+        memory_names: name tensors ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52
+            holds them in memory and some tools save them; False: ``visual.*`` and ``model.*``.
+        texts: texts to train the tokenizer on.
         shards: number of safetensors files.
-        sizes, overrides: a :class:`TinySizes`, or fields of one by name.
+        sizes, overrides: a :class:`TinySizes`, or its fields by name.
 
     Raises:
-        ValueError: the family is unknown. FileExistsError: the folder holds a checkpoint already.
+        ValueError: the family is unknown. FileExistsError: the folder already holds a checkpoint.
     """
     if family not in FAMILIES:
-        raise ValueError(f"no tiny checkpoint of family {family!r}; valid: {', '.join(FAMILIES)}")
+        raise ValueError(f"there is no tiny checkpoint of family {family!r}; valid: {', '.join(FAMILIES)}")
+
     folder = Path(folder)
     if (folder / "config.json").exists():
-        raise FileExistsError(f"{folder} holds a checkpoint already; give another folder")
+        raise FileExistsError(f"{folder} already holds a checkpoint; give another folder")
+
     folder.mkdir(parents=True, exist_ok=True)
     sizes = sizes or TinySizes(**overrides)
     vocabulary, merges = train_bpe(tuple(texts), sizes.text_vocab_size)
@@ -141,8 +144,9 @@ def write_tiny_checkpoint(
         _save_pretrained(folder, model, family, sizes, vocabulary, merges)
         for file in folder.glob("*.safetensors"):
             file.unlink()
+
     tensors = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-    if not (memory_names or family in NESTED):  # released Qwen3-VL has the names in memory
+    if not (memory_names or family in NESTED):  # the released Qwen3-VL uses the in-memory names
         tensors = {_released_name(name): t for name, t in tensors.items()}
     if released_style:
         tensors = {name: t.transpose(1, 2) if ".mlp.experts." in name else t for name, t in tensors.items()}
@@ -153,10 +157,10 @@ def write_tiny_checkpoint(
 def tiny_config(
     family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A ``config.json`` in the style of the released checkpoints: flat for Qwen2-VL and Qwen2.5-VL, nested
-    for Qwen3-VL."""
+    """A ``config.json`` in the released style: flat for Qwen2-VL and Qwen2.5-VL, nested for Qwen3-VL."""
     if family in NESTED:
         return _nested_config(family, sizes, text_tokens, tied, dtype)
+
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
     used = text_tokens + len(SPECIAL_TOKENS)
     tower: dict[str, Any] = {
@@ -180,6 +184,7 @@ def tiny_config(
             "fullatt_block_indexes": list(sizes.full_attention_layers),
             "tokens_per_second": 2,
         }
+
     return {
         "architectures": [
             (
@@ -260,6 +265,7 @@ def _nested_config(
             "num_experts": sizes.experts,
             "num_experts_per_tok": sizes.experts_per_token,
         }
+
     tower = {
         "deepstack_visual_indexes": list(sizes.deepstack_layers),
         "depth": sizes.vision_layers,
@@ -297,8 +303,8 @@ def _nested_config(
 
 
 def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
-    """The transformers model of a flat config, every parameter random: biases and norms too, so that none is
-    lost unseen."""
+    """The transformers model of a config with every parameter random, also biases and norms, so that a lost
+    one is noticed."""
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
@@ -316,8 +322,8 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
             elif "embed_tokens" in name:
                 parameter.copy_(0.1 * noise if config["tie_word_embeddings"] else noise)
             else:
-                # Unit gain, so that signals of a small model neither vanish nor explode; a patch embedding
-                # has five dimensions, a stack of experts three, with the inputs last.
+                # Unit gain, so that signals of a small model neither vanish nor explode. A patch embedding
+                # has five dimensions; a stack of experts has three, with the inputs last.
                 inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
                 parameter.copy_(noise / inputs**0.5)
     return model.to(dtype)
@@ -325,7 +331,7 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
 
 @cache
 def train_bpe(texts: tuple[str, ...], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A byte-level BPE with Qwen2's normalizer and pre-tokenizer: (token -> id, merges in order)."""
+    """Trains a byte-level BPE with Qwen2's normalizer and pre-tokenizer: (token -> id, merges in order)."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -354,8 +360,8 @@ def _save_pretrained(
     vocabulary: dict[str, int],
     merges: list[tuple[str, str]],
 ) -> None:
-    """The folder as the installed transformers writes it: nested config, its own tensor names,
-    ``processor_config.json``."""
+    """Writes the folder as the installed transformers does: nested config, its own
+    tensor names, ``processor_config.json``."""
     from transformers import AutoProcessor
 
     with tempfile.TemporaryDirectory() as released:
@@ -376,13 +382,13 @@ def _write_processor(
 
 
 def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
-    """``tokenizer.json``, ``vocab.json``, ``merges.txt``, ``tokenizer_config.json`` and
-    ``chat_template.json``, as released."""
+    """Writes ``tokenizer.json``, ``vocab.json``, ``merges.txt``, ``tokenizer_config.json`` and
+    ``chat_template.json`` in the released form."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges)
-    # One by one and in order, so that each gets the id that the config says.
+    # Added one by one and in order, so that each token gets the id in the config.
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     for i, token in enumerate(SPECIAL_TOKENS):
         if (found := tokenizer.convert_tokens_to_ids(token)) != len(vocabulary) + i:
@@ -433,14 +439,14 @@ def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
 
 
 def _video_preprocessor(sizes: TinySizes) -> dict[str, Any]:
-    """Qwen3-VL's: the areas are those of all frames together."""
+    """Qwen3-VL's video preprocessor; its areas are those of all frames together."""
     return _qwen3_preprocessor(sizes.min_pixels, 2 * sizes.max_pixels) | {
         "video_processor_type": "Qwen3VLVideoProcessor"
     }
 
 
 def _qwen3_preprocessor(shortest: int, longest: int) -> dict[str, Any]:
-    """What Qwen3-VL's image and video processors have in common; areas in pixels."""
+    """The common part of Qwen3-VL's image and video processors; areas in pixels."""
     return {
         "size": {"longest_edge": longest, "shortest_edge": shortest},
         "patch_size": 16,
@@ -468,8 +474,8 @@ def _generation(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _released_name(name: str) -> str:
-    """The released name of a tensor that transformers >= 4.52 holds as ``model.visual.*`` or
-    ``model.language_model.*``."""
+    """The released name of a tensor that transformers >= 4.52 holds as
+    ``model.visual.*`` or ``model.language_model.*``."""
     return (
         name.removeprefix("model.")
         if name.startswith("model.visual.")
@@ -478,21 +484,24 @@ def _released_name(name: str) -> str:
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
-    """Safetensors files of about equal bytes in model order, with their index."""
+    """Writes safetensors files of roughly equal size in model order, with their index."""
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     parts: list[dict[str, Tensor]] = [{} for _ in range(shards)]
     seen = 0
     for name, tensor in tensors.items():
         parts[min(shards - 1, seen * shards // total)][name] = tensor.contiguous()
         seen += tensor.numel() * tensor.element_size()
+
     if shards == 1:
         save_file(parts[0], folder / "model.safetensors", metadata={"format": "pt"})
         return
+
     weight_map: dict[str, str] = {}
     for i, part in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
+
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / "model.safetensors.index.json", index)
 

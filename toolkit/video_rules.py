@@ -1,4 +1,4 @@
-"""The options that say by which rules a checkpoint was trained on videos; several commands have them."""
+"""The options of several commands about the rules by which a checkpoint was trained on videos."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from toolkit.options import CommandOptions
 
 
-# megatron_vl.config has the same values under these names; importing it takes longer than `--help` may.
+# megatron_vl.config has the same values under these names, but importing it is too slow for `--help`.
 @dataclass(kw_only=True)
 class VideoRuleOptions(CommandOptions):
-    """Rules for videos, for checkpoints that were trained under other ones than the released models."""
+    """Rules for videos, for checkpoints trained under other rules than the released models."""
 
     video_positions: Literal["released", "transformers_5_3"] = "released"
-    """Positions at videos of Qwen2-VL and Qwen2.5-VL, as data.video_positions of the training."""
+    """Rule for positions at videos of Qwen2-VL and Qwen2.5-VL, like data.video_positions of the run."""
     video_prompt: Literal["released", "transformers_5_10"] = "released"
-    """Text at videos of Qwen3-VL, as data.video_prompt of the training."""
+    """Rule for the text at videos of Qwen3-VL, like data.video_prompt of the run."""

@@ -1,4 +1,4 @@
-"""Checkpoints are removed as soon as their test is over: pytest would keep gigabytes of them."""
+"""Removes checkpoints as soon as their test is over, because pytest would keep gigabytes of them."""
 
 from __future__ import annotations
 

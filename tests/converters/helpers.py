@@ -25,12 +25,12 @@ FFN = {
     "Qwen2.5-VL-7B": 592,
     "Qwen2.5-VL-32B": 864,
 }
-"""Widths that divide by 8 and not by 16; the others have 616."""
+"""Widths that are divisible by 8 but not by 16; the other sizes have 616."""
 
 
 def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:
-    """The released config of ``size`` with the same heads, key/value heads and flags, and small everything
-    else."""
+    """The released config of ``size`` with the same heads, key/value heads and flags; everything
+    else is small."""
     config = json.loads((CONFIGS / f"{size}.json").read_text())
     if "text_config" in config:
         return small_nested_config(config, layers, vision_layers)
@@ -101,8 +101,7 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
 
 @functools.cache
 def hf_model(size: str, layers: int = 4):
-    """The transformers model of :func:`small_config`, every parameter drawn at random (norms and biases
-    too)."""
+    """The transformers model of :func:`small_config` with every parameter random, also norms and biases."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = small_config(size, layers)
@@ -119,10 +118,9 @@ def hf_model(size: str, layers: int = 4):
 
 
 def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
-    """State dict of transformers' model under the names of the released files; a tied output layer is left
-    out.
+    """The state dict of transformers' model under the released names, without a tied output layer.
 
-    Experts have their input dimension first there, in memory their output dimension.
+    The experts' input dimension comes first there; in memory, their output dimension does.
     """
     model = hf_model(size, layers)
     tied = small_config(size)["tie_word_embeddings"]
@@ -139,8 +137,8 @@ def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
 
 
 def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Released tensors with each expert's matrices as tensors of their own, named as in the text models
-    (Qwen3-MoE)."""
+    """Released tensors with separate tensors for each expert's matrices, named as in the
+    text models (Qwen3-MoE)."""
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".mlp.experts." not in name:
@@ -158,8 +156,7 @@ def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], files: int = 1) -> Path:
-    """A HF folder as released: weights in ``files`` files with an index, and the small files that come
-    along."""
+    """A HF folder as released: weights in ``files`` files with an index, and the small files beside them."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     for name in (
@@ -207,7 +204,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def tp_sizes(size: str) -> list[int]:
-    """Of 1, 2, 4 and 8, what the heads of ``size`` allow."""
+    """Those of 1, 2, 4 and 8 that the heads of ``size`` allow."""
     spec = read_spec(small_config(size))
     return [
         tp for tp in (1, 2, 4, 8) if spec.language.num_heads % tp == 0 and spec.vision.num_heads % tp == 0

@@ -1,8 +1,9 @@
-"""Conversions killed with SIGKILL at chosen and random moments, then started again:
-``python -m tests.converters.kills HF DIR``.
+"""Kills conversions with SIGKILL at chosen and random moments and starts them again.
 
-Each attempt is a process of its own, forked from one that has imported everything. Prints a JSON line for
-each kill.
+    python -m tests.converters.kills HF DIR
+
+Each attempt runs in its own process, forked from one that has imported everything. The program prints a JSON
+line for each kill.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from toolkit.cli import main
 from .helpers import assert_same_folder
 
 OPERATIONS = ("pwrite", "replace", "unlink", "ftruncate", "fsync")
-"""Calls of :mod:`os` before any of which a process may be killed."""
+"""Calls of :mod:`os` before which a process may be killed."""
 
 
 def commands(hf: Path, folder: Path) -> dict[str, list[str]]:
@@ -41,11 +42,11 @@ def commands(hf: Path, folder: Path) -> dict[str, list[str]]:
 def attempt(
     words: list[str], out: Path, log: Path, kill_before: int = 0, kill_after: float | None = None
 ) -> int | None:
-    """Runs a command in a child. Returns its exit code, None when it was killed.
+    """Runs a command in a child. Returns its exit code, or None if it was killed.
 
     Args:
-        kill_before: it kills itself before its n-th writing operation; 0: never.
-        kill_after: it is killed from here after so many seconds.
+        kill_before: the child kills itself before its n-th writing operation; 0: never.
+        kill_after: the parent kills the child after this many seconds.
     """
     sys.stdout.flush()
     child = os.fork()
@@ -65,7 +66,7 @@ def attempt(
 
 
 def count_operations(kill_before: int, report: Path) -> None:
-    """From now on this process dies before its n-th operation, or (0) leaves their number in a file."""
+    """Makes this process die before its n-th operation, or (0) write the number of operations to a file."""
     tensor_files.CHUNK_BYTES = 1 << 16
     calls = [0]
 

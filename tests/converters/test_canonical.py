@@ -1,5 +1,5 @@
-"""The Megatron side of a conversion is what Megatron-core computes with: checked against constructions of
-their own.
+"""The Megatron side of a conversion is what Megatron-core computes with, checked
+by independent constructions.
 
 A round trip cannot see a permutation that both directions share; these tests can.
 """
@@ -52,7 +52,7 @@ PARAMETERS = {
     "Qwen3-VL-30B-A3B-Instruct": (882, 31_070_754_032),
     "Qwen3-VL-235B-A22B-Instruct": (1388, 235_670_022_896),
 }
-"""Tensors and parameters of the released checkpoints."""
+"""Numbers of tensors and parameters of the released checkpoints."""
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -102,8 +102,7 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_language_qkv(converted) -> None:
-    """Projecting with the fused matrix and splitting per group as Megatron-core does gives HF's queries,
-    keys, values."""
+    """Projecting with the fused matrix and splitting like Megatron-core gives HF's queries, keys, values."""
     size, reader, hf = converted
     m = read_spec(small_config(size)).language
     groups, dim, per_group = m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
@@ -182,8 +181,7 @@ def test_mlps_compute_the_same(converted) -> None:
 @pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
 @pytest.mark.parametrize("size", [size for size in SIZES if "-A" in size])
 def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None:
-    """Router and experts, run in float64 over all experts, equal transformers' module, however the folder
-    stores them."""
+    """Router and experts, run in float64 over all experts, equal transformers' module for every style."""
     released = released_tensors(size)
     tensors = (
         experts_apart(released)
@@ -230,8 +228,7 @@ def test_padding_is_zero(converted) -> None:
 
 
 def test_patch_embedding_is_a_matrix(converted) -> None:
-    """Conv3d with kernel = stride on one patch equals the matrix on the patch in (channel, time, row, column)
-    order."""
+    """Conv3d with kernel = stride on one patch equals the matrix on (channel, time, row, column)."""
     _, reader, hf = converted
     kernel = hf["visual.patch_embed.proj.weight"].double()
     patch = torch.randn(5, *kernel.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(2))

@@ -1,4 +1,4 @@
-"""The forms that scripts rely on, as commands."""
+"""The commands in the forms that scripts rely on."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_experts_have_files_of_their_own(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
-    """The run's folder means its latest step; a step's folder and the weights in it are taken as well."""
+    """The run's folder means its latest step; a step's folder and the weights in it are accepted as well."""
     run_folder = tmp_path / "run"
     for step in (5, 120):
         assert (
@@ -128,7 +128,7 @@ def test_latest_step_is_missing(tmp_path: Path, origin: Path, capsys: pytest.Cap
 
 
 def test_verify_names_the_first_tensors_and_fails(tmp_path: Path, origin: Path) -> None:
-    """As a process: the exit code is what scripts see."""
+    """The command runs as a process, because scripts see its exit code."""
     tensors = {name: tensor.clone() for name, tensor in released_tensors(SIZE).items()}
     for name in ("lm_head.weight", "model.norm.weight"):
         tensors[name].view(torch.int16).flatten()[7] ^= 1
@@ -144,7 +144,7 @@ def test_verify_names_the_first_tensors_and_fails(tmp_path: Path, origin: Path) 
 
 
 FOLDER = Path(__file__).parent
-"""Holds neither weights nor a checkpoint."""
+"""A folder that holds neither weights nor a checkpoint."""
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal one line is redrawn; elsewhere a plain line comes every 30 seconds."""
+    """On a terminal, one line is redrawn; elsewhere, a plain line is printed every 30 seconds."""
     now = [0.0]
     monkeypatch.setattr("converters.stream.time.monotonic", lambda: now[0])
     terminal, log = Terminal(), io.StringIO()
@@ -203,7 +203,7 @@ def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
-    """``python -m toolkit.cli`` is another module than the one whose error the subcommands raise."""
+    """``python -m toolkit.cli`` is a different module from the one whose error the subcommands raise."""
     command = [sys.executable, "-m", "toolkit.cli", "merge", "--checkpoint", "x" * 300, "--out", "out"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""What cannot be converted is refused by name, and nothing that looks like a checkpoint is left behind."""
+"""Invalid input is refused by name, and nothing that looks like a checkpoint is left behind."""
 
 from __future__ import annotations
 
@@ -287,26 +287,26 @@ def test_out_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_force_touches_nothing_else(tmp_path: Path) -> None:
-    """Neither another kind of checkpoint, nor a folder of anything, nor the folder that is read."""
+    """It touches neither another kind of checkpoint, nor an arbitrary folder, nor the input folder."""
     origin = hf_with(tmp_path / "hf")
     convert(origin, tmp_path / "full")
     other = tmp_path / "another_hf"
     shutil.copytree(origin, other)
-    with pytest.raises(FileExistsError, match="nothing there is touched"):
+    with pytest.raises(FileExistsError, match="nothing in it is replaced"):
         convert(origin, other, force=True)
-    with pytest.raises(FileExistsError, match="nothing there is touched"):
+    with pytest.raises(FileExistsError, match="nothing in it is replaced"):
         export(tmp_path / "full", origin, tmp_path / "full" / "..", force=True)
     for source, work in (
         (origin, lambda p: convert(p, p, force=True)),
         (tmp_path / "full", lambda p: reshard(p, p, force=True)),
     ):
-        with pytest.raises(ValueError, match="is the folder that is read"):
+        with pytest.raises(ValueError, match="is the input folder"):
             work(source)
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in origin.iterdir())
 
 
 def test_a_failure_leaves_no_checkpoint(tmp_path: Path) -> None:
-    """Weights that turn out to be at fault half way end the conversion with a name, and nothing stays."""
+    """Weights that turn out to be invalid halfway end the conversion with a name, and nothing remains."""
     convert(hf_with(tmp_path / "hf"), tmp_path / "shards", {"tp": 2, "pp": 2})
     file = tmp_path / "shards" / "tp01_pp01.safetensors"
     data = bytearray(file.read_bytes())
@@ -317,7 +317,7 @@ def test_a_failure_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_full_disk_is_told_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(WeightsError, match="0.0 GB free"):

@@ -1,4 +1,4 @@
-"""Converting takes memory for its chunks, not for its tensors."""
+"""The memory of a conversion depends on the size of its chunks, not of its tensors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ convert(sys.argv[1], sys.argv[2] + "/shards", json.loads(sys.argv[3]), workers=2
 export(sys.argv[2] + "/shards", sys.argv[1], sys.argv[2] + "/back", workers=2)
 """
 BOUNDS = {"RssAnon": 40 << 20, "VmRSS": 220 << 20}
-"""Two workers, chunks of 4 MiB, a few copies of each; 16 MiB of each of five files mapped, and what torch
-pages in of itself."""
+"""Two workers with chunks of 4 MiB and a few copies of each; 16 MiB mapped of each of five files;
+torch's own pages."""
 
 
 def dense() -> dict[str, Any]:
@@ -47,8 +47,8 @@ def dense() -> dict[str, Any]:
 
 
 def experts() -> dict[str, Any]:
-    """About 280 MB in two layers, most of them in stacks of 84 and 42 MB of experts as wide as those of
-    30B-A3B."""
+    """A model of about 280 MB in two layers, mostly in stacks of 84 and 42 MB of experts as
+    wide as 30B-A3B's."""
     config = small_config("Qwen3-VL-30B-A3B-Instruct", layers=2)
     config["text_config"] |= {"hidden_size": 2048, "num_experts": 14, "moe_intermediate_size": 768}
     config["vision_config"]["out_hidden_size"] = 2048
@@ -66,8 +66,8 @@ def big_folder(folder: Path, config: dict[str, Any]) -> int:
 
 
 def memory(pid: int, field: str) -> int:
-    """Bytes of a process: ``RssAnon`` is memory that no file backs, ``VmRSS`` counts mapped pages of files
-    too."""
+    """Bytes of a process: ``RssAnon`` is memory that no file backs; ``VmRSS`` also counts mapped
+    pages of files."""
     found = psutil.Process(pid).memory_info()
     return found.rss - found.shared if field == "RssAnon" else found.rss
 

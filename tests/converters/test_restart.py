@@ -1,5 +1,5 @@
-"""A conversion that was killed goes on where it was, gives the same bytes, and is never taken for a finished
-one."""
+"""A killed conversion continues where it was, gives the same bytes, and never counts as finished
+before its end."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, work, after: int = 40) -> None:
 
 
 def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) -> None:
-    """Real processes, SIGKILL before chosen writing operations and at random times; kills.py compares every
-    byte."""
+    """Real processes get SIGKILL before chosen writing operations and at random times; kills.py
+    compares every byte."""
     command = [sys.executable, "-m", "tests.converters.kills", str(origin), str(tmp_path), "2", "1"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=repository, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -63,7 +63,7 @@ def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) ->
     for line in lines:
         if line.get("kill_before") == line["of"]:
             assert line["kept_files"] == line["files"], line
-            assert f"going on: {line['files']} of {line['files']} files kept" in line["told"]
+            assert f"continuing: {line['files']} of {line['files']} files kept" in line["told"]
         if line.get("kill_before") == line["of"] // 2 and line["killed"] == 1:
             assert line["kept_tensors"] > 5 and line["kept_files"] < line["files"], line
 
@@ -89,7 +89,7 @@ def test_other_arguments_are_refused(tmp_path: Path, origin: Path, monkeypatch: 
 
 
 def test_a_changed_source_is_refused(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By time of change for a HF folder, by content for Megatron weights."""
+    """A change is noticed by modification time in a HF folder, and by content in Megatron weights."""
     hf, out = tmp_path / "hf", tmp_path / "out"
     shutil.copytree(origin, hf)
     interrupted(monkeypatch, lambda: convert(hf, out))
@@ -116,7 +116,7 @@ def test_a_source_that_changes_meanwhile(
         return region(self, name, w)
 
     monkeypatch.setattr(HfCheckpoint, "region", touching)
-    with pytest.raises(WeightsError, match="model-00001-of-00002.safetensors was changed while it was read"):
+    with pytest.raises(WeightsError, match="model-00001-of-00002.safetensors changed while it was read"):
         convert(hf, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -124,8 +124,8 @@ def test_a_source_that_changes_meanwhile(
 def test_damage_to_what_was_written_is_written_again(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flipped bit, a file cut short, one that vanished, half a line in the journal: only whole tensors are
-    kept."""
+    """After a flipped bit, a truncated file, a missing file or half a line in the journal, only intact
+    tensors are kept."""
     out = tmp_path / "out"
     convert(origin, tmp_path / "whole", LAYOUT)
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT), after=100)
@@ -147,8 +147,7 @@ def test_damage_to_what_was_written_is_written_again(
 def test_force_killed_after_its_first_step(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replacing an old checkpoint: from the journal's first line on, the old one does not come back half
-    replaced."""
+    """From the journal's first line on, a replaced checkpoint does not come back half replaced."""
     out = tmp_path / "out"
     convert(origin, out, {"tp": 4})
     removed = []
@@ -170,13 +169,13 @@ def test_force_killed_after_its_first_step(
     assert_same_folder(tmp_path / "whole", out)
 
 
-def test_an_unfinished_folder_is_no_checkpoint(
+def test_an_unfinished_folder_is_not_a_checkpoint(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     convert(origin, tmp_path / "full")
     interrupted(monkeypatch, lambda: export(tmp_path / "full", origin, tmp_path / "back"))
     interrupted(monkeypatch, lambda: convert(origin, tmp_path / "shards", LAYOUT))
-    with pytest.raises(WeightsError, match="an export that is not finished; run it again"):
+    with pytest.raises(WeightsError, match="an unfinished export; run the same export again"):
         TensorFolder(tmp_path / "back")
     with pytest.raises(FileNotFoundError, match="a conversion that is not finished; run it again"):
         WeightReader(tmp_path / "shards")
@@ -195,7 +194,7 @@ def test_an_unfinished_folder_is_no_checkpoint(
         == 0
     )
     told = capsys.readouterr()
-    assert "of 2 files kept" in told.err and "went on: " in told.out
+    assert "of 2 files kept" in told.err and "continued: " in told.out
     assert_same_folder(origin, tmp_path / "back")
 
 
@@ -210,7 +209,7 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) 
 
 
 def test_full_disk_keeps_what_is_there(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is checked for what is left to write; too little of it loses nothing."""
+    """Only the remaining files need room, and nothing is lost if there is too little."""
     out, usage = tmp_path / "out", shutil.disk_usage(tmp_path)
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT))
     with monkeypatch.context() as patch, pytest.raises(WeightsError, match="the disk has 0.0 GB free"):
@@ -222,8 +221,8 @@ def test_full_disk_keeps_what_is_there(tmp_path: Path, origin: Path, monkeypatch
 def test_an_exported_folder_is_on_the_disk_when_export_returns(
     tiny_checkpoint, tmp_path: Path, monkeypatch
 ) -> None:
-    """Each file's bytes are synced (under its name or the one it had before), and the folder that holds the
-    names."""
+    """Each file's bytes are synced, under its final or former name, and so is the folder that
+    holds the names."""
     hf, synced, fsync = tiny_checkpoint("qwen2_5_vl"), set(), os.fsync
 
     def recorded(handle: int) -> None:

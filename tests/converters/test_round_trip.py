@@ -1,4 +1,5 @@
-"""HF -> Megatron -> HF gives back every byte: all sizes' structures, all layouts, all ways of naming."""
+"""HF -> Megatron -> HF gives back every byte for the structures of all sizes, all layouts and
+all naming styles."""
 
 from __future__ import annotations
 
@@ -41,15 +42,15 @@ CASES = [
     for k, pipeline in enumerate(PIPELINES)
     if tp == tp_sizes(size)[-1] or (i + j + k) % 2 == 0
 ]
-"""Every pipeline with the largest TP of each size; with smaller ones every other, others for the next
-size."""
+"""Each size gets every pipeline with its largest TP, and every other pipeline with smaller ones,
+alternating by size."""
 EXPERTS = ({"ep": 8}, {"ep": 2}, {}, {"ep": 4, "etp": 2}, {"ep": 2, "etp": 4}, {"etp": 2})
-"""What a model with experts adds to a layout, in turns."""
+"""What a model with experts adds to a layout, used in turn."""
 
 
 @pytest.fixture(scope="module")
 def origins(tmp_path_factory: pytest.TempPathFactory):
-    """size -> a folder as released, written once."""
+    """Maps each size to a folder in the released form, written once."""
     root, folders = tmp_path_factory.mktemp("released"), {}
 
     def origin(size: str) -> Path:
@@ -71,8 +72,8 @@ def test_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str
 
 @pytest.mark.parametrize("size", SIZES)
 def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
-    """HF -> unsplit -> shards A -> shards B -> unsplit: the same unsplit bytes; B -> HF: the same HF
-    bytes."""
+    """HF -> unsplit -> shards A -> shards B -> unsplit gives the same unsplit bytes; B -> HF the
+    same HF bytes."""
     origin, tp = origins(size), tp_sizes(size)[-1]
     a: dict[str, Any] = {"tp": tp, "pp": 2, "vpp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {})
     b: dict[str, Any] = {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]} | (
@@ -92,8 +93,8 @@ def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
 @pytest.mark.parametrize("original_format", [True, False], ids=["released_names", "names_in_memory"])
 @pytest.mark.parametrize("size", SIZES)
 def test_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> None:
-    """Folders that transformers 5 writes: nested config, either way of naming; loaded again they are the
-    model."""
+    """Folders that transformers 5 writes have a nested config and either naming style; loaded again
+    they are equal."""
     model = hf_model(size)
     model.save_pretrained(tmp_path / "hf", max_shard_size="2MB", save_original_format=original_format)
     assert "text_config" in json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -119,8 +120,7 @@ def test_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> No
     ["Qwen2-VL-2B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3-VL-30B-A3B-Instruct"],
 )
 def test_types(tmp_path: Path, size: str, kind: str) -> None:
-    """Types of their own for norms, or for one of the tensors that Megatron keeps as one, come back as they
-    were."""
+    """Norms with their own data types, or one tensor of those that Megatron fuses, come back unchanged."""
     wide = {
         "float32": lambda name: True,
         "float16": lambda name: False,
@@ -146,8 +146,7 @@ def test_types(tmp_path: Path, size: str, kind: str) -> None:
 @pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
 @pytest.mark.parametrize("kind", ["bfloat16", "mixed"])
 def test_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
-    """Stacks either way round or experts apart, with dense layers among the others: each comes back as it
-    was."""
+    """Stacks in either orientation or separate experts, with dense layers in between, come back unchanged."""
     size = "Qwen3-VL-30B-A3B-Instruct"
     config, tensors = small_config(size), released_tensors(size)
     config["text_config"]["mlp_only_layers"] = [1]
@@ -175,7 +174,7 @@ def test_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
 
 
 def test_special_values(tmp_path: Path) -> None:
-    """Infinities, negative zero and NaN of any bits are bytes like others."""
+    """Infinities, negative zero and NaN with any bits are copied like other bytes."""
     size = "Qwen2.5-VL-3B-Instruct"
     tensors = released_tensors(size)
     for name, tensor in tensors.items():
@@ -189,7 +188,8 @@ def test_special_values(tmp_path: Path) -> None:
 
 
 def test_stored_tied_output_comes_back(tmp_path: Path) -> None:
-    """Some tools write the tied output layer: read when it is the embedding, written again on export."""
+    """Some tools write the tied output layer: it is read if it equals the embedding, and
+    written on export."""
     size = "Qwen2-VL-2B-Instruct"
     tensors = released_tensors(size)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -203,8 +203,8 @@ def test_stored_tied_output_comes_back(tmp_path: Path) -> None:
 
 
 def test_files_that_come_along(tmp_path: Path) -> None:
-    """Folders of templates and files linked as in the hub's cache are copied; weights in other formats are
-    not, and are named."""
+    """Folders of templates and files linked as in the hub's cache are copied; weights in other formats
+    are named instead."""
     origin = released_folder(tmp_path / "cache" / "snapshots" / "1a2b", "Qwen2.5-VL-3B-Instruct")
     (origin / "additional_chat_templates").mkdir()
     (origin / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")

@@ -1,4 +1,4 @@
-"""verify: bit for bit, and what differs is named."""
+"""verify compares bit for bit and names what differs."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
         "kind": "type F32 against F16",
         "new": "missing in the first folder",
         "only": "missing in the second folder",
-        "scalar": "1 of 1 elements differ, the first at 0, at most by 1",
+        "scalar": "1 of 1 elements differ, the first at 0, by at most 1",
         "shape": "shape [2] against [1, 2]",
-        "sign": "3 of 3 elements differ, the first at 0, at most by 0",
+        "sign": "3 of 3 elements differ, the first at 0, by at most 0",
     }
 
 
 def present_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a released Qwen2.5-VL under the names that ``save_pretrained(save_original_format=False)``
-    writes."""
+    """Tensors of a released Qwen2.5-VL under the names that
+    ``save_pretrained(save_original_format=False)`` writes."""
     present = {
         name: re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name))
         for name in tensors
@@ -89,7 +89,8 @@ def present_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
-    """Same tensors under other names: identical, and said so; a bit that differs is found under any name."""
+    """The same tensors under other names are reported as identical; a differing bit is found
+    under any name."""
     tensors = released_tensors(SIZE)
     a = write_hf(tmp_path / "a", tensors, small_config(SIZE))
     b = write_hf(tmp_path / "b", present_names(tensors), small_config(SIZE), files=2)
@@ -97,7 +98,7 @@ def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().out
     assert (
         f"identical: {len(tensors)} tensors" in said
-        and f"{len(tensors)} names differ by naming style only" in said
+        and f"{len(tensors)} names differ only in naming style" in said
     )
     assert (
         "model.embed_tokens.weight is model.language_model.embed_tokens.weight in the second folder" in said
@@ -135,7 +136,7 @@ def test_megatron_weights_in_two_layouts(tmp_path: Path) -> None:
     assert read_tensors(hf)  # the source is whole
 
 
-def test_two_kinds_of_folder_are_told_and_nothing_else(tmp_path: Path, capsys) -> None:
+def test_two_kinds_of_folder_are_reported_and_nothing_else(tmp_path: Path, capsys) -> None:
     hf = released_folder(tmp_path / "hf", SIZE)
     convert(hf, tmp_path / "megatron")
     capsys.readouterr()

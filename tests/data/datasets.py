@@ -14,8 +14,8 @@ KINDS = ["jpeg", "png", "rgba", "exif", "grey"]
 
 
 def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
-    """Conversations of every kind in turn: one image, text only, two images, a video, OpenAI parts with all
-    of them."""
+    """Conversations of every kind in turn: one image, text only, two images, a video, OpenAI parts with
+    all of them."""
     records: list[dict[str, Any]] = []
     for i in range(count):
         write(root / f"images/{i}.img", encoded(40 + 11 * (i % 7), 60 + 17 * (i % 5), KINDS[i % 5], seed=i))
@@ -61,7 +61,7 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
 
 
 def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, DataReport]:
-    """Runs the data tool on ``records``; their media lie under ``folder/media``."""
+    """Runs the data tool on ``records``, whose media are in ``folder/media``."""
     (folder / "in.json").write_text(json.dumps(records))
     (folder / "media").mkdir(exist_ok=True)
     report = convert([folder / "in.json"], ConversionOptions(folder / "media", folder / "out", **options))

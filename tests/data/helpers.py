@@ -1,4 +1,4 @@
-"""What the data tests share: specs of both families and media of any grid."""
+"""Shared parts of the data tests: specs of the families, and media of any grid."""
 
 from __future__ import annotations
 

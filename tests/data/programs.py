@@ -1,4 +1,4 @@
-"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+"""Functions that the tests of this folder run in separate processes (:func:`tests.support.ranks.call`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_vl.training import loop
 
 
 def shared_facts(path: str) -> list[Any]:
-    """By rank: how often it read the description, the identity that it got, and what it says of an empty
-    split."""
+    """For each rank: how often it read the description, the identity that it got, and its error for
+    an empty split."""
     dist.init_process_group("gloo")
     reads: list[int] = []
     read = loop.read_data

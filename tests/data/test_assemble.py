@@ -1,4 +1,4 @@
-"""Positions and packed rows against transformers' own functions."""
+"""Compares positions and packed rows with transformers' own functions."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ def hf_positions(family: str, tokens: torch.Tensor, grids: list[GridTHW], spec) 
 
 
 CUTS_SECONDS = Version(transformers.__version__) < Version("5.18")
-"""Whether the installed transformers cuts the seconds of a frame group before it multiplies them."""
+"""Whether the installed transformers truncates the seconds of a frame group before it multiplies them."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_mrope_positions_equal_get_rope_index(family, case):
-    """Under both rules, as far as the installed transformers has them; text, images and Qwen3-VL have one."""
+    """Both rules are compared, as far as the installed transformers has them; text, images and
+    Qwen3-VL have one."""
     spec = spec_of(family)
     sample = sample_of(spec, CASES[case])
     grids = [item.grid for item in sample.media]
@@ -134,8 +135,8 @@ def test_row_holds_each_sample_as_it_would_be_alone(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_and_features_go_to_their_own_placeholders(family):
-    """Undo the tower's order: the patches of each medium come back in HF's order, at that medium's
-    placeholders."""
+    """Undoing the tower's order gives the patches of each medium in HF's order, at
+    that medium's placeholders."""
     spec = spec_of(family)
     samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
     row = pack_row(samples, spec, sum(map(len, samples)))

@@ -1,4 +1,4 @@
-"""Text, tokens and loss mask against transformers, with a small and with the released vocabulary."""
+"""Compares text, tokens and loss mask with transformers, with a small vocabulary and the released one."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ CONVERSATIONS = {
 
 @cache
 def released_tokenizer_folder() -> Path:
-    """A checkpoint folder with the released vocabulary, merges recovered from the ranks of the tiktoken
-    file."""
+    """A checkpoint folder with the released vocabulary; its merges are recovered from the
+    tiktoken file's ranks."""
     import tempfile
 
     from tests.tiny import tiny_checkpoint
@@ -145,8 +145,7 @@ def test_text_and_tokens_equal_transformers(encoder, name):
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, name):
-    """Without the turn's content, `<|im_start|>assistant\\n` is what is left; what is gone is what is
-    learnt."""
+    """Without the turn's content, `<|im_start|>assistant\\n` remains; what is missing is what is learnt."""
     _, ours = encoder
     messages, grids = CONVERSATIONS[name]
     ids, mask = ours.encode(messages, grids)
@@ -165,7 +164,7 @@ def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, nam
 
 
 def test_tokens_equal_the_whole_hf_processor(encoder):
-    """Processor and encoder on real pixels: the number of placeholders too."""
+    """Processor and encoder run on real pixels, so the number of placeholders is compared too."""
     from megatron_vl.data.pixels import image_grid, read_pixel_settings
 
     folder, ours = encoder
@@ -240,8 +239,8 @@ VIDEO_CONVERSATIONS = {
 @pytest.mark.parametrize("rule", ["released", "transformers_5_10"])
 @pytest.mark.parametrize("name", VIDEO_CONVERSATIONS)
 def test_times_before_frames_equal_the_hf_processor(name, rule):
-    """Qwen3VLProcessor's own text for each video, put in by the processor's own code, tokenized as a
-    whole."""
+    """Compares with Qwen3VLProcessor's own text for each video, inserted by its own code and tokenized
+    as a whole."""
     from types import SimpleNamespace
 
     from tests.tiny import tiny_checkpoint
@@ -293,7 +292,7 @@ GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time
     ],
 )
 def test_a_video_prompt_written_by_hand(rule, before, after, frames, last):
-    """With the released vocabulary: text and positions."""
+    """Text and positions are checked with the released vocabulary."""
     from megatron_vl.spec.positions import mrope_positions
     from tests.data.helpers import spec_of
 
@@ -313,7 +312,7 @@ def test_a_video_prompt_written_by_hand(rule, before, after, frames, last):
 
 
 def test_one_pair_is_left_out_for_each_video_and_none_for_images():
-    """Without a pair in the template, the placeholder alone is replaced; the pair of an image stays."""
+    """Without a pair in the template, only the placeholder is replaced; the pair of an image stays."""
     from tests.tiny import tiny_checkpoint
 
     folder = tiny_checkpoint("qwen3_vl")

@@ -1,5 +1,4 @@
-"""Training meets what conversion could not see: every sample is used, or counted and named; nothing hangs or
-ends silently."""
+"""Training uses, or counts and names, every sample of damaged data; nothing hangs or ends silently."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def loader(path: Path, **changes):
 
 
 def epoch(path: Path, **changes) -> tuple[Counter[str], dict[str, tuple[str, str]]]:
-    """Keys that one pass and more gave, and (reason, shard) of the dropped by key."""
+    """Keys that a little more than one pass gave, and (reason, shard) of each dropped key."""
     rows = loader(path, **changes)
     used: Counter[str] = Counter()
     dropped = {}
@@ -104,7 +103,7 @@ WHOLE_SHARD = [
     "damage,reasons,workers", WHOLE_SHARD, ids=[f"{d.__name__}-{w}" for d, _, w in WHOLE_SHARD]
 )
 def test_a_shard_is_gone(dataset, damage, reasons, workers):
-    """The others are read on, and each of its samples is counted under its place in the shard."""
+    """The other shards are read, and each missing sample is counted under its place in the shard."""
     damage(dataset / "train-000002.tar")
     used, dropped = epoch(dataset, num_workers=workers)
     missing = {f"train-000002.tar[{i}]" for i in range(6)}
@@ -181,7 +180,7 @@ def test_the_list_is_bounded_and_the_counts_are_not(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_whose_samples_vanished_is_restored(dataset, workers):
-    """They wait in the buffer of the saved state; the rest of it goes on, and they are counted."""
+    """The missing samples wait in the buffer of the saved state; the rest continues, and they are counted."""
     first = loader(dataset, num_workers=workers, packing_buffer=8, shuffle_buffer=6)
     for _ in range(3):
         next(first)
@@ -212,7 +211,7 @@ def test_a_data_set_that_is_gone_ends_the_run_with_the_counts(dataset, monkeypat
 
 
 def test_what_workers_print(dataset, capfd, caplog):
-    """No progress bars of Energon; bad samples are named."""
+    """Energon prints no progress bars; bad samples are named."""
     (dataset / "train-000001.tar").unlink()
     with caplog.at_level(logging.WARNING):
         list(islice(loader(dataset), 8))
@@ -261,7 +260,7 @@ def test_no_bad_sample_or_any_number():
 
 
 def test_a_row_is_the_fullest_there_is():
-    """Against all subsets."""
+    """Compared with all subsets."""
     draw = random.Random(0)
     for _ in range(200):
         sizes = [(draw.randint(1, 40), draw.randint(0, 30)) for _ in range(draw.randint(1, 8))]
@@ -279,8 +278,8 @@ def test_a_row_is_the_fullest_there_is():
         assert not patches or sum(sizes[i][1] for i in row) <= patches
 
 
-def test_rows_are_full_and_none_waits_for_ever(tmp_path):
-    """Rows of a data set of mixed lengths, in the loader itself, against packing that empties its buffer."""
+def test_rows_are_full_and_none_waits_indefinitely(tmp_path):
+    """Rows of mixed lengths from the loader itself are compared with a packing that empties its buffer."""
     draw = random.Random(0)
     words = [min(int(draw.lognormvariate(3.0, 0.8)) + 5, 120) for _ in range(600)]
     turns = lambda n: [{"from": "human", "value": "x" + " x" * n}, {"from": "gpt", "value": "y"}]  # noqa: E731

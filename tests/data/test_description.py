@@ -1,4 +1,4 @@
-"""What a data set is known by, and what reading its description costs."""
+"""What identifies a data set, and what reading its description costs."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_mixture_resumes_where_it_lies_and_not_with_other_weights(folder, tmp_
 
 
 def former(state: dict[str, Any], dataset: str) -> dict[str, Any]:
-    """As versions before wrote it."""
+    """The state in the form that earlier versions wrote."""
     kept = {name: value for name, value in state["identity"].items() if name != "shuffle_buffer_gib"}
     return {**state, "identity": {**kept, "dataset": dataset}}
 
@@ -255,7 +255,7 @@ def empty_shards(folder: Path, count: int) -> Path:
 
 
 def test_reading_looks_at_no_shard(tmp_path, monkeypatch):
-    """As many calls of stat and open for 2,000 shards as for 50, and a message of the same size."""
+    """2,000 shards need as many calls of stat and open as 50, and a message of the same size."""
     looked = {"count": 0}
 
     def counting(name: str) -> None:

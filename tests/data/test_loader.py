@@ -1,4 +1,4 @@
-"""Data tool -> loader -> rows, against the HF processor on the same conversations."""
+"""Data tool, loader and rows are compared with the HF processor on the same conversations."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .media import encoded, video, write
 
 PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
 VOLUME = 4 * 56 * 56
-"""Most pixels of all frames of a video together, for the family that limits these."""
+"""The largest number of pixels in all frames of a video together, for the family that limits these."""
 COUNT = 20
 CUTS_SECONDS = Version(transformers.__version__) < Version("5.18")
-"""Whether the installed transformers cuts the seconds of a frame group before it multiplies them."""
+"""Whether the installed transformers truncates the seconds of a frame group before it multiplies them."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def loader(path, family="qwen2_5_vl", split="train", dp=(0, 1), **changes):
 
 
 def stored(path):
-    """key -> (record, members) of all samples of a data set."""
+    """Maps each key to (record, members) for all samples of a data set."""
     out: dict[str, dict[str, bytes]] = {}
     for shard in sorted(path.glob("*.tar")):
         with tarfile.open(shard) as tar:
@@ -79,7 +79,7 @@ def stored(path):
 
 
 def hf_inputs(folder, record, parts, video_prompt):
-    """What the HF processor makes of a stored conversation, with this loader's limits."""
+    """The HF processor's inputs for a stored conversation, with this loader's limits."""
     from PIL import Image
 
     processor = AutoProcessor.from_pretrained(folder)
@@ -145,7 +145,7 @@ RELEASED = {"video_positions": "released", "video_prompt": "released"}
 @pytest.mark.parametrize("rules", [RELEASED, RULES_BEFORE], ids=["released", "former"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_rows_equal_the_hf_processor(dataset, family, rules):
-    """Tokens, M-RoPE positions and pixels of every sample of the rows, and all samples are there."""
+    """Compares tokens, M-RoPE positions and pixels of every sample in the rows; no sample is missing."""
     folder = tiny_checkpoint(family)
     spec, norm, samples = read_spec(folder), read_pixel_norm(folder), stored(dataset)
     with torch.device("meta"):
@@ -184,8 +184,8 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
 
 
 def pixel_table(row, spec, norm):
-    """Token position -> the normalised patches [merge_unit, patch_dim] of its merge unit, in HF's element
-    order."""
+    """Maps token positions to the normalised patches [merge_unit, patch_dim] of their merge unit,
+    in HF's order."""
     planes = norm.apply(row.vision.planes)[row.vision.plane_index.long()]
     patches = (
         planes.unflatten(-1, (3, -1))
@@ -360,7 +360,7 @@ def test_pictures_that_never_fit_name_the_limit_of_patches(tmp_path, monkeypatch
 
 
 def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
-    """Same size in bytes, other bytes: what happens when storage goes bad after conversion."""
+    """The file has the same size but other bytes, as when storage goes bad after the conversion."""
     write(tmp_path / "media/a.png", encoded(64, 64))
     record = {
         "image": "a.png",

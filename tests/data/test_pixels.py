@@ -1,4 +1,4 @@
-"""Pixels and token counts against the checkpoint's own HF processor."""
+"""Compares pixels and token counts with the checkpoint's own HF processor."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def qwen3_folder(tmp_path):
 )
 @pytest.mark.parametrize("shape", [(70, 100), (20, 300), (400, 31), (64, 64)], ids=str)
 def test_frames_area_and_times_equal_qwen3_vl(qwen3_folder, frames, rate, fps, most, shape):
-    """Which frames, how large, and when: the numbers of Qwen3VLVideoProcessor and Qwen3VLProcessor."""
+    """Frame choice, frame size and times are those of Qwen3VLVideoProcessor and Qwen3VLProcessor."""
     settings = read_pixel_settings(
         qwen3_folder, DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096)
     )

@@ -1,4 +1,4 @@
-"""Which tokens of a row get logits."""
+"""Checks which tokens of a row get logits."""
 
 from __future__ import annotations
 

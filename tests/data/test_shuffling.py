@@ -1,4 +1,4 @@
-"""The shuffle buffer: Energon's own where bytes are few, bounded where they are many, exact when resumed."""
+"""The shuffle buffer is Energon's own for few bytes, bounded for many, and exact when resumed."""
 
 from __future__ import annotations
 

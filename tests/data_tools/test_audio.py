@@ -1,4 +1,4 @@
-"""Audio, which the models cannot hear: no record with it is trained on as if it were text."""
+"""No record with audio, which the models cannot hear, is trained on as if it were text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data tool: formats, splits, refusals, and what Energon finds afterwards."""
+"""Tests of the data tool: formats, splits, refusals, and what Energon finds afterwards."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
 
 
 def test_energon_finds_all_of_it(tmp_path):
-    """The files are what `energon prepare` would write: counts, offsets, image sizes."""
+    """The files equal what `energon prepare` would write: counts, offsets, image sizes."""
     out, report = converted(
         tmp_path, mixed_records(tmp_path / "media", 11), val_fraction=0.3, samples_per_shard=3
     )
@@ -350,8 +350,8 @@ def test_energon_finds_all_of_it(tmp_path):
     assert sum(counts[name] for name in splits["val"]) == report.val == 3
     with sqlite3.connect(out / ".nv-meta/index.sqlite") as db:
         parts = db.execute(
-            "select tar_file_id, content_byte_offset, content_byte_size, part_name, sample_index from"
-            " sample_parts"
+            "select tar_file_id, content_byte_offset, content_byte_size, part_name, sample_index from "
+            "sample_parts"
         ).fetchall()
         names = list(counts)
         by_name = shards(out)
@@ -457,7 +457,7 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
 
 
 def bomb(height: int, width: int) -> bytes:
-    """A PNG of some bytes that says it has this size."""
+    """A PNG of a few bytes that claims to have this size."""
     data = bytearray(encoded(8, 8, "grey"))
     data[16:24] = struct.pack(">II", width, height)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
@@ -465,8 +465,8 @@ def bomb(height: int, width: int) -> bytes:
 
 
 def test_the_limit_of_pixels_can_be_set(tmp_path):
-    """From the header: the picture of this size has no pixels at all, and larger limits change what is said
-    of it."""
+    """The limit applies to the header: this picture has no pixels at all, and larger limits
+    change the reason."""
     write(tmp_path / "media/a.png", encoded(100, 100))
     write(tmp_path / "media/b.png", bomb(10_000, 20_000))
     write(tmp_path / "media/c.mp4", video(3, 128, 128))
@@ -519,7 +519,7 @@ def test_text_in_another_encoding_is_counted(tmp_path):
     report = convert([tmp_path / "a.jsonl"], ConversionOptions(tmp_path / "m", tmp_path / "out"))
     assert report.samples == 1 and report.refused == {"a.jsonl": {"not UTF-8": 1}}
     (tmp_path / "b.json").write_bytes(b"[" + text.encode() + b"," + text.encode("latin-1") + b"]")
-    with pytest.raises(ReadError, match="b.json: not UTF-8 behind record 0"):
+    with pytest.raises(ReadError, match="b.json: not UTF-8 after record 0"):
         convert([tmp_path / "b.json"], ConversionOptions(tmp_path / "m", tmp_path / "out2"))
 
 
@@ -585,13 +585,13 @@ def test_command_lists_what_was_quarantined(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"1 of 4 records written to {tmp_path / 'out'} in " in out
     assert (
-        ", 3 quarantined (medium missing: 2, no conversation: 1), listed in"
-        f" {tmp_path / 'out/quarantine.jsonl'}\n" in out
+        ", 3 quarantined (medium missing: 2, no conversation: 1), listed in "
+        f"{tmp_path / 'out/quarantine.jsonl'}\n" in out
     )
 
 
 def test_command_names_what_has_no_effect(tmp_path, capsys):
-    """Counted in samples alone, the same again from the report of the complete data set."""
+    """Only samples are counted; the report of the complete data set gives the same counts again."""
     write(tmp_path / "m/a.png", encoded(30, 30))
     picture = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
     answer = {"role": "assistant", "content": [picture, {"type": "text", "text": "That one."}], "weight": 0.5}
@@ -603,13 +603,16 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
     for _ in range(2):
         assert run(tmp_path, [TEXT, record, record, bad, {**TEXT, **many}], "--max-quarantined", "1") == 0
         out = capsys.readouterr().out
-        instead = "(data.max_pixels of the run counts, data.video_max_pixels for videos)"
+        instead = "(data.max_pixels of the run applies, data.video_max_pixels for videos)"
         assert (
             f"  ignored: max_pixels in 4 content parts {instead}\n  ignored: weight in 2 turns\n  ignored: "
             in out
         )
-        assert "and 91 keys more (see report.json)\n" in out
-        assert "  2 images or videos in the assistant's turns: seen by the model, not learnt\n" in out
+        assert "and 91 more keys (see report.json)\n" in out
+        assert (
+            "  2 images or videos in the assistant's turns: the model sees them but does not learn them\n"
+            in out
+        )
     report = json.loads((tmp_path / "out/report.json").read_text())
     records = report["ignored"].pop("records")
     assert (
@@ -622,7 +625,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
 
 
 def test_exit_code_tells_whether_too_much_was_quarantined(tmp_path, capsys):
-    """One record in a hundred by default, and the data set is whole either way."""
+    """The default limit is one record in a hundred, and the data set is complete either way."""
     assert run(tmp_path, [TEXT] * 99 + [{}]) == 0
     assert "99 of 100 records" in capsys.readouterr().out
     assert run(tmp_path, [TEXT] * 99 + [{}], "--max-quarantined", "0") == 3  # the same data set, judged again
@@ -638,8 +641,8 @@ def test_exit_code_tells_whether_too_much_was_quarantined(tmp_path, capsys):
 
 @pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
 def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypatch, array):
-    """A whole small file is read before its first batch is done, and the meter is asked before it is time for
-    a line."""
+    """A small file is read whole before its first batch is done, and the meter is asked before a
+    line is due."""
     lines = [json.dumps(TEXT) for _ in range(48)]
     (tmp_path / "in").write_text(f"[{', '.join(lines)}]" if array else "\n".join(lines))
     (tmp_path / "m").mkdir()
@@ -656,7 +659,7 @@ def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypa
 def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
     assert run(tmp_path, [{}, {}]) == 1
     error = capsys.readouterr().err
-    assert "none of 2 records could be used (record 1, no conversation: " in error
+    assert "none of 2 records can be used (record 1, no conversation: " in error
     # The first record's reason is in the message itself, so that a wrong media root is seen at once.
     question = {"from": "human", "value": "<image>\nWhat is this?"}
     missing = {"image": "photos/none.jpg", "conversations": [question, GPT]}
@@ -701,4 +704,4 @@ def test_command_fails_on_a_broken_file(tmp_path, capsys):
         str(tmp_path / "out"),
     ]
     assert main(["data", "convert", *base]) == 1
-    assert "record 2 is no valid JSON" in capsys.readouterr().err
+    assert "record 2 is not valid JSON" in capsys.readouterr().err

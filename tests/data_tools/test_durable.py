@@ -1,4 +1,4 @@
-"""What a conversion has written is on the disk before something refers to it."""
+"""What a conversion has written is on the disk before anything refers to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_a_child(target: Callable[[], None]) -> int | None:
 
 
 def run(source: Path, force: bool = False) -> Path:
-    """A data set of five shards, in a folder within a new one."""
+    """Writes a data set of five shards into a folder within a new folder."""
     out = source / "new" / "out"
     report = convert(
         [source / "in.json"],
@@ -76,7 +76,7 @@ def test_nothing_is_referred_to_before_it_is_on_the_disk(
 def test_the_index_of_a_shard_that_was_kept_is_on_the_disk(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second run writes it anew, in place, beside a shard that it finds whole."""
+    """A second run rewrites it in place, beside a shard that it finds intact."""
 
     def killed() -> None:
         replace, count = os.replace, 0
@@ -106,7 +106,7 @@ def test_the_index_of_a_shard_that_was_kept_is_on_the_disk(
 
 @pytest.mark.parametrize("step", range(1, 12, 2))
 def test_a_removal_that_is_interrupted_leaves_no_complete_data_set(source: Path, step: int) -> None:
-    """With --force, what an earlier conversion left is removed file by file."""
+    """With --force, the files of an earlier conversion are removed one by one."""
     out = run(source)
 
     def killed() -> None:

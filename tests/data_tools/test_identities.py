@@ -1,4 +1,4 @@
-"""Ids of any number of records in bounded memory: the same answers as a table that holds all of them."""
+"""Ids of any number of records need bounded memory and give the answers of a table that holds all of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from data_tools.identities import Identities
 
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a small table already lies in its file."""
+    """Makes even a small table use its file."""
     monkeypatch.setattr(identities, "CACHE_KB", 256)
 
 
 def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory: None) -> None:
-    """Against a dictionary of all ids, of which every fifth was there before, in the same file or another."""
+    """Compared with a dictionary of all ids; every fifth id occurred before, in the same file or another."""
     choose, first = random.Random(5), {}
     table = Identities(tmp_path / "ids.sqlite")
     repeated = 0
@@ -42,7 +42,7 @@ def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory
 
 
 def growth(fill: Callable[[int], None], connection: Connection) -> None:
-    """Sends by how many MiB a process grows while it takes in 200,000 ids."""
+    """Sends the number of MiB by which a process grows while it takes 200,000 ids."""
 
     def resident() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
@@ -77,7 +77,8 @@ def test_memory_does_not_grow_with_the_ids(tmp_path: Path, small_memory: None) -
 
 
 def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
-    """JSON can spell half of a surrogate pair. Ids that differ there only are two; a refusal can show one."""
+    """JSON can spell single surrogates. Ids that differ only there are different, and a refusal
+    can show one."""
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     ids = ["x\ud800", "x\ud801", "x?", "x\ud800", 5, "5", True]
     (tmp_path / "in.json").write_text(json.dumps([{"id": value, "conversations": turns} for value in ids]))
@@ -86,4 +87,4 @@ def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
     (line,) = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
     assert report.samples == 6
     assert (line["record"], line["reason"]) == (4, "duplicate id")
-    assert line["detail"].startswith("str: x\\ud800 is the id of record 1 of in.json too")
+    assert line["detail"].startswith("str: x\\ud800 is also the id of record 1 of in.json")

@@ -1,4 +1,4 @@
-"""A conversion that is killed goes on, and ends with the bytes of an undisturbed one."""
+"""A killed conversion continues and ends with the bytes of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    """So that the journal is not far ahead of the shards."""
+    """Keeps the journal close to the shards."""
     monkeypatch.setattr("data_tools.convert.RECORDS_A_TASK", 2)
 
 
@@ -69,8 +69,8 @@ def undisturbed(source, tmp_path_factory) -> dict[str, str]:
 
 
 def killed_at(move: int, source: Path, out: Path, workers: int) -> bool:
-    """Converts in a process of its own, which is killed with SIGKILL as it is about to rename a file for the
-    ``move``-th time (each rename ends one atomic piece of work). Whether that moment came."""
+    """Converts in a separate process, killed with SIGKILL just before its ``move``-th rename (each rename
+    ends one atomic piece of work). Returns whether that moment came."""
 
     def target() -> None:
         count, rename = 0, os.replace
@@ -93,7 +93,7 @@ def killed_at(move: int, source: Path, out: Path, workers: int) -> bool:
 
 
 def test_killed_before_each_rename(source, tmp_path, undisturbed):
-    """A conversion renames some 30 times; every other of these moments is tried."""
+    """A conversion renames about 30 times; every other of these moments is tried."""
     for move in range(1, 100, 2):
         out = tmp_path / str(move)
         if not killed_at(move, source, out, workers=1):
@@ -105,7 +105,7 @@ def test_killed_before_each_rename(source, tmp_path, undisturbed):
 
 
 def test_killed_again_and_again(source, tmp_path, undisturbed):
-    """The same folder: each run gets one rename further than the last."""
+    """Each run in the same folder gets one rename further than the one before."""
     out, move = tmp_path / "out", 1
     while killed_at(move, source, out, workers=1):
         move += 1
@@ -126,7 +126,7 @@ def test_killed_at_some_moment_with_workers(source, tmp_path, undisturbed, secon
 
 
 def test_workers_end_with_their_parent():
-    """A worker without one would wait for its next task for ever."""
+    """A worker without a parent would wait for its next task indefinitely."""
 
     def target() -> None:
         with _Pool(2) as pool:
@@ -151,7 +151,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def half(source: Path, out: Path) -> None:
-    """What is left of a conversion that was killed halfway."""
+    """Leaves what remains of a conversion that was killed halfway."""
     assert killed_at(15, source, out, workers=1)
 
 
@@ -190,8 +190,7 @@ def test_media_that_were_verified_are_not_decoded_again(source, tmp_path, undist
 
 
 def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
-    """The first of them is named wherever the run before ended, with a table of ids that has outgrown its
-    memory."""
+    """The first of them is named wherever the run before ended, even if the table has outgrown its memory."""
     monkeypatch.setattr("data_tools.identities.CACHE_KB", 16)
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     numbers = [*range(1000), 3, 998, *range(1000, 1100), 1050, 4]
@@ -327,7 +326,7 @@ def test_a_medium_that_changes_before_its_shard_is_written(tmp_path):
 
 @pytest.mark.parametrize("limit", [30_000, 100_000])
 def test_a_full_disk_is_explained_and_the_run_goes_on(source, tmp_path, undisturbed, limit):
-    """A limit on the size of files stands for the disk: the same error at the same place."""
+    """A limit on file size stands in for the disk; it causes the same error in the same place."""
     import resource
 
     out = tmp_path / "out"

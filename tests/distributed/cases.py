@@ -13,9 +13,9 @@ MIXED_ROWS = [
     ["text", "short_text", "video"],
 ]
 TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "short_text"]]
-"""On two data-parallel ranks the last micro-batch of the second rank has no image."""
+"""With two data-parallel ranks, the last micro-batch of the second rank has no image."""
 TEXT_ONE_RANK = [["text"], ["short_text"], ["image"], ["mixed", "text"]]
-"""On two data-parallel ranks the first has no picture at all."""
+"""With two data-parallel ranks, the first has no picture at all."""
 TEXT_ALL = [["text"], ["text", "short_text"], ["short_text"], ["text"]]
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
@@ -26,7 +26,7 @@ WITHOUT_LOSS = [
     ["text", "short_text"],
     ["without_loss", "without_loss"],
 ]
-"""On one or two data-parallel ranks the last micro-batch has no token that bears loss."""
+"""With one or two data-parallel ranks, the last micro-batch has no loss token."""
 FULL = {"language": "full", "vision": "full"}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
@@ -44,9 +44,9 @@ TRAINED: dict[str, Any] = {
 Q2, Q25, Q3, MOE = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 
 SEEDS = {MOE: 11}
-"""Seeds of the random weights. A token's expert changes where two are nearly tied and rounding decides; then
-nothing can be compared. With this seed the last chosen expert's logit lies at least 1.3e-4 above the next
-one's in all cases, training among them (23,440 decisions; rounding is 1e-6), with seed 0 it is 1.8e-6."""
+"""Seeds of the random weights. If two experts are nearly tied, rounding decides which one a token goes to,
+and nothing can be compared. With this seed, the last chosen expert's logit exceeds the next one's by at least
+1.3e-4 in all cases, including training (23,440 decisions; rounding is 1e-6); with seed 0, by 1.8e-6."""
 
 
 def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Which cases of a table ``make test`` runs: the fewest that hold every pair of settings that any case holds.
+"""Chooses the cases that ``make test`` runs: the fewest with every pair of settings that any case has.
 
-Most faults of a layout show when two settings meet (sequence parallelism with a tied output layer, say),
-seldom only when three do. ``make test-full`` runs the whole table.
+Most faults of a layout appear when two settings meet (such as sequence parallelism with a tied output layer),
+few only when three do. ``make test-full`` runs the whole table.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ def pairwise(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
-    """Every two settings of a case."""
+    """All pairs of settings of a case."""
     yield from combinations(sorted(settings(case)), 2)
 
 
 def settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The settings of a case. Rows are told apart by the kinds of samples in them, splits of layers by what
-    is odd in them."""
+    """The settings of a case.
+
+    Rows differ by the kinds of samples in them, layer splits by their irregularities.
+    """
     found = {
         (field, repr(value)) for field, value in case.items() if field not in ("name", "steps", "layers")
     }

@@ -42,7 +42,7 @@ def table() -> list[Any]:
 def run_group(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], dict[str, Any]]:
-    """``run_group(ranks)``: the results of that number's cases, as far as this session runs their tests."""
+    """``run_group(ranks)``: the results of the cases with this many ranks whose tests this session runs."""
     folder = tmp_path_factory.mktemp("parity")
     wanted = {item.callspec.params["name"] for item in request.session.items if _is_case(item)}
 
@@ -73,7 +73,7 @@ def _is_case(item: pytest.Item) -> bool:
 
 
 def run_cases(cases: list[Case], ranks: int, folder: Path) -> dict[str, Any]:
-    """Results by name, as far as the group came; ``log`` is the end of what it said."""
+    """Maps names to results, as far as the group came; ``log`` is the end of its output."""
     folder.mkdir()
     given, out = folder / "cases.json", folder / "results.json"
     write_cases(cases, given)

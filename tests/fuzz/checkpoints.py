@@ -1,5 +1,6 @@
-"""Damages Megatron checkpoints in every way that comes to mind and reads them:
-``python -m tests.fuzz.checkpoints --count 500``.
+"""Damages Megatron checkpoints in many ways and reads them.
+
+    python -m tests.fuzz.checkpoints --count 500
 
 Four checkpoints are made: unsplit weights, shards, a run's folder as one rank saved it, and one as four ranks
 would have. Each round copies one, damages it, then merges and exports it as the command does and, for runs,
@@ -52,7 +53,7 @@ CHECKPOINTS = ("full", "shards", "run", "run_of_four")
 
 @dataclass
 class Damage:
-    """What was done to a checkpoint: in words, and what a refusal may name."""
+    """What was done to a checkpoint: a description, and the names that a refusal may give."""
 
     kind: str
     what: str
@@ -224,7 +225,7 @@ class Mutator:
         return None
 
     def edit(self) -> tuple[str, list[str]] | None:
-        """One value in a JSON file; what a run says of itself has most to lose."""
+        """Changes one value in a JSON file; what a run says about itself has most to lose."""
         own = [path for path in self.json if path.name in ("run.json", "latest.json")]
         path = self.draw.choice(self.draw.choice([own or self.json, self.json]))
         content = json.loads(path.read_text())
@@ -235,8 +236,8 @@ class Mutator:
         return f"{self.name(path)}: {'.'.join(map(str, where))} edited", [self.name(path), *map(str, where)]
 
     def signed_edit(self) -> tuple[str, list[str]] | None:
-        """A manifest whose digest was made to fit: fields that the config, files and hashes decide are still
-        compared."""
+        """Edits a manifest and makes its digest fit; fields that config, files and hashes determine
+        are still compared."""
         path = self.draw.choice([path for path in self.json if path.name == MANIFEST])
         content = json.loads(path.read_text())
         decided = ("kind", "family", "layout", "tensors", "files", "format", "version")
@@ -251,7 +252,7 @@ class Mutator:
         ]
 
     def edit_value(self, content: Any, wanted: Callable[[tuple], bool]) -> tuple | None:
-        """Changes one value in place, the outer ones as often as the many inner ones. Returns where."""
+        """Changes one value in place, outer ones as often as the many inner ones. Returns its path."""
         node, place = content, ()
         while isinstance(node, dict | list) and node:
             parent = node
@@ -301,13 +302,13 @@ class Mutator:
         ]
 
     def described_by(self, path: Path) -> list[str]:
-        """Where a description is another step's, it and the files it describes no longer agree: either may be
-        named."""
+        """If a description is another step's, it and the files that it describes disagree, and either
+        may be named."""
         described = path.name in ("run.json", MANIFEST)
         return [self.name(file) for file in self.files if described and path.parent in file.parents]
 
     def older_part(self) -> tuple[str, list[str]] | None:
-        """Weights, optimizer or loader as a whole of the step before."""
+        """Replaces weights, optimizer or loader as a whole by those of the step before."""
         steps = sorted(self.folder.glob("step_*"))
         if len(steps) < 2:
             return None
@@ -355,8 +356,8 @@ class Bench:
         return actions | {"resume": self.resume} if checkpoint.startswith("run") else actions
 
     def _trained(self) -> Any:
-        """A run of two steps on one rank with a checkpoint after each, as the trainer writes them, and its
-        model."""
+        """A run of two steps on one rank with a checkpoint after each, as the trainer writes them,
+        and its model."""
         from megatron_vl.training.loop import set_up, train
 
         data = self._data()
@@ -504,7 +505,7 @@ class Bench:
         return digest.hexdigest()
 
     def resume(self, checkpoint: Path) -> str:
-        """The trainer's own function, into a model and optimizer full of other numbers."""
+        """Resumes with the trainer's own function into a model and optimizer full of other numbers."""
         from megatron_vl.training import checkpoint as saved
         from megatron_vl.training.optimizer_state import optimizer_slices
         from megatron_vl.training.preflight import run_facts
@@ -654,8 +655,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     else:
         print(
-            f"{done} damaged checkpoints in {seconds:.0f} s, {len(faults)} faults; damage:"
-            f" {dict(kinds.most_common())}"
+            f"{done} damaged checkpoints in {seconds:.0f} s, {len(faults)} faults; damage: "
+            f"{dict(kinds.most_common())}"
         )
         for action, counts in table.items():
             print(f"  {action:<7} {', '.join(f'{n} {o}' for o, n in counts.items())}")

@@ -1,9 +1,10 @@
-"""Mutated records and pictures through the data tool, and mutated samples and shards through the loader.
+"""Sends mutated records and pictures through the data tool, and mutated samples and shards
+through the loader.
 
     python -m tests.fuzz.data --count 5000
 
-What must hold: no hang, no crash, no memory bomb, and nothing dropped uncounted: records in = samples out +
-refused, and every sample of the shards is in a row or named among the dropped.
+Nothing may hang, crash, exhaust the memory or be dropped uncounted: records in = samples out + refused, and
+every sample of the shards is in a row or named among the dropped ones.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ KINDS = [
 
 @dataclass
 class Outcome:
-    """What one part of the fuzzing came to."""
+    """The results of one part of the fuzzing."""
 
     count: int
     used: int
@@ -93,8 +94,8 @@ class Outcome:
     def __str__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.reasons.most_common())
         return (
-            f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used;"
-            f" {reasons}"
+            f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used; "
+            f"{reasons}"
         )
 
 
@@ -242,8 +243,7 @@ def _samples(shard: Path) -> list[tuple[str, dict[str, bytes]]]:
 
 
 def _mutated(members: dict[str, bytes], draw: random.Random) -> dict[str, bytes]:
-    """A stored sample with edited text or media and checksums that fit them, as if it had been converted
-    so."""
+    """A stored sample with edited text or media and matching checksums, as if it had been converted so."""
     record = json.loads(members["json"])
     record.pop("crc32", None)
     out = dict(members)
@@ -286,8 +286,8 @@ def _damage(shard: Path, draw: random.Random) -> None:
 
 
 def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
-    """At least ``count`` mutated samples of the data set ``out`` through the loader, in rounds over the whole
-    set."""
+    """Sends at least ``count`` mutated samples of the data set ``out`` through the loader,
+    in whole rounds."""
     draw = random.Random(seed)
     ChatEncoder(
         tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl"))
@@ -343,7 +343,7 @@ def _one_pass(
 
 
 def _guarded(work: Callable[[], Any], seconds: float) -> Any:
-    """Runs ``work`` in a process of its own: a crash and a hang both fail."""
+    """Runs ``work`` in a separate process; a crash and a hang both fail."""
     receive, send = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: send.send(work()))
     process.start()

@@ -1,11 +1,10 @@
-"""Kills a four-rank run with SIGKILL at random moments, again and again, and compares it with an undisturbed
-one.
+"""Kills a four-rank run with SIGKILL at random moments and compares it with an undisturbed one.
 
     python -m tests.fuzz.kills --kills 20
 
-TP2 x PP2 with sequence parallelism, overlapped reduction and gather, loader workers, a checkpoint every
-second step: many kills hit a save. Losses, gradient norms and the samples of every step must be equal bit for
-bit.
+The run uses TP2 x PP2 with sequence parallelism, overlapped reduction and gather, loader workers, and a
+checkpoint every second step, so that many kills hit a save. Losses, gradient norms and the samples of every
+step must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ KEYS = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 def kill_once(
     prepared: dict[str, Path], run: Path, options: list[str], ranks: int, steps: int, rng: random.Random
 ) -> tuple[bool, str]:
-    """Starts (or resumes) the run and kills it. Returns (whether it was killed before its end, at which
-    step)."""
+    """Starts (or resumes) the run and kills it. Returns whether that came before its end, and the step."""
     seen = len(metrics(run))
     with (run.parent / "killed.log").open("ab") as log:
         words = command(prepared, run, *options, ranks=ranks, steps=steps)
@@ -88,8 +86,8 @@ def run_kills(
         killed += 1
         during_save += "saving" in where
         print(
-            f"kill {killed}/{kills} at {where}, last checkpoint"
-            f" {[p.name for p in sorted(run.glob('step_*'))][-1:]}",
+            f"kill {killed}/{kills} at {where}, last checkpoint "
+            f"{[p.name for p in sorted(run.glob('step_*'))][-1:]}",
             flush=True,
         )
     done = train(prepared, run, *options, ranks=ranks, steps=steps)

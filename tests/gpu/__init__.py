@@ -1,2 +1,1 @@
-"""Checks that need CUDA, Transformer Engine and NCCL; run by hand on a GPU machine, figures go into
-docs/log/2026-11.md."""
+"""Checks that need CUDA, Transformer Engine and NCCL. Run them by hand; their figures go into docs/log/."""

@@ -1,11 +1,10 @@
-"""The commands that a user runs around a training, on real GPUs: doctor, generate, training with validation,
-evaluate.
+"""Runs the commands around a training on real GPUs: doctor, generate, training with validation, evaluate.
 
     python -m tests.gpu.commands --ranks 2 [--out FOLDER] [--platform cpu]
 
-Small checkpoints with the released head dimensions, synthetic pictures. `evaluate` shares its questions
-between the GPUs; it is left out where VLMEvalKit does not import. Prints a line a check; exit code 1 when one
-fails.
+It uses small checkpoints with the released head dimensions and synthetic pictures. `evaluate` distributes its
+questions over the GPUs; it is left out if VLMEvalKit cannot be imported. The program prints one line per
+check and returns exit code 1 if one fails.
 """
 
 from __future__ import annotations

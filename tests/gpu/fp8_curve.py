@@ -1,5 +1,4 @@
-"""Loss curves of one training in bf16 and with each FP8 recipe, through the trainer and its loader, on one
-GPU.
+"""Loss curves of one training in bf16 and with each FP8 recipe, through trainer and loader, on one GPU.
 
     python -m tests.gpu.fp8_curve --data DATA [--steps 80] [--out FOLDER]
 

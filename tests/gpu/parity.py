@@ -280,9 +280,9 @@ def main() -> int:
         for number, step in enumerate(result.get("steps", [])):
             error, theirs = step["gradient_error"], step["transformers_bf16_gradient_error"]
             print(
-                f"{'ok    ' if step['ok'] else 'FAILED'} {name} | step {number} | loss {step['loss']:.6f}"
-                f" transformers {step['reference']:.6f} ({step['loss_error']:.1e}) | gradient error"
-                f" {error:.3f} transformers {theirs:.3f} | worst {next(iter(step['worst']))}"
+                f"{'ok    ' if step['ok'] else 'FAILED'} {name} | step {number} | loss {step['loss']:.6f} "
+                f"transformers {step['reference']:.6f} ({step['loss_error']:.1e}) | gradient error "
+                f"{error:.3f} transformers {theirs:.3f} | worst {next(iter(step['worst']))}"
             )
     return done.returncode
 

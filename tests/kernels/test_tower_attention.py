@@ -1,5 +1,4 @@
-"""Towers whose layers take our Triton kernels are the towers that take torch's SDPA; how a backend is
-chosen."""
+"""Towers with our Triton kernels equal towers with torch's SDPA; tests also how a backend is chosen."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from tests.support.ranks import call
 
 @pytest.mark.ranks
 def test_a_step_with_the_kernels_is_the_step_without(tiny_checkpoint) -> None:
-    """One step from the same weights on the same rows, the kernels in Triton's interpreter; window layers
-    take them, too."""
+    """Takes one step from the same weights on the same rows, with the kernels (also of
+    window layers) interpreted."""
     hf = str(tiny_checkpoint(vision_heads=2))  # of 40
     plain, kernels = call(step_with_and_without_kernels, environment={"TRITON_INTERPRET": "1"}, hf=hf)
     assert plain[2] == 0 and kernels[2] > 0

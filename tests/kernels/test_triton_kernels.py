@@ -1,6 +1,6 @@
-"""The Triton kernels compute what torch computes. On CPU, hence in Triton's interpreter.
+"""The Triton kernels compute what torch computes; on CPU they run in Triton's interpreter.
 
-On a GPU: benchmarks/kernels.py and benchmarks/experts.py.
+For timings on a GPU, see benchmarks/kernels.py and benchmarks/experts.py.
 """
 
 from __future__ import annotations

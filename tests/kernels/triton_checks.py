@@ -1,7 +1,7 @@
-"""Our Triton kernels against torch, in fp32 in Triton's interpreter; prints the largest errors as JSON.
+"""Compares our Triton kernels in fp32 with torch in Triton's interpreter; prints the largest errors as JSON.
 
-Run with TRITON_INTERPRET=1, which Triton reads when it is imported; or without it and with --gpu, for those
-that read through tensor descriptors, which the interpreter only imitates.
+Run it with TRITON_INTERPRET=1, which Triton reads at import. Or run it without it and with --gpu for the
+kernels that read through tensor descriptors, which the interpreter only imitates.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatron_vl.kernels.tower_attention import Tile, Tiles, attention, tower_at
 from megatron_vl.kernels.window_attention import window_attention
 
 
-def mend_interpreter() -> None:
-    """Lets a loop end at a value of the kernel: Triton 3.6 keeps scalars as arrays of one, which NumPy 2.5
-    makes no int."""
+def fix_interpreter() -> None:
+    """Lets a loop end at a value of the kernel: Triton 3.6 keeps scalars as arrays, which NumPy 2.5
+    does not convert."""
     patch = interpreter._patch_lang_tensor
 
     def mended(tensor: type, scope: interpreter._LangPatchScope) -> None:
@@ -93,14 +93,14 @@ def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
 
 
 SMALL = Tiles(forward=Tile(32, 16, 4, 1), query=Tile(16, 32, 4, 1), key=Tile(32, 16, 4, 1))
-"""Tiles that segments of a test fill, and leave, in all ways."""
+"""Tiles that the test's segments fill completely, partly and not at all."""
 
 
 def tower_error(
     lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: Tiles = SMALL
 ) -> float:
-    """From the fused QKV output, RoPE included; on a GPU in bf16, as half precision is all that the kernels
-    multiply there."""
+    """Includes the fused QKV output and RoPE; on a GPU in bf16, because the kernels multiply only
+    half precision there."""
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     qkv = torch.randn(bounds[-1], heads * 3 * head_dim, device=device).to(dtype).requires_grad_()
@@ -125,7 +125,7 @@ def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New memory holds NaN meanwhile, so that what is read before it was written shows."""
+    """Fills new memory with NaN, so that reading it before writing shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(8).isnan().all()
@@ -135,8 +135,8 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def unaligned_error(device: str = "cpu", tiles: Tiles = SMALL) -> float:
-    """Patches that are no multiple of 4: rows of statistics are, and what lies after the last patch is not
-    written."""
+    """The number of patches is not a multiple of 4, but rows of statistics are; memory after the last patch
+    must not be written."""
     with poisoned_memory():
         errors = [tower_error([7, rest], 2, 72, device, tiles) for rest in (62, 63, 64)]
     # Not Python's max, which passes over NaN.
@@ -152,8 +152,8 @@ def many_segments_error() -> float:
 
 
 def on_gpu() -> dict[str, float]:
-    """bf16 and the tiles that are used; of two gradients of the same, and of two outputs, how many elements
-    differ."""
+    """Uses bf16 and the real tiles; counts elements that differ between two gradients, and
+    between two outputs."""
     lengths = [129, 1, 0, 700, 64, 1000]
     errors = {
         f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.TILES)
@@ -271,7 +271,7 @@ def main() -> None:
     if "--gpu" in sys.argv:
         print(json.dumps(on_gpu()))
         return
-    mend_interpreter()
+    fix_interpreter()
     errors = {
         "windows of 64, 80 a head": attention_error([64, 64, 32, 16, 7, 1], 2, 80),
         "windows of 100, 32 a head": attention_error([100, 12], 1, 32),

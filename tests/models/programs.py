@@ -1,4 +1,4 @@
-"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+"""Functions that the tests of this folder run in separate processes (:func:`tests.support.ranks.call`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from toolkit.parity.batches import make_sample
 
 
 def padding_under_training(hf: str) -> list[list[float]]:
-    """Sums of the padded parts of an FFN of width 107 in 128, and of the rest, before and after three
-    steps."""
+    """Sums of the padded parts of an FFN of width 107 in 128, and of the rest, before and
+    after three steps."""
     trainer = tiny_trainer(hf)
     check_tensors(trainer.spec, trainer.layout, chunk_tensors(trainer.chunks, trainer.layout, 0))
 
@@ -40,7 +40,7 @@ def padding_under_training(hf: str) -> list[list[float]]:
 
 
 def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
-    """Losses and gradients of one row, with logits of the tokens that bear loss and with all logits."""
+    """Losses and gradients of one row, once with logits of the loss tokens only and once with all logits."""
     trainer = tiny_trainer(hf)
     chunk = trainer.chunks[0]
     rows_of_logits: list[int] = []
@@ -75,8 +75,7 @@ def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
 
 
 def gradients_without_loss(hf: str) -> list[Any]:
-    """[parameters without a gradient, the largest gradient, loss, loss tokens] of a row that bears no
-    loss."""
+    """[parameters without a gradient, largest gradient, loss, loss tokens] of a row without loss tokens."""
     trainer = tiny_trainer(hf)
     came: set[str] = set()
     for name, parameter in trainer.chunks[0].named_parameters():
@@ -89,17 +88,17 @@ def gradients_without_loss(hf: str) -> list[Any]:
 
 
 def _row(trainer: TinyTrainer, *kinds: str) -> Any:
-    """One row of these samples as the model gets it."""
+    """One row of these samples in the form that the model gets."""
     samples = [make_sample(kind, trainer.spec, 0) for kind in kinds]
     return trainer.feed_of([pack_row(samples, trainer.spec, SEQ_LEN)], 1).next_step().rows[0]
 
 
 def step_with_and_without_kernels(hf: str) -> list[list[float]]:
-    """[loss, gradient norm, calls of the kernels] of a step with torch's attention, and with ours in Triton's
-    interpreter."""
-    from tests.kernels.triton_checks import mend_interpreter
+    """[loss, gradient norm, calls of the kernels] of a step with torch's attention, and with
+    our interpreted kernels."""
+    from tests.kernels.triton_checks import fix_interpreter
 
-    mend_interpreter()
+    fix_interpreter()
     trainer = tiny_trainer(hf)
     calls: list[int] = []
     attend = tower_attention._attend
@@ -122,7 +121,7 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
 
 
 def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
-    """Writes the whole gradients of named parity cases, and their experts' load, to ``out``."""
+    """Writes the full gradients of named parity cases, and their experts' load, to ``out``."""
     import torch.distributed as dist
 
     from megatron_vl.models.moe.router import expert_load

@@ -1,5 +1,4 @@
-"""Losses of chosen tokens are those of a pass with all logits, and a row without loss still has its
-gradients."""
+"""Losses of chosen tokens equal those with all logits, and a row without loss still has its gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def test_losses_and_gradients_equal_those_with_all_logits(tiny_checkpoint, tied:
 
 
 def test_a_row_without_loss_has_zero_gradients_for_every_parameter(tiny_checkpoint) -> None:
-    """None is missing: the overlapped reduction of gradients waits for each of them."""
+    """No gradient is missing, because the overlapped reduction waits for each of them."""
     hf = str(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
     missing, largest, loss, tokens = call(gradients_without_loss, hf=hf)
     assert missing == [] and (largest, loss, tokens) == (0.0, 0.0, 0.0)

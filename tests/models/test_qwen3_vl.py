@@ -1,4 +1,4 @@
-"""The parts of Qwen3-VL against transformers' own functions, and what its config must say."""
+"""Compares the parts of Qwen3-VL with transformers' own functions, and checks its config."""
 
 from __future__ import annotations
 

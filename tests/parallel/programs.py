@@ -1,4 +1,4 @@
-"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+"""Functions that the tests of this folder run in separate processes (:func:`tests.support.ranks.call`)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Several(torch.nn.Module):
 
 
 def order_of_gathers() -> dict[str, list[Any]]:
-    """For core's DDP and for ours: which parameters' gathers start when, and how many are under way as each
-    module runs."""
+    """For core's DDP and for ours: the order in which gathers start, and how many are pending as
+    each module runs."""
     init_distributed(get_platform("cpu"))
     mpu.initialize_model_parallel()
     core = TransformerConfig(
@@ -81,7 +81,7 @@ def _gathers_of(ddp: Any) -> list[Any]:
 
 
 def groups_of_layouts(hf: str) -> dict[str, Any]:
-    """Groups and threads after each round of layouts, in two default groups after each other, and whether all
+    """Groups and threads after each round of layouts, in two successive default groups; whether all
     sums were right."""
     platform, spec = get_platform("cpu"), read_spec(hf)
     rounds, sums = [], []
@@ -104,7 +104,7 @@ def groups_of_layouts(hf: str) -> dict[str, Any]:
 
 
 def _sums_over(grid: Any, tp: int, pp: int) -> list[bool]:
-    """Whether a sum of ones over each group is the size that the group should have."""
+    """Whether a sum of ones over each group equals the size that the group should have."""
     right = []
     for group, size in ((grid.tp_group, tp), (grid.dp_group, 2 // tp // pp), (grid.replica_group, tp * pp)):
         assert group.size() == size, (tp, pp, size)
@@ -115,8 +115,8 @@ def _sums_over(grid: Any, tp: int, pp: int) -> list[bool]:
 
 
 def late_rank(hf: str, folder: str) -> list[bool]:
-    """Whether rank 1, which comes late to each of three layouts, was there when this rank's layout was
-    ready."""
+    """Whether rank 1, which is late for each of three layouts, was present when this rank's
+    layout was ready."""
     init_distributed(get_platform("cpu"))
     layout = make_layout(read_spec(hf), 2, 1, 1, None)
     seen = []
@@ -158,7 +158,7 @@ def join() -> None:
 
 
 def gloo_threads_at_the_end(hf: str) -> list[int]:
-    """Threads of gloo before and after the end of the groups, of which a reference cycle holds some."""
+    """Gloo threads before and after the end of the groups, some of which a reference cycle holds."""
     init_distributed(get_platform("cpu"))
     layout = make_layout(read_spec(hf), 1, 2, 1, None)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Rows of a step are spread so that no rank has much more to do, and none is lost."""
+"""The rows of a step are spread so that no rank has much more work, and none is lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Layouts that follow each other in the same processes share their groups; how gloo groups are made and
-ended."""
+"""Successive layouts in the same processes share their groups; tests how gloo groups are made and ended."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_layouts_share_groups(tiny_checkpoint) -> None:
-    """After the first round no group and no thread is added; another default group begins anew."""
+    """After the first round no group and no thread is added; another default group starts from nothing."""
     out = call(groups_of_layouts, 2, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert out["right"]
     first, second = out["rounds"][:3], out["rounds"][3:]
@@ -23,28 +22,27 @@ def test_layouts_share_groups(tiny_checkpoint) -> None:
 
 
 def test_ranks_begin_a_layout_together(tiny_checkpoint, tmp_path: Path) -> None:
-    """Nobody uses a kept group while another rank may still be in the layout before."""
+    """No rank uses a kept group while another rank may still be in the previous layout."""
     assert all(call(late_rank, 2, hf=str(tiny_checkpoint("qwen2_5_vl")), folder=str(tmp_path)))
 
 
 @pytest.mark.parametrize("interfaces", ["", "lo"])
 def test_gloo_groups_have_one_worker(tiny_checkpoint, interfaces: str) -> None:
-    """With two, as torch makes them, operations that end together break the heap
-    (core_fixes/gloo_threads.py)."""
+    """With two workers, torch's default, operations that end together corrupt
+    the heap (core_fixes/gloo_threads.py)."""
     hf = str(tiny_checkpoint("qwen2_5_vl"))
     out = call(gloo_options, 2, environment={"GLOO_SOCKET_IFNAME": interfaces}, hf=hf)
     assert out == {"threads": [1] * 4, "devices": [1] * 4, "timeouts": [1800.0] * 4, "sum": 2.0}
 
 
 def test_an_unknown_interface_is_refused() -> None:
-    """GLOO_SOCKET_IFNAME counts: torch's own constructor refuses a name that does not exist too."""
+    """GLOO_SOCKET_IFNAME applies: torch's own constructor refuses a name that does not exist too."""
     with pytest.raises(AssertionError, match="nowhere0"):
         call(join, environment={"GLOO_SOCKET_IFNAME": "nowhere0"})
 
 
 def test_nothing_holds_a_group_after_the_end(tiny_checkpoint) -> None:
-    """A gloo group that is held while Python exits can abort the process; its threads live as long as it
-    does."""
+    """A gloo group held while Python exits can abort the process; its threads live as long as the group."""
     before, after = call(gloo_threads_at_the_end, 2, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert before > 0
     assert after == 0

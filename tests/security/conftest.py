@@ -12,7 +12,7 @@ from .payload import Mark
 
 @pytest.fixture
 def mark(tmp_path):
-    """The mark of a hostile thing; the test fails when it is there in the end."""
+    """The mark of a hostile item; the test fails if it exists at the end."""
     mark = Mark(tmp_path / "executed")
     yield mark
     mark.check()
@@ -20,5 +20,5 @@ def mark(tmp_path):
 
 @pytest.fixture
 def hf(tmp_path) -> Path:
-    """A checkpoint folder of one's own."""
+    """A checkpoint folder for this test."""
     return shutil.copytree(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""Hostile content whose success shows: it creates a file."""
+"""Hostile content whose success is visible: it creates a file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 
 
 class Mark:
-    """A file that is there once a payload ran."""
+    """A file that exists once a payload has run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def pickle(self) -> bytes:
-        """Creates the file when it is unpickled."""
+        """Bytes that create the file when they are unpickled."""
         return pickle.dumps(_Touch(str(self.path)))
 
     def torch(self, path: Path) -> None:
-        """A file of ``torch.save`` that creates the file when it is loaded with ``weights_only=False``."""
+        """Writes a ``torch.save`` file that creates the file when it is
+        loaded with ``weights_only=False``."""
         torch.save({"state_dict": _Touch(str(self.path))}, path)
 
     @property
@@ -50,7 +51,7 @@ class Mark:
 
     @property
     def template(self) -> str:
-        """A Jinja template that creates the file where nothing stops it."""
+        """A Jinja template that creates the file if nothing stops it."""
         return "{{ cycler.__init__.__globals__.os.system('touch " + str(self.path) + "') }}"
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
-"""A real run's checkpoint, made hostile in every way below, through merge, export, load and resume: prints
-what came of each.
+"""Sends hostile versions of a real run's checkpoint through merge, export, load and resume;
+prints the outcomes.
 
-In a process of its own: the trainer's CPU platform changes torch for the rest of it.
+It needs its own process, because the trainer's CPU platform changes torch globally.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def signed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def replaced(step: Path, name: str, data: bytes) -> None:
-    """Another content for a file of ``run.json``, whose hash is made to fit."""
+    """Replaces the content of a file of ``run.json`` and makes its hash fit."""
     (step / name).unlink()
     (step / name).write_bytes(data)
     facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -38,7 +38,7 @@ def replaced(step: Path, name: str, data: bytes) -> None:
 
 
 def renamed(step: Path, old: str, new: str) -> None:
-    """Another name for a file of ``run.json``; the file is there and its hash is right."""
+    """Renames a file of ``run.json``; the file exists and its hash is right."""
     target = step / new
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(step / old, target)
@@ -46,7 +46,7 @@ def renamed(step: Path, old: str, new: str) -> None:
 
 
 def pickles(step: Path, mark: Mark) -> None:
-    """Wherever Megatron-core, torch and Energon would look for theirs."""
+    """Puts pickles wherever Megatron-core, torch and Energon would look for theirs."""
     names = (
         "optimizer/.metadata",
         "optimizer/__0_0.distcp",
@@ -85,7 +85,7 @@ def manifest_name(step: Path, name: str) -> None:
 
 
 def hostile(mark: Mark, elsewhere: Path) -> dict[str, Callable[[Path], None]]:
-    """Name -> what is done to the latest step's folder."""
+    """Maps each name to what is done to the latest step's folder."""
     state, loader = "optimizer/rank_00000.safetensors", "loader/dp_00000.json"
     mark.torch(elsewhere / "payload.pt")
     payload = (elsewhere / "payload.pt").read_bytes()

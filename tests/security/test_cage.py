@@ -1,4 +1,4 @@
-"""A program that is closed in: no network, no file outside its folder, and no way back."""
+"""A confined program has no network, writes no file outside its folder, and cannot free itself."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def work(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    """Of a server of this machine."""
+    """The port of a server on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield str(server.getsockname()[1])
 
@@ -88,7 +88,7 @@ print("said:", _isolation(Path(sys.argv[1]), False))
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux's unshare takes the right away")
 def test_a_system_that_does_not_allow_it_is_named_at_the_start(tmp_path):
-    """In a name space that may hold no others: as in most containers."""
+    """Runs in a name space that may not hold others, as in most containers."""
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     words = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", sys.executable]
     if subprocess.run([*words, "-c", ""], capture_output=True).returncode:
@@ -97,6 +97,6 @@ def test_a_system_that_does_not_allow_it_is_named_at_the_start(tmp_path):
         [*words, "-c", NOT_ALLOWED, tmp_path], cwd=REPOSITORY, capture_output=True, text=True
     )
     said = done.stdout.partition("said: ")[2]
-    assert said.startswith(
-        "with the guards of Python alone: this system does not close a process in (OSError"
-    ), done.stderr
+    assert said.startswith("with Python's guards only: this system cannot confine a process (OSError"), (
+        done.stderr
+    )

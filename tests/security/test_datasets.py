@@ -1,5 +1,5 @@
-"""A data set from anybody: descriptions that name code, names that lead away, pickles, sizes that fill the
-memory."""
+"""Untrusted data sets: descriptions that name code, names that lead away, pickles, sizes that
+fill the memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dataset(pristine, tmp_path) -> Path:
 
 
 def read(path: Path) -> tuple[set[str], dict[str, str]]:
-    """Keys of the samples of one pass (or a little more), and reasons by key of those that were dropped."""
+    """Keys of the samples of one pass (or a little more), and the reason for each dropped key."""
     hf = tiny_checkpoint("qwen2_5_vl")
     settings = {
         "seq_len": 320,
@@ -65,13 +65,13 @@ def describe(dataset: Path, **description: object) -> None:
 
 
 def touching(mark) -> dict[str, object]:
-    """What Energon 7.4.1 calls wherever it expects any value."""
+    """What Energon 7.4.1 calls where it expects any value."""
     return {"__module__": "os", "__function__": "system", "command": f"touch {mark.path}"}
 
 
 def test_energon_itself_would_run_it(dataset, tmp_path):
-    """The description that the next test hands to this project's loader; when this fails, Energon has
-    changed."""
+    """Uses the description that the next test gives to our loader; if this test fails,
+    Energon has changed."""
     from megatron.energon import WorkerConfig, get_train_dataset
 
     from .payload import Mark
@@ -270,7 +270,8 @@ def test_members_that_are_links_give_nothing_of_the_system(dataset, tmp_path):
 
 
 def test_a_picture_larger_than_said_is_not_decoded(dataset):
-    """3.6 gigapixels in a few bytes, under the size and the checksum that the sample states."""
+    """The picture has 3.6 gigapixels in a few bytes, with the size and the checksum that
+    the sample states."""
     big = bomb(60_000, 60_000)
 
     def swap(members: list[Member]) -> list[Member]:

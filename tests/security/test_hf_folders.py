@@ -1,4 +1,4 @@
-"""A Hugging Face folder from anybody: pickles, code of its own, templates, names that lead away."""
+"""Untrusted Hugging Face folders: pickles, code of their own, templates, names that lead away."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def use_all_of(hf: Path, out: Path) -> None:
-    """Everything that opens a Hugging Face folder, once."""
+    """Runs everything that opens a Hugging Face folder, once."""
     convert(hf, out / "full", workers=1)
     export(out / "full", hf, out / "back", workers=1)
     assert not compare(hf, out / "back").differences
@@ -100,7 +100,7 @@ def test_a_pickle_named_safetensors_is_refused(hf, mark, tmp_path):
 
 @pytest.mark.parametrize("field", ["adapter", "transformers_weights"])
 def test_other_weights_than_the_folders_are_refused(hf, mark, field):
-    """Both make transformers open what the checks have not seen."""
+    """Both fields make transformers open files that the checks have not seen."""
     (hf / "adapter_model.bin").write_bytes(mark.pickle())
     if field == "adapter":
         (hf / "adapter_config.json").write_text(
@@ -113,7 +113,7 @@ def test_other_weights_than_the_folders_are_refused(hf, mark, field):
 
 
 def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
-    """Also when the user at the terminal would say yes: nobody asks."""
+    """This holds even if a user at the terminal would say yes, because nobody asks."""
     monkeypatch.setattr(builtins, "input", lambda *question: "y")
     for name in (
         "evil.py",
@@ -180,7 +180,7 @@ def test_a_folder_that_needs_its_own_code_is_refused_or_read_without_it(
 
 
 def test_every_from_pretrained_forbids_remote_code():
-    """Left out, transformers asks at the terminal, and runs the code when the answer is yes."""
+    """Without the argument, transformers asks at the terminal and runs the code if the answer is yes."""
     seen = 0
     for folder in ("megatron_vl", "converters", "data_tools", "toolkit", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -217,7 +217,7 @@ def test_chat_templates_are_rendered_in_a_sandbox(hf, mark, kind):
     ["../secret.safetensors", "/tmp/secret.safetensors", "sub/x.safetensors", "pytorch_model.bin", "..", ""],
 )
 def test_an_index_stays_in_its_folder(hf, tmp_path, name):
-    """The file is there and holds the tensor: only its name is wrong."""
+    """The file exists and holds the tensor; only its name is wrong."""
     index = json.loads((hf / "model.safetensors.index.json").read_text())
     (tmp_path / "secret.safetensors").write_bytes(
         (hf / sorted(set(index["weight_map"].values()))[0]).read_bytes()
@@ -241,7 +241,7 @@ def test_a_config_of_absurd_size_is_refused_at_once(hf, tmp_path):
 
 @pytest.mark.parametrize("name", ["notes.txt", "generation_config.json", "templates/tool.jinja"])
 def test_an_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name):
-    """Whoever exports may publish the folder."""
+    """Whoever exports a folder may publish it."""
     convert(hf, tmp_path / "full")
     (tmp_path / "id_rsa").write_text("secret")
     (hf / name).parent.mkdir(exist_ok=True)

@@ -1,8 +1,7 @@
-"""Media from anybody in the data tool: paths that lead away, files that open others, sizes that fill the
-memory.
+"""Untrusted media in the data tool: paths that lead away, files that open others, sizes that fill the memory.
 
-What single references are refused for is in tests/data_tools/test_convert.py; here nothing of a secret may
-reach the data set.
+tests/data_tools/test_convert.py tests why single references are refused; here, no part of a secret may reach
+the data set.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def asked(kind: str, *references: str) -> list[dict]:
 
 
 def converted(tmp_path: Path, records: list[dict]) -> tuple[bytes, dict[str, int]]:
-    """All that was written, and the reasons of what was refused."""
+    """Everything that was written, and the reasons of what was refused."""
     (tmp_path / "in.json").write_text(json.dumps(records))
     report = convert(
         [tmp_path / "in.json"], ConversionOptions(tmp_path / "media", tmp_path / "out", workers=1)
@@ -80,7 +79,7 @@ def test_nothing_from_outside_the_media_root_is_written(tmp_path, secret):
 
 
 def test_a_medium_exchanged_for_a_link_while_converting_is_refused(tmp_path, secret, monkeypatch):
-    """Between the look at a medium and its writing: the checksum and the root are asked again."""
+    """The exchange happens between checking and writing a medium: checksum and root are checked again."""
     from data_tools import convert as tool
 
     def then_exchanged(*arguments):
@@ -99,7 +98,7 @@ def test_a_medium_exchanged_for_a_link_while_converting_is_refused(tmp_path, sec
     "name", ["list.m3u8", "list.mp4", "concat.mp4", "session.mp4", "manifest.mp4", "subtitle.mkv"]
 )
 def test_a_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
-    """Playlists, concatenations, session and streaming descriptions, under a video's name."""
+    """Tries playlists, concatenations, session and streaming descriptions under a video's name."""
     clip = tmp_path / "secret/clip.mp4"
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{clip}\n#EXT-X-ENDLIST\n"
     text = {
@@ -142,7 +141,7 @@ def test_formats_that_start_other_programs_are_not_opened(tmp_path, secret, name
 
 
 def flat(width: int, height: int, kind: str) -> bytes:
-    """A real picture of one colour: many pixels in few bytes."""
+    """A real picture of one colour, with many pixels in few bytes."""
     out = io.BytesIO()
     Image.new("1", (width, height)).save(out, kind)
     return out.getvalue()
@@ -158,8 +157,8 @@ def text_bomb() -> bytes:
 
 
 def test_bombs_are_refused_by_their_headers(tmp_path, secret):
-    """Hundreds of millions of pixels, as said by a header and as really there, and text that unpacks without
-    end."""
+    """Hundreds of millions of pixels, claimed by a header or really present, and text that
+    unpacks without end."""
     bombs = {
         "header.png": bomb(60_000, 60_000),
         "limit.png": bomb(65_500, 65_500),
@@ -188,7 +187,7 @@ def test_devices_and_pipes_are_not_read(tmp_path, secret):
 
 
 def test_a_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path, secret):
-    """Its own media are inside, its target's neighbours are not."""
+    """Its own media are inside; its target's neighbours are not."""
     (tmp_path / "alias").symlink_to(tmp_path / "media")
     root = (tmp_path / "alias").resolve()
     assert resolve("good.png", root) == tmp_path / "media/good.png"

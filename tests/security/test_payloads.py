@@ -1,4 +1,4 @@
-"""The other tests of this folder could fail: each payload leaves its mark when somebody falls for it."""
+"""Shows that the other tests of this folder can fail: each executed payload leaves its mark."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A run's checkpoint from anybody: no pickle in it is opened, no name in it leaves its folder, no state in it
-names a class."""
+"""Untrusted checkpoints of runs: no pickle is opened, no name leaves its folder, no state names a class."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ EXPECTED = {
     "latest leads away": (WEIGHTS, "latest.json"),
     "layers without end": (WEIGHTS, "num_hidden_layers"),
 }
-"""What is hostile -> the uses that must refuse it, and what their message says."""
+"""Hostile change -> the uses that must refuse it, and part of their message."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A table of questions from anybody on its way through `megatron-vl evaluate`."""
+"""Untrusted tables of questions on their way through `megatron-vl evaluate`."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_cells_that_lead_away_or_explode_are_refused(tmp_path, fields, said):
 
 
 def test_two_rows_of_one_index_are_refused(tmp_path):
-    with pytest.raises(TableError, match="^mine.tsv: row 2: index '1' is there twice"):
+    with pytest.raises(TableError, match="^mine.tsv: row 2: index '1' occurs twice"):
         check_rows([row(), row()], tmp_path, LARGEST, "mine")
 
 
 def test_a_table_of_ones_own_that_lacks_what_is_needed_is_refused():
-    """VLMEvalKit ends with "KeyError: 'answer'" behind the last answer, and with an empty AssertionError at
-    the picture."""
+    """VLMEvalKit would end with "KeyError: 'answer'" after the last answer, or an empty AssertionError
+    at the picture."""
     good = row(question="What?", A="a cat", B="a cup", answer="A")
     check_own([good, good | {"index": 2, "image": "1"}], "mine", scored=True)
     unanswered = {name: cell for name, cell in good.items() if name != "answer"}

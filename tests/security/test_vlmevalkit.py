@@ -1,5 +1,4 @@
-"""The real VLMEvalKit, closed in, with tables and folders from anybody. It is started once for all of this
-file."""
+"""The real VLMEvalKit, confined, with untrusted tables and folders; it is started once for the whole file."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ MMMB = ("ar", "cn", "en", "pt", "ru", "tr")
 
 
 def whole_sets(folder: Path) -> None:
-    """Video-MME as its repository holds it, MVBench and TempCompass as VLMEvalKit has prepared them."""
+    """Video-MME as in its repository; MVBench and TempCompass as VLMEvalKit has prepared them."""
     for i, picture in enumerate(photographs()):
         write_video(folder / "Video-MME" / "video" / f"clip{i}.mp4", picture, 24 + i)
     rows = [video_row(i, f"clip{i}") for i in range(4)]
@@ -74,8 +73,8 @@ def whole_sets(folder: Path) -> None:
 
 
 def hostile_sets(folder: Path) -> None:
-    """Videos in a pickle, pictures that would be written elsewhere, links and paths out of a folder, a
-    missing video."""
+    """A pickle of videos, pictures to be written elsewhere, links and paths out of a folder,
+    a missing video."""
     (folder / "MMBench-Video" / "video_pkl").mkdir(parents=True)
     (folder / "MMBench-Video" / "video_pkl" / "1.pkl").write_bytes(b"cos\nsystem\n(S'touch pickled'\ntR.")
     write_table(
@@ -135,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, Any]:
-    """What :mod:`tests.security.vlmevalkit_session` says."""
+    """The output of :mod:`tests.security.vlmevalkit_session`."""
     work = folder / "work"
     mark = Mark(work / "executed")
     row = [mark.expression, encoded(photographs()[0]), "Who?", "a", "b", "A"]
@@ -179,8 +178,8 @@ def answers(folder: Path) -> dict[str, Any]:
 
 
 def test_no_cell_is_executed(answers):
-    """Its `istype` and `toliststr` evaluate cells as Python; a worker refuses the table before a model is
-    loaded."""
+    """VLMEvalKit's `istype` and `toliststr` evaluate cells as Python; a worker refuses the table before
+    loading a model."""
     assert answers["executed"], "the control failed: VLMEvalKit does not execute cells any more"
     code, last = answers["worker"]
     assert code == 3 and "table.tsv: row 1: index" in last
@@ -198,7 +197,7 @@ def test_sets_as_they_are_published_are_used(answers):
 
 
 def test_tables_of_another_md5_are_used_and_told_apart(answers):
-    """MMDU's, Video-MME's and MVBench_MP4's, as VLMEvalKit 0.0.20 has them in three kinds of places."""
+    """Tables of MMDU, Video-MME and MVBench_MP4, which VLMEvalKit 0.0.20 keeps in three kinds of places."""
     published = set(answers["published"])
     assert {"848b635a88a078f49aebcc6e39792061", "85bdd91f9b29a99354c23b97ab7c113c"} < published
     assert "5c8c6f8b7972c2de65a629590f7c42f5" in published
@@ -234,12 +233,12 @@ def test_what_a_language_model_must_judge_says_so(answers, folder):
     options = EvaluationOptions({role: folder for role in roles}, "MMDU", folder, folder)
     result = Result("MMDU", 2, {}, {role: {"metrics": {}, "problem": ""} for role in roles})
     gate = _scores(options, folder / "work" / "unjudged", roles, result)
-    assert gate.passed is False and "no score of 2 of 2 checkpoints" in gate.measured
+    assert gate.passed is False and "2 of 2 checkpoints have no score" in gate.measured
     assert "--judge-base-url" in gate.details[0] and not result.checkpoints["original"]["metrics"]
 
 
 def test_the_list_of_data_sets_is_that_of_vlmevalkit(answers):
-    """What is said before VLMEvalKit is imported is what it would say."""
+    """What is said before VLMEvalKit is imported equals what it would say."""
     found = answers["names"]
     assert found == names(), "python -m tests.toolkit.vlmeval_names > toolkit/evaluate/names.json"
     assert len(found["table"]) > 400 and len(found["video"]) > 200

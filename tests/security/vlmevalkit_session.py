@@ -1,7 +1,7 @@
-"""One start of VLMEvalKit for many questions. It reads cases as JSON from its standard input and prints a
-JSON object of answers.
+"""Starts VLMEvalKit once for many questions: reads cases as JSON from stdin and prints a JSON
+object of answers.
 
-Run closed in, as a worker is, with a fresh folder as its only argument.
+It runs confined, like a worker, with a fresh folder as its only argument.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def said_about(job: dict[str, Any], number: int) -> str:
-    """What a worker says when it opens a data set: the number of questions, or why it does not."""
+    """A worker's answer when it opens a data set: the number of questions, or why it does not."""
     from toolkit.evaluate.early import copy_tables
     from toolkit.evaluate.worker import TableError, build, sources_of
 

@@ -1,4 +1,4 @@
-"""A field that a config.json leaves out is read as transformers' own config classes read it, or refused."""
+"""A field that a config.json leaves out is read as transformers' config classes read it, or refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def released(name: str) -> dict[str, Any]:
 
 
 def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
-    """What the config means to transformers, by our names."""
+    """What the config means to transformers, with our names."""
     hf = AutoConfig.for_model(**copy.deepcopy(config))
     text, vision, rope = hf.text_config, hf.vision_config, hf.text_config.rope_parameters
     third = config["model_type"].startswith("qwen3")
@@ -102,7 +102,7 @@ def by_us(spec: ModelSpec, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def fields(config: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Paths of all fields, those of sections before the sections themselves."""
+    """Paths of all fields; the fields of a section come before the section itself."""
     found = []
     for name, value in config.items():
         if isinstance(value, dict):
@@ -157,7 +157,7 @@ def test_each_field_in_turn(name: str) -> None:
     ],
 )
 def test_defaults_as_numbers(name: str, field: str, default: float) -> None:
-    """The numbers of transformers 5.17 and 5.23, so that a later one that changes them is noticed."""
+    """The numbers hold for transformers 5.17 and 5.23, so a later version that changes them is noticed."""
     config = released(name)
     (config.get("text_config") or config).pop(field)
     language = read_spec(config).language
@@ -183,7 +183,7 @@ def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: b
 
 
 def test_both_names_of_the_rope_fields() -> None:
-    """Where a config has both, transformers takes the older one."""
+    """If a config has both, transformers takes the older one."""
     config = released("Qwen3-VL-8B")
     text = config["text_config"]
     text["rope_parameters"] = text["rope_scaling"] | {"rope_theta": 7.0, "mrope_section": [20, 22, 22]}

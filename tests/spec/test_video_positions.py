@@ -1,4 +1,4 @@
-"""M-RoPE positions at videos: numbers worked out by hand from the released models' rule, from no library.
+"""M-RoPE positions at videos, worked out by hand from the released models' rule and not from a library.
 
 The rule is that of ``get_rope_index_2`` and ``get_rope_index_25`` in Qwen's fine-tuning code, of
 ``get_rope_index`` in the releases of transformers that brought the models (4.45, 4.49), and of vLLM: a medium
@@ -18,9 +18,9 @@ from megatron_vl.training.generate import Prompt
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
 
 SHORT = GridTHW(3, 4, 6, "video", 0.75)
-"""2 x 3 merge units a frame; 1.5 seconds and more."""
+"""2 x 3 merge units per frame; a little over 1.5 seconds."""
 MINUTE = GridTHW(16, 32, 20, "video", 3.75)
-"""16 x 10 merge units a frame; 60 seconds in 32 frames."""
+"""16 x 10 merge units per frame; 60 seconds in 32 frames."""
 SMALL_MINUTE = GridTHW(16, 8, 8, "video", 3.75)
 
 
@@ -111,7 +111,8 @@ def test_positions_are_those_worked_out_by_hand(family, name):
 
 
 def test_the_former_rule_is_kept_for_runs_that_began_under_it():
-    """Text within the video, and a clip of less than a second a group at one time."""
+    """By the former rule, text lies within the video, and a clip of less than a second per group is
+    at one time."""
     positions, sample = positions_of("qwen2_5_vl", [2, MINUTE, 2], "transformers_5_3")
     assert positions[:, -3:].tolist() == [[19, 20, 21]] * 3
     video = positions[0, sample.token_ids == 151656]

@@ -1,2 +1,2 @@
-"""What the tests share: processes that start without importing the stack again, and small models and data
-sets."""
+"""Shared parts of the tests: processes that start without importing the stack again, small models
+and data sets."""

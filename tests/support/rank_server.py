@@ -1,4 +1,4 @@
-"""A process that has imported the training stack once and forks ranks from there.
+"""A process that imports the training stack once and forks ranks.
 
     python -m tests.support.rank_server SOCKET
 
@@ -41,7 +41,7 @@ PRELOADED = (
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
     "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
 )
-"""Imported before the first fork. A module that a rank needs beyond these is imported by the rank."""
+"""Modules imported before the first fork. A rank imports any further module itself."""
 
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for the peers of a rank that failed; torchrun waits 30."""
@@ -53,7 +53,7 @@ class Job:
 
     ranks: int
     environment: dict[str, str]
-    """The whole environment of each rank, apart from what says which rank it is."""
+    """The whole environment of each rank, except the variables that say which rank it is."""
     folder: str
     """An empty folder for ``stdout``, ``stderr`` and ``result.json``."""
     cwd: str
@@ -132,8 +132,7 @@ def _fork(job: Job, rank: int, connection: Connection) -> int:
 
 
 def _be_rank(job: Job, rank: int) -> NoReturn:
-    """Runs the job as this rank and leaves the process, with the exit code that a Python program of its own
-    would have."""
+    """Runs the job as this rank and exits with the code that a separate Python program would have."""
     code = 1
     try:
         _prepare(job, rank)
@@ -155,7 +154,7 @@ def _be_rank(job: Job, rank: int) -> NoReturn:
 
 
 def _prepare(job: Job, rank: int) -> None:
-    """Environment, working folder and output of a rank as a launcher would have set them."""
+    """Sets environment, working folder and output of a rank as a launcher would."""
     identity = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -196,7 +195,7 @@ def _execute(job: Job, rank: int) -> int:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """As the interpreter understands ``sys.exit``."""
+    """The exit code as the interpreter derives it from ``sys.exit``."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):

@@ -1,9 +1,9 @@
-"""Programs and functions in processes of their own, forked from a server that has imported the stack
-(:mod:`.rank_server`).
+"""Runs programs and functions in processes forked from a server that has imported
+the stack (:mod:`.rank_server`).
 
-A rank needs a process of its own: the CPU platform changes torch for the rest of it, and groups of ranks are
-groups of processes. Tests that must see a real start (signals, kills, the launcher, the demo) start real
-processes instead.
+A rank needs its own process, because the CPU platform changes torch globally and groups of ranks are
+groups of processes. Tests that must see a real start (signals, kills, the launcher, the demo) start
+real processes instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .rank_server import Job, Outcome
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 allowed = True
-"""Set by the tests' fixtures: whether the test that runs now is marked ``ranks``."""
+"""Whether the running test is marked ``ranks``; set by the tests' fixtures."""
 
 _jobs = count()
 
@@ -42,7 +42,7 @@ def run_module(
     cwd: Path | None = None,
     timeout_s: float = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m module arguments`` in ``ranks`` processes, to its end.
+    """Runs ``python -m module arguments`` in ``ranks`` processes and waits for their end.
 
     Raises:
         subprocess.TimeoutExpired: the ranks were still running after ``timeout_s`` seconds and were killed.
@@ -65,8 +65,8 @@ def call(
     timeout_s: float = 300,
     **variables: Any,
 ) -> Any:
-    """What ``function(**variables)`` returns on rank 0 when each of ``ranks`` processes calls it; JSON types
-    only."""
+    """Calls ``function(**variables)`` in each of ``ranks`` processes; returns rank 0's result
+    (JSON types only)."""
     named = (function.__module__, function.__name__)
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         job = _job(folder, ranks, environment, None, timeout_s, function=named, variables=variables)
@@ -107,8 +107,8 @@ def _ask(job: Job) -> Outcome:
 
 @cache
 def _server(triton_interpret: str) -> Connection:
-    """The connection to a server of this test process, which ends with it; Triton reads its variable when it
-    is imported."""
+    """The connection to a server that ends with this test process; Triton reads its variable when
+    it is imported."""
     ours, theirs = socket.socketpair()
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": triton_interpret}
     environment = {**os.environ, **variables}
@@ -133,8 +133,8 @@ def _server(triton_interpret: str) -> Connection:
 
 
 def _free_port() -> int:
-    """A port below those that the kernel hands out on its own, so that nobody takes it between this check and
-    its use."""
+    """A port below those that the kernel assigns itself, so that nobody takes it between this check
+    and its use."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = 15_000 + worker * 2_000 + (os.getpid() + next(_jobs)) % 2_000
@@ -144,7 +144,7 @@ def _free_port() -> int:
 
 
 def _said(folder: str) -> tuple[str, str]:
-    """What all ranks wrote to standard output and to standard error."""
+    """The standard output and the standard error of all ranks."""
     paths = (Path(folder) / name for name in ("stdout", "stderr"))
     stdout, stderr = (path.read_text(errors="replace") if path.exists() else "" for path in paths)
     return stdout, stderr

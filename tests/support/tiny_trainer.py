@@ -1,5 +1,5 @@
-"""A trainer of a small model, for functions that run in a process of their own
-(:func:`tests.support.ranks.call`).
+"""A trainer of a small model, for functions that run in a separate
+process (:func:`tests.support.ranks.call`).
 
 Making one chooses the CPU platform, which changes torch for the rest of the process.
 """
@@ -26,7 +26,7 @@ from toolkit.parity.batches import make_sample
 
 SEQ_LEN = 256
 ROWS = 2
-"""Micro-batches of a step."""
+"""Micro-batches per step."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class TinyTrainer:
         return train_step(self.wrapped, self.optimizer, rows, self.grid, SEQ_LEN)
 
     def feed_of(self, rows: Iterable[Any], count: int) -> Feed:
-        """A feed of other rows, ``count`` of them a step."""
+        """A feed of other rows, ``count`` of them per step."""
         return Feed(self.grid, self.platform, iter(rows), count, balanced=False)
 
     def new_chunks(self, config: TrainConfig | None = None) -> list[Any]:
@@ -60,8 +60,8 @@ class TinyTrainer:
 
 
 def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimizer: Any) -> TinyTrainer:
-    """A trainer whose rows are an image and a text in turn; ``optimizer`` overrides fields of its
-    configuration."""
+    """A trainer whose rows alternate between image and text; ``optimizer`` overrides fields
+    of its configuration."""
     platform = get_platform("cpu")
     spec = read_spec(hf)
     layout = make_layout(spec, pp=pp)

@@ -49,7 +49,7 @@ def encoded(picture: Image.Image) -> str:
 
 
 def photograph_table(path: Path) -> Path:
-    """Eight questions about four photographs; right answers A, B, C, D in turn."""
+    """Eight questions about four photographs; the right answers alternate between A, B, C and D."""
     pictures, options = photographs(), ("a person", "a cat", "a cup", "a rocket")
     rows = [
         [i + 1, encoded(pictures[i // 2]), f"What is in picture {i}?", *options, "ABCD"[i // 2]]
@@ -75,7 +75,7 @@ def dialogue_table(folder: Path) -> Path:
 
 
 def answers_letters(folder: Path, seed: int) -> Path:
-    """Makes a tiny checkpoint whose first token is always one of A to D, by what it sees."""
+    """Makes a tiny checkpoint whose first token is always one of A to D, depending on the picture."""
     tokens = load_processor(folder).tokenizer
     letters = [tokens.convert_tokens_to_ids(letter) for letter in "ABCD"]
     file = next(file for file in folder.glob("*.safetensors") if "lm_head.weight" in load_file(file))
@@ -96,8 +96,7 @@ def answers_of(out: Path, role: str) -> list[dict]:
 
 
 def damage(converted: Path, folder: Path) -> Path:
-    """A copy with the heads of one k_proj in the other order, as a wrong conversion of grouped queries would
-    leave them."""
+    """A copy with the heads of one k_proj swapped, as after a wrong conversion of grouped queries."""
     shutil.copytree(converted, folder)
     name = "model.layers.3.self_attn.k_proj.weight"
     file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
@@ -107,7 +106,7 @@ def damage(converted: Path, folder: Path) -> Path:
 
 
 def write_video(path: Path, picture: Image.Image, frames: int) -> None:
-    """A picture that moves to the left."""
+    """Writes a video of a picture that moves to the left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = np.asarray(picture.convert("RGB").resize((96 + frames, 64)))
     with av.open(str(path), "w") as container:

@@ -1,5 +1,4 @@
-"""The peer's loss and gradients against the plain Hugging Face model on the same samples, one by one, with
-SDPA.
+"""Compares the peer's loss and gradients with the plain Hugging Face model on the same samples, one by one.
 
 torchrun --nproc-per-node 2 -m tests.toolkit.peer_gradients OUT.json HF_FOLDER ...
 """

@@ -1,4 +1,4 @@
-"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+"""Functions that the tests of this folder run in separate processes (:func:`tests.support.ranks.call`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Stages = list[list[list[Any]]]
 
 
 def order_of_chunks(pp: int, vpp: int, micro_batches: int, stage: int) -> list[int]:
-    """Core's own order of forward (positive) and backward (negative) passes of the chunks of a stage, counted
-    from 1."""
+    """Core's order of forward (positive) and backward (negative) passes of a stage's chunks,
+    counted from 1."""
     group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
     place = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
     warm_up = get_pp_rank_microbatches(micro_batches, vpp, pp, p2p_communicator=place)[2]
@@ -58,8 +58,8 @@ def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
 
 
 def busiest_experts(hf: str) -> list[float]:
-    """Per layer, the busiest expert's tokens over the mean, with ``--even_routing`` and routers that prefer
-    no expert."""
+    """Per layer, the busiest expert's tokens over the mean, with ``--even_routing``
+    and indifferent routers."""
     from toolkit.bench.measure import build, make_loader, one_step
     from toolkit.bench.options import parse
 

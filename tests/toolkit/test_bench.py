@@ -73,7 +73,7 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
 
 @pytest.mark.ranks
 def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
-    """Tokens, images and FLOPs of the rows after the warm-up, drawn here once more."""
+    """Checks tokens, images and FLOPs of the rows after the warm-up, which are drawn here once more."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
     for workload in ("images", "text"):
         drawn = rows(spec, SEQ_LEN, images=workload == "images", seed=17)
@@ -138,7 +138,7 @@ def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
 
 @pytest.mark.ranks
 def test_experts_are_chosen_evenly_where_that_is_asked_for(tiny_checkpoint) -> None:
-    """The busiest expert's tokens, over the mean: experts / top_k without the option."""
+    """The busiest expert's tokens over the mean would be experts / top_k without the option."""
     busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))
     assert busiest and max(busiest) < 1.5, busiest
 
@@ -172,7 +172,7 @@ def test_covered_time_counts_overlaps_once() -> None:
 
 
 def test_straggling_compares_ranks_of_one_stage() -> None:
-    """Each step waits for its slowest rank, another one each time; stages differ by design."""
+    """Each step waits for its slowest rank, a different one each time; stages differ by design."""
 
     def rank(*compute: float) -> list[dict[str, float]]:
         return [dict.fromkeys(parts.PARTS, 0.0) | {"language forward": c} for c in compute]

@@ -1,4 +1,4 @@
-"""Small errors are told before anything heavy is imported."""
+"""Small errors are reported before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ for words in wrong:
 """
 
 
-def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
+def test_missing_paths_and_impossible_fields_are_reported_without_importing_torch():
     done = subprocess.run(
         [sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -70,9 +70,9 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
         "--lmu-data nowhere is not a folder" in done.stderr
         and done.stderr.count("; --lmu-data takes the folder") == 2
     )
-    assert "megatron-vl doctor: --data.seq_len: fields of a run go with --config RUN.yaml" in done.stderr
+    assert "megatron-vl doctor: --data.seq_len: a field of a run needs --config RUN.yaml" in done.stderr
     assert "megatron-vl verify: unrecognized arguments: --forse; see megatron-vl verify --help" in done.stderr
-    assert "megatron-vl train: give the run: megatron-vl train --config RUN.yaml" in done.stderr
+    assert "megatron-vl train: no run is given: megatron-vl train --config RUN.yaml" in done.stderr
     assert "megatron-vl: unknown command: convrt; valid: convert" in done.stderr
     assert "megatron-vl train: parallel: tp 3 x pp 1 = 3 ranks do not divide the world size 4" in done.stderr
     assert "Traceback" not in done.stderr
@@ -89,7 +89,7 @@ def test_missing_paths_and_impossible_fields_are_told_without_importing_torch():
         ("latest.json", "x", "latest.json is damaged"),
         ("latest.json", '{"step": 3}', "names step 3, but"),
         ("step_00000002/run.json", "{", "run.json is damaged"),
-        ("manifest.json", "{}", "holds weights alone, which `megatron-vl verify"),
+        ("manifest.json", "{}", "holds only weights, which `megatron-vl verify"),
     ],
 )
 @pytest.mark.parametrize("action", ["show", "verify"])
@@ -104,12 +104,12 @@ def test_damage_of_a_run_is_one_line(tmp_path, capsys, action, file, text, messa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 @pytest.mark.parametrize("option", ["--platform cuda", "--reference-device cuda", "--reference-device gpu"])
-def test_a_device_that_is_not_there_is_told_at_once(capsys, option):
+def test_a_device_that_is_not_there_is_reported_at_once(capsys, option):
     assert main(["parity", "--family", "qwen2_5_vl", "--layouts", "1", *option.split()]) == 1
     assert capsys.readouterr().err.startswith(f"megatron-vl parity: {option.split()[0]} ")
 
 
-def test_no_process_is_no_benchmark(capsys):
+def test_zero_processes_are_refused(capsys):
     assert main(["bench", "--hf", "pyproject.toml", "--processes", "0"]) == 2
     assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
 
@@ -123,7 +123,7 @@ def test_one_prompt_is_not_lost_behind_another(capsys):
 
 def test_an_empty_prompt_without_media_is_refused(capsys):
     assert main(["generate", "--checkpoint", ".", "--hf", ".", "--prompt", " "]) == 1
-    assert "--prompt is empty; say something, or give a picture" in capsys.readouterr().err
+    assert "--prompt is empty; give a text, or a picture" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["0", "-1"])
@@ -133,7 +133,7 @@ def test_a_comparison_of_no_step_is_refused(capsys, steps):
 
 
 def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
-    """Of the optimizer, the loader and the weights; whole, the same checkpoint is shown with exit code 0."""
+    """Checks optimizer, loader and weights; the intact checkpoint is shown with exit code 0."""
     files = {"optimizer/rank_00000.safetensors": {}, "loader/dp_00000.json": {}}
     facts = {
         "format": 1,

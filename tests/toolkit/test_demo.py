@@ -1,4 +1,4 @@
-"""The demo passes its own checks, and they do fail when something is wrong."""
+"""The demo passes its own checks, and they fail if something is wrong."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def test_all_checks_pass_and_the_curve_is_drawn(demo):
 
 @pytest.mark.ranks
 def test_a_damaged_export_fails(demo, tmp_path):
-    """The control: one layer's heads swapped, as a wrong conversion would do, and the loss and the answers
-    are wrong."""
+    """The control: with one layer's heads swapped, as by a wrong conversion, loss and answers are wrong."""
     damaged = tmp_path / "damaged"
     shutil.copytree(demo.exported, damaged)
     name = "model.layers.3.self_attn.q_proj.weight"
@@ -52,7 +51,7 @@ def test_a_damaged_export_fails(demo, tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     evaluated = steps.read_metrics(demo.folder / "evaluation_after")[-1]
     steps.compare_losses(demo, steps._reference(damaged), "after", evaluated, 1e-4)
-    demo.seconds["in all"] = 0.0
+    demo.seconds["total"] = 0.0
     assert not demo.checks[-1].passed
     assert steps.report(demo) == 1
 

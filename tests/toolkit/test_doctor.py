@@ -1,5 +1,5 @@
-"""doctor on this very machine, on whole and damaged data, checkpoints and runs, and on a broken
-installation."""
+"""Runs doctor on this machine, on intact and damaged data, checkpoints and runs, and on
+a broken installation."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def doctor(*words: str | Path, path: Path | None = None) -> tuple[int, dict[str,
 
 @pytest.mark.ranks
 def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
-    """A package that fails at import, as Transformer Engine's parts do without each other, is found and
-    nothing else is."""
+    """A package that fails at import, as Transformer Engine's parts do alone, is the only finding."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('Could not find `transformer-engine`.')\n")
@@ -83,7 +82,7 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
 
 @pytest.mark.ranks
 def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
-    """In this process: the same findings that the command prints."""
+    """Runs in this process and gives the same findings that the command prints."""
     good = check_run(["--config", str(run["yaml"])], None, [])
     assert set(states(good.findings).values()) == {"ok"}, [f for f in good.findings if f.state != "ok"]
     assert {"model is built", "rows", "start weights", "memory", "disk"} <= states(good.findings).keys()
@@ -119,7 +118,7 @@ def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_p
     monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "moved")])
     [finding] = _start_weights(config, read_spec(run["hf"]))
-    assert finding.state == "ok" and "not needed: the run goes on from its own checkpoint" in finding.found
+    assert finding.state == "ok" and "not needed: the run continues from its own checkpoint" in finding.found
     assert check_checkpoint(tmp_path / "other").state == "ok"
     file = next((tmp_path / "other").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
@@ -135,7 +134,7 @@ def test_experts_in_the_layout_and_a_run_that_is_done(run, monkeypatch):
     monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
     for steps, state, said in (
         (7, "note", "step 7 of 7: nothing is left to do"),
-        (8, "ok", "step 7; the run goes on"),
+        (8, "ok", "step 7; the run continues"),
     ):
         config = parse_config(["--config", str(run["yaml"]), "--steps", str(steps)])
         finding = _resume(config, read_spec(run["hf"]), 1)[-1]
@@ -159,10 +158,10 @@ def test_disk_that_is_too_small_or_not_there(tmp_path):
 
 
 def test_gpus_as_nvidia_smi_lists_them():
-    """Its own CSV, with a GPU that has fallen off the bus."""
+    """Parses nvidia-smi's own CSV, with a GPU that has fallen off the bus."""
     text = (
-        "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error],"
-        " [N/A], [N/A], 1\n"
+        "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error], "
+        "[N/A], [N/A], 1\n"
     )
     assert parse_gpus(text) == [
         Gpu(0, "NVIDIA H200", 143771, 4, "580.95.05"),

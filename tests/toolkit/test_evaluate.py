@@ -1,5 +1,5 @@
-"""`megatron-vl evaluate` with the real VLMEvalKit: an example's script from shards to scores, damage, tables
-that are refused."""
+"""`megatron-vl evaluate` with the real VLMEvalKit: an example's script from shards to scores,
+damage, refused tables."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def converted(original, tmp_path_factory) -> Path:
 
 
 def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
-    """What transformers says first to VLMEvalKit's words about the table's own pictures."""
+    """The first words of transformers' answer to VLMEvalKit's prompt about the table's own pictures."""
     with table.open(newline="") as file:
         pictures = {row["index"]: row["image"] for row in csv.DictReader(file, delimiter="\t")}
     processor, model = load_processor(folder), load_model(folder, torch.float32)
@@ -74,7 +74,7 @@ def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
 
 @pytest.mark.ranks
 def test_an_examples_script_scores_original_round_trip_and_training(original, table, tmp_path):
-    """Two processes share the questions; answers and scores are those that transformers and counting give."""
+    """Two processes share the questions; answers and scores are those of transformers and of counting."""
     full, shards, run = tmp_path / "full", tmp_path / "shards", tmp_path / "run"
     convert(original, shards, {"tp": 2, "pp": 2, "layers": [10, 18]})
     other = shutil.copytree(tiny_checkpoint("qwen2_5_vl", layers=28), tmp_path / "other")
@@ -139,8 +139,8 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
         return capsys.readouterr().err
 
     assert "other.tsv does not exist" in refused("--data", "other")
-    assert "gone.tsv is no file; give the path of a table" in refused("--data", str(tmp_path / "gone.tsv"))
-    assert f"--data {table} is a table, and its folder is taken" in refused("--data", str(table))
+    assert "gone.tsv is not a file; give the path of a table" in refused("--data", str(tmp_path / "gone.tsv"))
+    assert f"--data {table} is a table whose own folder is used" in refused("--data", str(table))
     assert "config.json is missing" in refused(hf=tmp_path)
     assert "--limit 0 must be at least 1" in refused("--limit", "0")
     assert "must be on this machine" in refused(
@@ -156,8 +156,8 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
 
 
 def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
-    """Also one of the working folder, and one of a name that VLMEvalKit knows; never a folder, nor another
-    file."""
+    """Also a table in the working folder or with a name that VLMEvalKit knows, but never a folder
+    or another file."""
     usual = tmp_path / "LMUData"
     write_table(tmp_path / "mine" / "photos.tsv", [[1, "Who?"]], ("index", "question"))
     write_table(usual / "photos.tsv", [[1, "Where?"]], ("index", "question"))
@@ -171,7 +171,7 @@ def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
     (tmp_path / "mine" / "folder.tsv").mkdir()
     assert find_data("MMBench", None, usual) == ("MMBench", usual)
     for wrong in ("folder.tsv", "gone.tsv", "../mine/photos", "..", ""):
-        with pytest.raises(UsageError, match="is no file; give the path of a table"):
+        with pytest.raises(UsageError, match="is not a file; give the path of a table"):
             find_data(wrong, None, usual)
     with pytest.raises(UsageError, match="leave it out"):
         find_data("photos.tsv", tmp_path, usual)
@@ -187,8 +187,8 @@ assert not {"torch", "vlmeval", "pandas"} & set(sys.modules)
 """
 
 
-def test_wrong_data_is_told_before_anything_is_imported(table, tmp_path):
-    """Names that nobody knows, a published table, one of several, an own table's columns."""
+def test_wrong_data_is_reported_before_anything_is_imported(table, tmp_path):
+    """Tries unknown names, a published table, one of several tables, and an own table's columns."""
     write_table(tmp_path / "MMMB_ar.tsv", [[1, "Who?"]], ("index", "question"))
     write_table(tmp_path / "photos.tsv", [[1, "Who?", "a", "b"]], ("index", "question", "A", "B"))
     names = ("nobody", "MMBench_DEV_EN_V11", "MMMB", "photos")

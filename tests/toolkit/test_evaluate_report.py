@@ -1,4 +1,4 @@
-"""The page of an evaluation: complete, and deaf to what a table or a checkpoint says."""
+"""The page of an evaluation is complete and executes nothing from a table or a checkpoint."""
 
 from __future__ import annotations
 

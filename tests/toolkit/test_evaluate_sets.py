@@ -1,5 +1,4 @@
-"""`megatron-vl evaluate` on VLMEvalKit's sets of dialogues, of several tables and of videos, in the form it
-keeps them in."""
+"""`megatron-vl evaluate` on VLMEvalKit's sets of dialogues, several tables and videos, in its own format."""
 
 from __future__ import annotations
 
@@ -83,8 +82,8 @@ DIMENSIONS = (
 
 @pytest.fixture
 def judge():
-    """A server that scores an answer by its first letter, A 1 to D 4, in the words that MMDU's judge is asked
-    to use."""
+    """A server that scores an answer by its first letter, A 1 to D 4, in the format that MMDU's
+    judge must use."""
     seen: list[str] = []
 
     class Judge(BaseHTTPRequestHandler):
@@ -113,7 +112,7 @@ def judge():
 
 
 def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image]) -> list[str]:
-    """Each turn's answer by transformers, its own answers before it."""
+    """Each turn's answer by transformers, given its own answers before."""
     processor, model = load_processor(folder), load_model(folder, torch.float32)
     messages, answers, used = [], [], 0
     for question in questions:
@@ -154,8 +153,8 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, ju
 
 
 def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
-    """MMMB: six tables, each scored by itself; two questions of each are asked. The checkpoint with one
-    projection permuted is told from the original there too."""
+    """MMMB has six tables, each scored by itself; two questions of each are asked. The checkpoint with one
+    permuted projection differs from the original there too."""
     original, converted = pair("qwen2_5_vl")
     pictures, choices = photographs(), ("a person", "a cat", "a cup", "a rocket")
     for language in ("ar", "cn", "en", "pt", "ru", "tr"):
@@ -192,12 +191,12 @@ def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
 
 
 ASKED = (0, 1, 2, 3, 1, 2, 3, 0)
-"""Questions, and videos, of the rows: none twice in even rows, nor in odd ones."""
+"""Questions, and videos, of the rows; none occurs twice among the even rows or among the odd ones."""
 
 
 @pytest.fixture
 def videos(tmp_path) -> Path:
-    """Video-MME's form, as its repository holds it after VLMEvalKit has prepared it."""
+    """Video-MME's form, as in its repository after VLMEvalKit has prepared it."""
     folder = tmp_path / "LMUData" / "Video-MME"
     for i, picture in enumerate(photographs()):
         write_video(folder / "video" / f"clip{i}.mp4", picture, 24 + i)
@@ -208,8 +207,8 @@ def videos(tmp_path) -> Path:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_path):
-    """Frames, grids, times and tokens, for a number of frames and for frames a second; sizes limited frame by
-    frame."""
+    """Compares frames, grids, times and tokens for a number of frames and for frames per second,
+    with size limits."""
     from transformers.video_utils import VideoMetadata
 
     hf = write_tiny_checkpoint(tmp_path / "hf", family)
@@ -261,7 +260,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
 
 
 def test_videos_are_shown_as_frames_and_two_processes_answer_alike(pair, videos, tmp_path):
-    """Each question is asked twice: once of each process, which have the even rows and the odd ones."""
+    """Each question is asked twice, once of each process; one has the even rows, the other the odd ones."""
     code, report = evaluate(
         pair("qwen3_vl"),
         "Video-MME_8frame",

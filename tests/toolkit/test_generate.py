@@ -1,4 +1,5 @@
-"""Answers under tensor and pipeline parallelism are those of transformers' ``generate``, token for token."""
+"""Answers under tensor and pipeline parallelism equal those of transformers' ``generate``,
+token for token."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ IDS = ("astronaut", "two_images", "text_only", "video")
     ids=["TP2", "PP2", "EP2", "TP2-ETP2"],
 )
 def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoint, tmp_path: Path, capsys):
-    """A picture, two pictures, text alone and a video, answered together; with experts three at a time, from
-    files of two, and on two replicas, one of which has a prompt less in each round."""
+    """Answers a picture, two pictures, text alone and a video together; with experts, three at a time from
+    two files, and on two replicas, one of which has one prompt less in each round."""
     hf = tiny_checkpoint(family, dtype=torch.float32, max_pixels=252 * 252)
     experts = {"ep": 4} if family == "qwen3_vl_moe" else {}
     convert(hf, tmp_path / "weights", {"tp": 1, "pp": 4} | experts)
@@ -111,8 +112,9 @@ def test_what_is_missing_is_named(options, message, tiny_checkpoint, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_all_unusable_records_are_told(tiny_checkpoint, tmp_path: Path, capsys):
-    """With file and line, of all files, ten at most; media that do not decode are told in the same way."""
+def test_all_unusable_records_are_reported(tiny_checkpoint, tmp_path: Path, capsys):
+    """All files are named with the line, ten at most; media that do not decode are reported in
+    the same way."""
     hf = str(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
     first, second, third = (tmp_path / name for name in ("first.jsonl", "second.json", "third.jsonl"))
 

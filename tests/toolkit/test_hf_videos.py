@@ -1,4 +1,4 @@
-"""Videos in transformers as the released models know them: its positions, and the text for its processors."""
+"""Videos in transformers follow the released models: its positions, and the text for its processors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ FAST = GridTHW(3, 4, 8, "video", 0.75)
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_positions_of_a_padded_batch(family: str) -> None:
-    """Two prompts of different lengths with media of both kinds, padded in front; where new tokens go on."""
+    """Two prompts of different lengths with media of both kinds are padded on the left; checks where
+    new tokens continue."""
     spec = spec_of(family)
     samples = [
         sample_of(spec, [2, LONG, 1, GridTHW(1, 8, 4), 2, FAST, 3]),
@@ -56,7 +57,7 @@ def test_positions_of_a_padded_batch(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_generate_of_transformers_goes_on_after_the_largest_position(family: str, tiny_checkpoint) -> None:
-    """Its logits, token by token with keys and values kept, are those of one pass with explicit positions."""
+    """Its cached logits, token by token, equal those of one pass with explicit positions."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     sample = make_sample("video_between", spec, 3)

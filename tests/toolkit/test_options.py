@@ -1,5 +1,4 @@
-"""Every command's options: spelled one way, explained, read from one declaration; old spellings work; help is
-fast."""
+"""Every command's options have one spelling and an explanation; old spellings work; help is fast."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def test_words_become_values_and_fields_of_a_run_are_kept_apart():
 
 
 def test_the_old_spellings_are_read():
-    """Underscores, a word after a switch, and fields of a run after ``--``."""
+    """Underscores, a word after a switch, and fields of a run after ``--`` are accepted."""
     assert example("--out_dir", "a", "--keep_all", "true").keep_all
     assert example("--out_dir=a", "--keep_all", "false") == example("--out-dir", "a")
     assert example("--out-dir", "a", "--", "--data.seq_len", "8").fields == ["--data.seq_len", "8"]
@@ -96,8 +95,8 @@ def test_one_of_two_is_asked_for():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_every_command_is_explained(name, capsys):
-    """In words, with a capital and no empty text; multi-word options have hyphens; the fields of a run are
-    listed too."""
+    """Help texts are in words, with a capital and not empty; options have hyphens; the fields of a
+    run are listed."""
     from toolkit.options import _field_texts, _shown
 
     options = COMMANDS[name].load_options()

@@ -1,5 +1,4 @@
-"""The parity command: whole layouts agree with transformers, and a damaged checkpoint is found out, its layer
-named."""
+"""In the parity command, all layouts agree with transformers, and a damaged checkpoint's layer is named."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def test_layouts_agree_with_transformers(capsys):
 
 @pytest.mark.ranks
 def test_a_damaged_checkpoint_fails_and_its_layer_is_named(capsys, tiny_checkpoint, tmp_path: Path):
-    """The rows of one k_proj in another order: shapes, norms and hashes are right, and the loss is not."""
+    """With the rows of one k_proj permuted, shapes, norms and hashes are right, but the loss is not."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     shutil.copytree(hf, tmp_path / "damaged")
     name = "model.layers.2.self_attn.k_proj.weight"

@@ -1,4 +1,4 @@
-"""Memory estimates against measurements, and every shipped example: it can be built, and it fits the GPUs
+"""Compares memory estimates with measurements; every shipped example can be built and fits the GPUs
 that it names."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
 # patches of the fullest row.
 BEFORE = "--model.window_attention backend --model.vision_attention torch_varlen".split()
 PIPELINE = (
-    "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true"
-    " --global_batch_size 8"
+    "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true "
+    "--global_batch_size 8"
 )
 MEASURED = [
     ("4 layers, text", 55.6, 1, "--global_batch_size 2", 4, 0),
@@ -98,8 +98,8 @@ FUSED = [
         20000,
     ),
 ]
-"""With the window kernel and our SwiGLU, full attention by FlashAttention-2; docs/log/2026-11.md, speed of
-packed image rows on H200."""
+"""With the window kernel and our SwiGLU, full attention by FlashAttention-2; from
+docs/log/2026-11.md, speed of packed image rows on H200."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ SCHEDULES = [(2, 1, 6), (4, 1, 3), (4, 1, 9), (2, 2, 4), (4, 2, 8), (4, 3, 12), 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("pp", "vpp", "micro_batches"), SCHEDULES)
 def test_schedule_is_that_of_megatron_core(pp, vpp, micro_batches):
-    """Forward and backward passes of each chunk in the order of core's own table, counted."""
+    """Counts forward and backward passes of each chunk in the order of core's own table."""
     for stage, order in enumerate(core_says()["orders"][SCHEDULES.index((pp, vpp, micro_batches))]):
         held, expected = [0] * vpp, []
         for chunk in order:  # chunks from 1; a backward pass is negative
@@ -149,15 +149,14 @@ def test_schedule_is_that_of_megatron_core(pp, vpp, micro_batches):
 
 
 def mixture() -> ModelSpec:
-    """A model with experts, in some of its layers."""
+    """A model with experts in some of its layers."""
     spec = read_spec(HF_CONFIGS / "Qwen3-VL-8B-Instruct.json")
     moe = MoeSpec(128, 8, 768, norm_topk_prob=True, aux_loss_coef=0.0, dense_layers=(0, 5))
     return dataclasses.replace(spec, language=dataclasses.replace(spec.language, moe=moe))
 
 
 def test_optimizer_state_is_spread_without_loss():
-    """Over all ranks there are 12 bytes for each parameter, experts' included, in whatever data-parallel
-    groups."""
+    """All ranks together hold 12 bytes per parameter, experts included, in any data-parallel groups."""
     spec = mixture()
     parameters = sum(math.prod(info.shape) for info in tensor_table(spec).values())
     for options in (
@@ -185,8 +184,7 @@ def test_fewer_experts_and_less_recompute_change_what_they_should():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_states_what_is_estimated_today(path):
-    """That the numbers are right is counted by hand in tests/test_examples.py; here, that a changed estimate
-    reaches the YAML."""
+    """tests/test_examples.py checks the numbers by hand; here, a changed estimate must reach the YAML."""
     given = read_example(path)
     peak = peak_gib(estimate(given.config, given.spec, given.world))
     assert given.gib == round(peak) and peak <= GPU_GIB[given.gpu] - RESERVE_GIB
@@ -197,8 +195,8 @@ def test_example_states_what_is_estimated_today(path):
 
 
 def test_estimated_speed_is_the_measured_one():
-    """Tokens a second and GPU on image rows, docs/log/2026-11.md 2026-11-21: the 7B on four H200, the 3B
-    on one, TP2 on two."""
+    """Tokens per second and GPU on image rows (docs/log/2026-11.md 2026-11-21): 7B on four H200, 3B on one,
+    TP2 on two."""
     lean = ["--data.seq_len", "8192", *LEAN.split(), "--global_batch_size", "16"]
     for measured, size, world, layers, more in (
         (9670, "Qwen2.5-VL-7B", 4, {}, []),
@@ -218,8 +216,8 @@ def test_estimated_speed_is_the_measured_one():
 
 @cache
 def core_says() -> dict[str, Any]:
-    """From one process of its own: example -> stages -> [name, shape, trained] of the modules built, and
-    core's schedules."""
+    """From one separate process: the modules built for each example as [name, shape, trained],
+    and core's schedules."""
     arguments = {path.stem: (str(path), *map(str, _spec_and_world(path))) for path in EXAMPLES}
     return call(built_examples, schedules=SCHEDULES, examples=arguments)
 
@@ -232,8 +230,8 @@ def _spec_and_world(path: Path) -> tuple[Path, int]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_builds_under_its_layout(path):
-    """Each stage has just the tensors of the table that live there, in the shape of their shard, and the
-    weights estimated."""
+    """Each stage has exactly the table's tensors for it, in the shape of their shards, and
+    the estimated weights."""
     config, spec, world = example(path)
     p = config.parallel
     layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)

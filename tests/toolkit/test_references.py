@@ -1,4 +1,4 @@
-"""References that layouts share: computed once for what is equal, and anew for whatever differs."""
+"""References that layouts share are computed once for equal inputs and again for any difference."""
 
 from __future__ import annotations
 

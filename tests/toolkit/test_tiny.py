@@ -1,5 +1,4 @@
-"""A tiny checkpoint is a real one: transformers loads every part of it, with the weights that were
-written."""
+"""A tiny checkpoint is a real one: transformers loads every part of it, with the written weights."""
 
 from __future__ import annotations
 

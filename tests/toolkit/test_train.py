@@ -1,5 +1,5 @@
-"""``megatron-vl train``: what the environment makes of it, what ``--dry-run`` says, and one real start of two
-ranks."""
+"""``megatron-vl train``: how it reads the environment, what ``--dry-run`` prints, and a real start
+of two ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_slurm_step_with_a_task_a_node_starts_the_ranks_of_its_node():
 
 @pytest.fixture
 def started(monkeypatch) -> list[list[str]]:
-    """What the launcher was given; it starts nothing."""
+    """The launcher's arguments; it starts nothing."""
     given: list[list[str]] = []
     monkeypatch.setattr("megatron_vl.launch.main", lambda words: given.append(words) or 7)
     for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")]:
@@ -124,8 +124,8 @@ LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,2
 
 
 def test_dry_run_says_layout_schedule_and_memory(capsys):
-    """Counted by hand: 64 ranks are two replicas of 32 micro-batches; stage 0 runs three forward passes
-    ahead."""
+    """Counted by hand: 64 ranks are two replicas of 32 micro-batches; stage 0 runs three
+    forward passes ahead."""
     facts = dry_run(capsys, *LARGE, "--nnodes", "8", "--nproc-per-node", "8")
     assert facts["ranks"] == 64 and facts["layout"]["dp"] == 2
     assert facts["stages"][0] == ["vision tower", "embedding", "decoder layers 0 to 16"]
@@ -163,7 +163,7 @@ def test_dry_run_is_readable_and_imports_no_torch():
 
 @pytest.mark.ranks
 def test_one_command_trains_on_two_ranks_and_on_one(tiny_checkpoint, tmp_path):
-    """As a user starts it; a single rank reads the same rows, and so has the same losses."""
+    """It starts as a user starts it; a single rank reads the same rows and so has the same losses."""
     prepared = prepare(tmp_path, tiny_checkpoint("qwen2_5_vl"), samples=8)
     losses = {}
     for ranks in (2, 1):

@@ -1,5 +1,4 @@
-"""The data sets of the installed VLMEvalKit, as ``toolkit/evaluate/names.json`` lists them: the module prints
-that file.
+"""Prints the data sets of the installed VLMEvalKit, in the form of ``toolkit/evaluate/names.json``.
 
 python -m tests.toolkit.vlmeval_names > toolkit/evaluate/names.json
 """
@@ -11,7 +10,7 @@ from typing import Any
 
 
 def parts_of(name: str) -> tuple[str, list[str]]:
-    """What VLMEvalKit makes a data set of: its kind, and the names of its tables or repositories."""
+    """The parts of a data set in VLMEvalKit: its kind, and the names of its tables or repositories."""
     from vlmeval.dataset import DATASET_CLASSES, ConcatDataset, ConcatVideoDataset, supported_video_datasets
 
     if name in ConcatDataset.DATASET_SETS:
@@ -28,7 +27,7 @@ def parts_of(name: str) -> tuple[str, list[str]]:
 
 
 def names() -> dict[str, Any]:
-    """``table``: names of one table each; ``tables`` and ``video``: name -> what it is made of."""
+    """``table``: names of single tables; ``tables`` and ``video``: name -> parts."""
     from vlmeval.dataset import SUPPORTED_DATASETS, ConcatDataset, supported_video_datasets
 
     found: dict[str, Any] = {"table": [], "tables": {}, "video": {}}

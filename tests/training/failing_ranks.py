@@ -1,5 +1,4 @@
-"""Ranks of which the last one fails while the others are where nothing wakes them: started by
-test_failures.py.
+"""Ranks of which the last one fails while the others wait where nothing wakes them; for test_failures.py.
 
     torchrun --nproc-per-node 2 tests/training/failing_ranks.py [nccl]
 
@@ -27,7 +26,7 @@ def wait_for_nobody() -> None:
 
 
 def write_slowly(path: Path) -> None:
-    """As a checkpoint that is being written while a rank fails."""
+    """Writes like a checkpoint that is being saved while a rank fails."""
     time.sleep(3)
     path.write_text("whole")
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
+"""Functions that the tests of this folder run in separate processes (:func:`tests.support.ranks.call`)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from toolkit.parity.batches import make_sample
 
 
 def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
-    """Three steps, the second with NaN in its activations: updated, weights changed, loss finite, why it was
-    skipped."""
+    """Three steps, the second with NaN activations: updated, weights changed, loss finite,
+    reason for skipping."""
     trainer = tiny_trainer(hf)
     chunk = trainer.chunks[0]
 
@@ -61,10 +61,10 @@ def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
 
 
 def steps_with_one_without_loss(hf: str, pp: int = 1) -> list[list[list[Any]]]:
-    """By rank, for three steps of which the second has no loss token: [why skipped, loss tokens, what stayed,
-    what moved].
+    """For each rank and three steps, the second without loss tokens: [why skipped, loss tokens, what
+    stayed, what moved].
 
-    What stays or moves are the kinds of optimizer state.
+    The kinds of optimizer state are what stays or moves.
     """
     trainer = tiny_trainer(hf, pp=pp)
     steps = [("image", "text"), ("without_loss", "without_loss"), ("image", "without_loss")]
@@ -92,8 +92,8 @@ def _optimizer_state(trainer: TinyTrainer) -> dict[str, torch.Tensor]:
 
 
 def parts_that_move(hf: str, still: str) -> list[Any]:
-    """[rates of two steps, part -> [any tensor moved, all moved], rates with the merger frozen]; part
-    ``still`` has rate 0."""
+    """[rates of two steps, part -> [any tensor moved, all moved], rates with the merger frozen]; ``still``
+    has rate 0."""
     trainer = tiny_trainer(hf, **{"lr" if still == "language" else f"{still}_lr": 0.0})
     parameters = dict(trainer.chunks[0].named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -144,7 +144,7 @@ def weights_copied_together(hf: str) -> list[Any]:
 
 
 def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
-    """What torch counts in a forward and backward pass of our modules under each kind of recompute."""
+    """Torch's count for a forward and backward pass of our modules under each kind of recomputation."""
     trainer = tiny_trainer(hf)
     samples = [make_sample("mixed", trainer.spec, seed) for seed in (0, 1)]
     length = sum(map(len, samples))
@@ -162,8 +162,8 @@ def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
 
 
 def rows_over_the_wire(hf: str) -> list[list[Any]]:
-    """[fields that do not arrive as they left, whether the room made is right] of a row with pictures and one
-    without."""
+    """[fields that do not arrive as they left, whether the room made is right] of a row with pictures
+    and one without."""
     get_platform("cpu")
     spec = read_spec(hf)
     results = []
@@ -198,7 +198,7 @@ def rows_over_the_wire(hf: str) -> list[list[Any]]:
 
 
 def failures_of_loaders() -> list[str]:
-    """What is said of a loader that ends, and of one that fails."""
+    """The messages about a loader that ends, and about one that fails."""
     platform = get_platform("cpu")
 
     def broken() -> Iterator[Any]:
@@ -220,8 +220,8 @@ VARYING = ("step_s", "tokens_per_s_per_rank", "tflops_per_rank", "mfu")
 
 
 def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
-    """Four lines of a log under TP2 x DP2, with ``limit`` bytes of lists to a line; samples are dropped in
-    step 2."""
+    """Four lines of a log under TP2 x DP2, with ``limit`` bytes for lists per line; samples are dropped
+    in step 2."""
     platform = get_platform("cpu")
     init_distributed(platform)
     spec = read_spec(hf)
@@ -282,8 +282,7 @@ def tally_of_one_rank() -> list[Any]:
 
 
 def what_trainings_say(starts: list[list[str]]) -> list[str]:
-    """What each start of the trainer printed, one after another in one process, and the message that it ended
-    with."""
+    """The output of each start of the trainer, all in one process, and the message that it ended with."""
     said = []
     for words in starts:
         out, problem = io.StringIO(), ""

@@ -1,4 +1,4 @@
-"""A small run of the trainer for tests: model, weights, data, and the command line that starts it."""
+"""A small run of the trainer: model, weights, data, and the command line that starts it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LAYOUT = [
     "--parallel.sequence_parallel",
     "true",
 ]
-"""Four ranks, uneven."""
+"""Four ranks with uneven layers."""
 
 
 def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0) -> dict[str, Path]:
-    """A data set of pictures and text in ``folder``, and the weights of ``hf`` in another layout than any
-    run's."""
+    """Writes a data set of pictures and text to ``folder``, and the weights of ``hf`` in a layout that
+    no run has."""
     (folder / "media").mkdir(parents=True)
     records = []
     for i in range(samples):
@@ -56,7 +56,7 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
 
 
 def command(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6) -> list[str]:
-    """The command line of a run in processes of its own; later ``options`` override earlier ones."""
+    """The command line of a run in separate processes; later ``options`` override earlier ones."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launch, "-m", "megatron_vl.train", *options_of(prepared, run, *options, steps=steps)]
 
@@ -109,7 +109,7 @@ def train(
 
 
 def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The whole lines of a run's log; a last one that a kill cut short is left out."""
+    """The complete lines of a run's log, without a last one that a kill cut short."""
     path = run / name
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,7 +1,7 @@
 """A rank that fails ends all ranks, with one message that says why.
 
-The ranks are started one by one, without torchrun: on other nodes nobody would end them either. Over gloo a
-rank that goes closes its connections, and the others would say that; over NCCL they would wait.
+The ranks are started one by one, without torchrun, because on other nodes nobody would end them either. Over
+gloo, a rank that exits closes its connections, and the others would report that; over NCCL they would wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from data_tools.convert import convert as convert_data
 from tests.training.small_run import command, environment
 
 SECONDS = 20
-"""Between the ends of the first and the last rank, on a busy machine; a rank waits for five until all have
+"""Limit between the ends of the first and the last rank on a busy machine; a rank waits five until all have
 read the message."""
 PP2 = ["--parallel.pp", "2", "--parallel.layers", "[1,3]"]
 LAYOUTS = [pytest.param(2, [], id="DP2"), pytest.param(4, PP2, id="PP2xDP2")]
@@ -47,8 +47,8 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    """Of 48 samples in 4 shards the second half does not fit into a row: the second of two replicas finds
-    nothing."""
+    """The second half of 48 samples in 4 shards does not fit into a row, so the second of two
+    replicas finds nothing."""
     folder = tmp_path_factory.mktemp("failures")
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
     records = [
@@ -85,7 +85,7 @@ def run_apart(
     folders: Mapping[int, Path] | None = None,
     seconds: float = 120,
 ) -> list[Ended]:
-    """Runs the ranks of a program each by itself, to their ends.
+    """Runs each rank of a program by itself and waits for their ends.
 
     Args:
         words: the program of a rank.
@@ -125,7 +125,8 @@ def run_apart(
 
 
 def listening_port() -> int:
-    """A free port below those that the system gives to outgoing connections, which a busy machine uses up."""
+    """A free port below those that the system assigns to outgoing connections, which a busy
+    machine uses up."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as server:
@@ -137,12 +138,12 @@ def listening_port() -> int:
 
 
 def rank_program(words: list[str]) -> list[str]:
-    """What torchrun would start, of a command line of :func:`command`."""
+    """The program that torchrun would start for a command line of :func:`command`."""
     return [words[0], *words[words.index("-m", 3) :]]
 
 
 def one_message(ended: list[Ended]) -> str:
-    """What all ranks say, once each; they have all failed, soon after each other."""
+    """The message of all ranks, once each; all have failed, one soon after the other."""
     assert [rank.code for rank in ended] == [1] * len(ended), ended
     assert max(rank.at for rank in ended) - min(rank.at for rank in ended) < SECONDS
     messages = set.union(*(rank.messages for rank in ended))
@@ -153,8 +154,8 @@ def one_message(ended: list[Ended]) -> str:
 
 @pytest.mark.ranks
 def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
-    """Main threads wait in native code, with the lock of their store, and a thread of each still writes a
-    file."""
+    """Main threads wait in native code with the lock of their store, and a thread of each still
+    writes a file."""
     program = [sys.executable, str(Path(__file__).with_name("failing_ranks.py")), "gloo", str(tmp_path)]
     ended = run_apart(program, 3, tmp_path)
     message = one_message(ended)
@@ -183,7 +184,7 @@ def test_a_loader_that_fails_ends_all_replicas(prepared, tmp_path, world: int, l
 @pytest.mark.ranks
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path, background: str) -> None:
-    """Files of the second rank may not grow, as on a node whose disk is full."""
+    """Files of the second rank may not grow, as on a node with a full disk."""
     options = ["--checkpoint.interval", "2", "--checkpoint.background", background]
     words = command(prepared, tmp_path / "run", *options, ranks=2, steps=2000)
     message = one_message(run_apart(rank_program(words), 2, tmp_path, shells={1: "ulimit -f 40"}))

@@ -1,4 +1,4 @@
-"""What a row is on its owner is what arrives, whatever buffers it travelled in."""
+"""A row arrives as it was on its owner, whatever buffers it travelled in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks
 
 
 def test_a_row_arrives_as_it_left(tiny_checkpoint) -> None:
-    """Pictures and text, and a row of text alone with its stand-in for a picture."""
+    """Checks pictures and text, and a row of text alone with its stand-in for a picture."""
     different = call(
         rows_over_the_wire, hf=str(tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
     )

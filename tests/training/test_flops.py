@@ -1,8 +1,8 @@
-"""Our FLOP counts against torch's counter over the Hugging Face model and over our own modules.
+"""Compares our FLOP counts with torch's counter over the Hugging Face model and over our own modules.
 
-Both sides compute whole squares where attention is causal (eager in ``transformers``, the plain
-implementation of SDPA in our modules), and our modules the padded columns of the vision FFN: what our counts
-leave out is added for the comparison.
+Both sides compute whole squares for causal attention (eager in ``transformers``, the plain implementation
+of SDPA in our modules), and our modules the padded columns of the vision FFN; what our counts leave out
+is added here.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def lengths(samples: list[Sample], spec: ModelSpec) -> tuple[list[int], list[int
 
 
 def learnt(sample: Sample) -> torch.Tensor:
-    """The tokens that bear loss."""
+    """The tokens with loss."""
     return sample.loss_mask[1:].nonzero()[:, 0]
 
 
 def rotary(spec: ModelSpec, tokens: int) -> float:
-    """transformers computes rotary angles as a matrix product with an inner dimension of 1, which we do not
-    count."""
+    """transformers computes rotary angles as a matrix product with inner dimension 1, which we
+    do not count."""
     return 2 * 3 * tokens * spec.language.head_dim / 2
 
 
@@ -83,8 +83,8 @@ def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("frozen", FREEZE)
 def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str) -> None:
-    """Forward and backward, each part frozen alone: no gradients of frozen weights, none through what nothing
-    needs."""
+    """Forward and backward with each part frozen alone: frozen weights get no gradients, and needless ones
+    are left out."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm, freeze = read_spec(hf), read_pixel_norm(hf), ModelConfig(**FREEZE[frozen])
     model, sample = load(hf), make_sample("mixed", spec, 0)
@@ -145,7 +145,7 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
 
 @pytest.mark.ranks
 def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
-    """What Megatron-core runs again under each kind of recompute, and what its modules run at all.
+    """What Megatron-core runs again under each kind of recomputation, and what its modules run at all.
 
     The output layer runs for the tokens that bear loss and those that fill up their number.
     """

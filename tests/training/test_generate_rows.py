@@ -1,4 +1,4 @@
-"""Rows of new tokens, whose length is not that of the training."""
+"""Rows of new tokens, whose length differs from that of the training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megatron_vl.training.generate import _new_tokens
     ],
 )
 def test_rows_are_filled_up_to_what_products_take(settings: dict[str, Any], length: int) -> None:
-    """Transformer Engine refuses FP8 products whose rows are no multiple of 8."""
+    """Transformer Engine refuses FP8 products whose number of rows is not a multiple of 8."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=16,
@@ -62,7 +62,8 @@ def test_rows_are_filled_up_to_what_products_take(settings: dict[str, Any], leng
 
 
 def test_collectives_beside_products_pause() -> None:
-    """Those of the forward pass, of the linears that have them; as before afterwards, also after an error."""
+    """Collectives of the forward pass pause in the linears that have them, and resume afterwards, also
+    after an error."""
 
     def linear(**flags: bool) -> nn.Module:
         module = nn.Linear(1, 1)

@@ -19,7 +19,7 @@ def jsonl(path: Path) -> list[dict]:
 
 @pytest.mark.parametrize("limit", [4 << 20, 1])
 def test_a_line_adds_up_what_the_ranks_counted(tiny_checkpoint, tmp_path: Path, limit: int) -> None:
-    """TP2 x DP2. With little room for lists, each owner's next samples follow with the next lines."""
+    """Under TP2 x DP2 with little room for lists, each owner's next samples follow with the next lines."""
     out = call(printed_lines, 4, hf=str(tiny_checkpoint("qwen2_5_vl")), folder=str(tmp_path), limit=limit)
     assert out["alike"]  # the limit on bad samples stops all ranks together
     lines = out["lines"]

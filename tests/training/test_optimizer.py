@@ -1,4 +1,4 @@
-"""Schedules, and what happens at a step that must not be taken."""
+"""Schedules, and what happens at a step that must be skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_cosine_reaches_peak_and_final() -> None:
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
-    """transformers decays to zero and starts its warm-up at zero; apart from that the curves are one."""
+    """transformers decays to zero and starts its warm-up at zero; apart from that the curves are equal."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     if schedule == "cosine":
         reference = get_cosine_schedule_with_warmup(optimizer, 10, 100)
@@ -60,7 +60,7 @@ def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> N
 def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkpoint, pp: int) -> None:
     """Weight decay and decaying moments would move them; rows without loss beside others are trained on.
 
-    Of two stages the first holds no loss and has to learn of it; updates that overlap with the forward pass
+    With two stages, the first has no loss and must learn of it; updates overlapping the forward pass
     wait for none.
     """
     by_rank = call(steps_with_one_without_loss, pp, hf=str(tiny_checkpoint("qwen2_5_vl")), pp=pp)
@@ -93,8 +93,7 @@ def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, t
 @pytest.mark.ranks
 @pytest.mark.parametrize("still", ["vision", "merger", "language"])
 def test_a_part_with_a_rate_of_zero_stays_and_the_others_move(tiny_checkpoint, still: str) -> None:
-    """With weight decay: bit for bit. What is logged is each part's own rate, and that of frozen parts is
-    none."""
+    """With weight decay, it stays bit for bit. Each part's own rate is logged, and none for frozen parts."""
     rates, moved, frozen = call(parts_that_move, hf=str(tiny_checkpoint("qwen2_5_vl")), still=still)
     want = {"language": 1e-3, "vision": 5e-4, "merger": 2e-4} | {still: 0.0}
     assert rates == [want, want] and frozen == want | {"merger": None}

@@ -1,6 +1,4 @@
-"""Optimizer state read back into other layouts: the numbers, and which files are opened for them. Without a
-process group.
-"""
+"""Reads optimizer state back into other layouts and checks the numbers and the files that are opened."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ DP = 3
 
 
 def full(info: TensorInfo, kind: str) -> Tensor:
-    """Each element says where it is and of which kind."""
+    """Each element encodes its position and its kind."""
     return torch.arange(info_size(info), dtype=torch.float32).view(info.shape) + 1000 * (
         1 + KINDS.index(kind)
     )
@@ -51,9 +49,7 @@ def info_size(info: TensorInfo) -> int:
 def saved(
     folder: Path, cut: Cut, *, index: bool = True, kinds: tuple[str, ...] = KINDS
 ) -> dict[str, dict[str, Any]]:
-    """As ranks of ``cut`` x DP3 save it: one buffer of all tensors, a third of it for each data-parallel
-    rank.
-    """
+    """Saves it like ranks of ``cut`` x DP3: one buffer of all tensors, a third for each DP rank."""
     folder.mkdir(parents=True)
     files, slices = {}, {}
     for tp in range(cut.tp):
@@ -139,7 +135,7 @@ def test_with_an_index_only_files_that_hold_the_range_are_opened(tmp_path: Path,
 
 
 def test_without_an_index_headers_are_read_once(tmp_path: Path, opened: list[str]) -> None:
-    """One rank reads them and tells the others, which then open what they need alone."""
+    """One rank reads them and passes them to the others, which then open only what they need."""
     files = saved(tmp_path / "o", Cut(2), index=False)
     index = json.loads(json.dumps(index_of_headers(tmp_path / "o", files)))
     assert sorted(opened) == sorted(files)
@@ -151,7 +147,7 @@ def test_without_an_index_headers_are_read_once(tmp_path: Path, opened: list[str
 
 
 def test_where_several_files_hold_the_same_each_rank_reads_its_own(tmp_path: Path, opened: list[str]) -> None:
-    """State that is not spread over replicas: thousands of ranks must not read the first one's file."""
+    """The state is not spread over replicas; thousands of ranks must not read the first one's file."""
     files, slices = {}, {}
     for rank in range(3):
         tensors = {f"column[0:144]/{kind}": full(INFOS[0], kind).reshape(-1) for kind in KINDS}

@@ -1,4 +1,4 @@
-"""What is refused or remarked before anything starts, by fields and paths alone."""
+"""Problems that are refused or noted before anything starts, from fields and paths alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-
 
 @pytest.fixture
 def fields(tmp_path: Path) -> list[str]:
-    """Fields of a run whose model and data are there."""
+    """Fields of a run whose model and data exist."""
     (tmp_path / "hf").mkdir()
     shutil.copy(HF_CONFIG, tmp_path / "hf" / "config.json")
     (tmp_path / "data" / ".nv-meta").mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_pa
 def test_another_rule_for_videos_is_refused_before_anything_starts(
     fields: list[str], tmp_path: Path, restart: str
 ) -> None:
-    """A checkpoint that names no rule has the former one; the rule of another family is not looked at."""
+    """A checkpoint that names no rule has the former one; the rule of another family is ignored."""
     step = tmp_path / "run" / "step_00000020"
     (step / "loader").mkdir(parents=True)
     facts: dict[str, Any] = {"dp": 1, "num_workers": 2, "seq_len": 4096}
@@ -65,7 +65,7 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])
 @pytest.mark.parametrize("below", ["", "/board"])
-def test_a_file_in_a_folders_place_is_told_with_the_field(
+def test_a_file_in_a_folders_place_is_reported_with_the_field(
     fields: list[str], tmp_path: Path, field: str, below: str
 ) -> None:
     check(parse_config([*fields, f"--{field}", str(tmp_path / "new" / "folder")]), 1)
@@ -107,7 +107,7 @@ def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
 
 
 def test_rows_are_exchanged_between_as_many_ranks_as_files_may_be_open(fields: list[str]) -> None:
-    """Each owner is connected to all others; without the exchange nothing of that is needed."""
+    """Each owner is connected to all others; without the exchange, no connections are needed."""
     code = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))

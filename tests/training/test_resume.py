@@ -1,7 +1,7 @@
-"""Where runs begin: after roll-backs, with the data restarted, without their start weights; and what goes on
-being counted.
+"""Tests where runs begin: after roll-backs, with the data restarted, without their start weights; and what
+is counted on.
 
-The trainer itself on one rank, several trainings in one process; what it says is what a user reads.
+The trainer itself runs several trainings on one rank in one process; its output is what a user reads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
 
 
 def trainings(prepared: dict[str, Path], *starts: tuple[Path, list[str]]) -> list[str]:
-    """What each start of the trainer printed, and the message that it ended with."""
+    """The output of each start of the trainer, and the message that it ended with."""
     words = [options_of(prepared, run, *QUICK, *options) for run, options in starts]
     return call(what_trainings_say, starts=words)
 
@@ -107,7 +107,7 @@ def test_retention_counts_what_led_here_and_leaves_what_was_abandoned(
 
 
 def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """A run that is stopped with the option still on reads what the run reads that nobody stopped."""
+    """A stopped run with the option still on reads what an undisturbed run reads."""
     first, whole, stopped, again = (tmp_path / name for name in ("first", "whole", "stopped", "again"))
     on = ["--checkpoint.restart_data", "true"]
     trainings(prepared, (first, ["--stop_after", "2"]))
@@ -154,9 +154,7 @@ def test_a_data_restart_is_a_new_request_after_the_option_was_off(
 
 
 def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """They are damaged, then gone. The checkpoint says itself which model it holds. The numbers are those of
-    one run.
-    """
+    """They are damaged, then removed. The checkpoint itself names its model; the numbers stay equal."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     weights = shutil.copytree(prepared["weights"], tmp_path / "weights")
     moved = {**prepared, "weights": weights}
@@ -191,7 +189,7 @@ DROPPING = ["--data.seq_len", "56", "--data.max_bad_share", "1.0", "--checkpoint
 
 
 def dropped(run: Path, last: int) -> dict[str, Any]:
-    """Counts over all ranks up to a step, added up from the printed lines of a run that prints every step."""
+    """Counts over all ranks up to a step, summed from the printed lines of a run that prints every step."""
     lines = [line for line in metrics(run) if line["step"] <= last]
     reasons: Counter[str] = Counter()
     for line in lines:
@@ -208,9 +206,7 @@ def saved_counts(run: Path, step: int) -> dict[str, Any]:
 
 
 def test_bad_samples_are_counted_on_after_a_resume(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """Saved between two printed lines, twice: the totals are those of a run that prints each step and never
-    stops.
-    """
+    """It is saved twice between printed lines; the totals equal those of a run that prints each step."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     sparse = [*DROPPING, "--log.interval", "4"]
     trainings(
@@ -227,7 +223,7 @@ def test_bad_samples_are_counted_on_after_a_resume(prepared: dict[str, Path], tm
 def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_them(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Two replicas, then one that reads the same data from its start, then another data set."""
+    """Starts two replicas, then one that reads the same data from its start, then another data set."""
     run = tmp_path / "run"
     options = [*QUICK, *DROPPING, "--optimizer.warmup_steps", "1"]
     assert train(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2).returncode == 0
@@ -256,9 +252,7 @@ def test_start_weights_that_hold_another_model_are_still_refused(
 
 
 def as_older(step: Path) -> None:
-    """Takes from a checkpoint what older versions did not write: its lineage, the optimizer's index and the
-    counts.
-    """
+    """Removes what older versions did not write: the lineage, the optimizer's index and the counts."""
     (step / "lineage.json").unlink()
     (step / "optimizer" / "index.json").unlink()
     saved = json.loads((step / "run.json").read_text())
@@ -267,7 +261,7 @@ def as_older(step: Path) -> None:
 
 
 def test_checkpoints_of_older_versions_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """The same numbers as without a stop, and from then on a lineage."""
+    """The numbers equal those without a stop, and from then on there is a lineage."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     trainings(prepared, (run, ["--stop_after", "2"]), (whole, []))
     as_older(run / "step_00000002")

@@ -1,4 +1,4 @@
-"""The trainer as users start it: real data, four ranks, checkpoints, resume, export."""
+"""The trainer as users start it, with real data, four ranks, checkpoints, resume and export."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    """A tied model, its weights in another layout than the run's, and a small data set of pictures and
-    text."""
+    """A tied model, its weights in a layout that the run does not have, and a small data set of
+    pictures and text."""
     folder = tmp_path_factory.mktemp("run") / "prepared"
     return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), val_fraction=0.25)
 
 
 @pytest.fixture(scope="module")
 def whole(prepared: dict[str, Path]) -> Path:
-    """A run of six steps that nothing disturbed."""
+    """An undisturbed run of six steps."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "1", "--checkpoint.keep", "1", "--checkpoint.keep_every", "4"]
     done = train(prepared, run, *LAYOUT, *saves, "--log.tensorboard", str(run / "board"))
@@ -69,12 +69,12 @@ def test_tensorboard_has_the_same_losses(whole: Path) -> None:
 
 EVALUATION = ["--eval.interval", "3", "--eval.rows", "3", "--eval.samples", "2", "--eval.max_new_tokens", "5"]
 EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
-"""What nothing but training may change."""
+"""What only training may change."""
 
 
 @pytest.fixture(scope="module")
 def evaluated(prepared: dict[str, Path]) -> Path:
-    """The run of ``whole``, evaluated on the way."""
+    """The run of ``whole``, with evaluations."""
     run = prepared["folder"] / "evaluated"
     done = train(prepared, run, *LAYOUT, *EVALUATION, "--log.tensorboard", str(run / "board"))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -92,8 +92,7 @@ def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> N
 def test_validation_is_that_of_transformers_in_every_layout(
     prepared: dict[str, Path], evaluated: Path
 ) -> None:
-    """Four ranks (tensor and pipeline parallel) and two (data parallel): the loss over the rows' samples, and
-    answers."""
+    """Compares the loss over the rows' samples, and answers, on four ranks (TP and PP) and two (DP)."""
     run = prepared["folder"] / "evaluated_dp2"
     still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
     done = train(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
@@ -118,7 +117,7 @@ def test_validation_is_that_of_transformers_in_every_layout(
 
 
 def validation_records(data: Path) -> dict[str, int]:
-    """Key of each held-out sample -> its place in the input."""
+    """Maps each held-out sample's key to its place in the input."""
     numbers = {}
     for shard in sorted(data.glob("val*.tar")):
         with tarfile.open(shard) as tar:
@@ -156,7 +155,7 @@ def resumed(prepared: dict[str, Path]) -> Path:
 
 
 def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> None:
-    """The same losses, norms and samples, bit for bit, and the same weights."""
+    """Losses, norms, samples and weights are equal bit for bit."""
     assert [[line[k] for k in EXACT] for line in metrics(resumed)] == [
         [line[k] for k in EXACT] for line in metrics(whole)
     ]
@@ -166,8 +165,7 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
 
 
 def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -> None:
-    """Each element of each shard is owned once: the ranges of a tensor's slices join without gap or
-    overlap."""
+    """Each element of each shard is owned once: the slices of a tensor join without gap or overlap."""
     ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for rank in range(4):
         with safe_open(
@@ -192,8 +190,8 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
 def test_another_layout_goes_on_where_the_run_stopped(
     prepared: dict[str, Path], resumed: Path, whole: Path
 ) -> None:
-    """Saved under TP2 x PP2 + SP, resumed on one rank and under PP2 x VPP2: the same samples, and losses
-    within 1e-6."""
+    """Saved under TP2 x PP2 + SP, resumed on one rank and under PP2 x VPP2: same samples,
+    losses within 1e-6."""
     want = metrics(whole)
     for name, options, ranks in (
         ("one", [], 1),
@@ -259,11 +257,10 @@ def test_a_run_that_is_done_says_so(prepared: dict[str, Path], resumed: Path) ->
     )
 
 
-def test_a_validation_split_that_cannot_be_used_is_told_once(
+def test_a_validation_split_that_cannot_be_used_is_reported_once(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The ranks without a loader must not say that a peer is gone, and too short a row is no reason to leave
-    validation out."""
+    """Ranks without a loader must not report a lost peer, and too short a row must not disable validation."""
     done = train(prepared, tmp_path / "run", *LAYOUT, *EVALUATION, "--data.seq_len", "16")
     assert done.returncode != 0
     assert (
@@ -274,7 +271,7 @@ def test_a_validation_split_that_cannot_be_used_is_told_once(
 
 
 def test_an_empty_split_ends_all_ranks_with_one_message(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """One rank reads the data set's description; the others end with what it says."""
+    """One rank reads the data set's description; the others end with its message."""
     done = train(prepared, tmp_path / "run", *LAYOUT, "--eval.interval", "1", "--eval.split", "test")
     assert done.returncode != 0
     assert "the split 'test' is empty; splits with samples: train, val" in done.stderr
@@ -304,7 +301,7 @@ def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], 
 def test_impossible_runs_are_refused_before_a_group_starts(
     prepared: dict[str, Path], tmp_path: Path, options: list[str], message: str
 ) -> None:
-    """Called without a launcher, so a process group of four could not have been formed."""
+    """It is called without a launcher, so a process group of four cannot have been formed."""
     common = [
         "--model.hf",
         str(prepared["hf"]),
@@ -327,7 +324,7 @@ def test_impossible_runs_are_refused_before_a_group_starts(
 
 
 def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Path]) -> None:
-    """Some samples do not fit into so short a row: all ranks stop together and say what was dropped."""
+    """Some samples do not fit into such a short row: all ranks stop together and name what was dropped."""
     run = prepared["folder"] / "bad"
     done = train(prepared, run, *LAYOUT, "--data.seq_len", "56", "--data.max_bad_share", "0.0")
     assert done.returncode != 0
@@ -341,8 +338,8 @@ def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Pa
 def test_a_save_that_fails_leaves_the_last_good_checkpoint(
     prepared: dict[str, Path], resumed: Path, whole: Path
 ) -> None:
-    """Files may not grow beyond some kilobytes, as on a full disk: the run ends, and goes on from the
-    checkpoint before."""
+    """Files may not exceed a few kilobytes, as on a full disk: the run ends, and continues from
+    the checkpoint before."""
     run = prepared["folder"] / "full_disk"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
     limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "limited", *command(prepared, run, *LAYOUT)]

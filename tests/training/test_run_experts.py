@@ -27,8 +27,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
 
 @pytest.fixture(scope="module")
 def whole(prepared: dict[str, Path]) -> Path:
-    """Six steps on two ranks that share the experts, with the load-balancing loss; a checkpoint after each
-    third."""
+    """Six steps on two ranks that share the experts, with load-balancing loss and a checkpoint
+    every third step."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "3", "--checkpoint.keep", "0", "--log.tensorboard", str(run / "board")]
     done = train(prepared, run, *LAYOUT, *saves, "--model.moe_aux_loss", "0.01", ranks=2)
@@ -38,7 +38,7 @@ def whole(prepared: dict[str, Path]) -> Path:
     return run
 
 
-def test_a_changed_balancing_loss_is_told_on_resume(tiny_checkpoint) -> None:
+def test_a_changed_balancing_loss_is_reported_on_resume(tiny_checkpoint) -> None:
     from types import SimpleNamespace
 
     from megatron_vl.config import ModelConfig
@@ -97,8 +97,8 @@ def test_the_busiest_expert_is_in_the_log(whole: Path) -> None:
 def test_another_layout_goes_on_where_the_run_stopped(
     prepared: dict[str, Path], whole: Path, tmp_path: Path, options: list[str], ranks: int
 ) -> None:
-    """Saved with half of the experts on each of two ranks: the same samples, and losses within 1e-6, in other
-    layouts."""
+    """Saved with half of the experts on each of two ranks; other layouts give the same samples and
+    losses within 1e-6."""
     shutil.copytree(whole / "step_00000003", tmp_path / "step_00000003")
     done = train(prepared, tmp_path, *options, "--model.moe_aux_loss", "0.01", ranks=ranks)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -33,9 +33,7 @@ from megatron_vl.weights.run_folder import (
 
 
 class Run:
-    """What the trainer leaves in a folder, without weights: a start, its saves, and nothing in memory after
-    that.
-    """
+    """What the trainer leaves in a folder, without weights: a start and its saves; it remembers nothing."""
 
     def __init__(self, folder: Path, *, resume: bool = True, **options) -> None:
         self.folder = folder
@@ -67,7 +65,7 @@ class Run:
 
 
 def older(folder: Path, *steps: int, latest_step: int | None = None) -> None:
-    """Checkpoints as versions without lineage left them."""
+    """Checkpoints in the form of versions without lineage."""
     for step in steps:
         step_folder(folder, step).mkdir(parents=True)
         facts = {"step": step}
@@ -77,7 +75,7 @@ def older(folder: Path, *steps: int, latest_step: int | None = None) -> None:
 
 
 def test_after_a_roll_back_the_new_branch_is_the_latest(tmp_path: Path) -> None:
-    """Run to 6, back to 2, save 3, kill, plain restart: 3, not 6."""
+    """A run to 6, back to 2, a save at 3, a kill and a plain restart lead to 3, not 6."""
     Run(tmp_path).save(2, 4, 6)
     back = Run(tmp_path, step=2)
     assert back.begins_at == 2
@@ -115,7 +113,7 @@ def test_a_repeated_request_goes_on_with_its_branch_and_a_new_attempt_rolls_back
 
 
 def test_a_repeated_request_for_the_latest_step_keeps_what_was_trained(tmp_path: Path) -> None:
-    """There is nothing to abandon, and still the request must be remembered."""
+    """There is nothing to abandon, but the request must still be remembered."""
     Run(tmp_path).save(4)
     Run(tmp_path, step=4).save(6)
     assert Run(tmp_path, step=4).begins_at == 6
@@ -162,9 +160,7 @@ def test_the_same_step_of_another_branch_is_kept_and_can_be_gone_back_to(tmp_pat
 
 
 def test_killed_between_setting_aside_and_naming(tmp_path: Path) -> None:
-    """The run began anew in a used folder; its first save meets the latest step. What was the latest still
-    is.
-    """
+    """The run began again in a used folder; its first save meets the latest step, which stays the latest."""
     Run(tmp_path).save(2, 4)
     Run(tmp_path, resume=False)
     last = latest(tmp_path)
@@ -198,7 +194,7 @@ def test_latest_json_is_not_needed(tmp_path: Path, state: str) -> None:
 def test_a_latest_json_that_does_not_fit_is_refused_but_a_roll_back_is_a_way_out(
     tmp_path: Path, text: str, message: str
 ) -> None:
-    """A copy that lacks the newest checkpoint must not go on from an older one without a word."""
+    """A copy without the newest checkpoint must not silently continue from an older one."""
     Run(tmp_path).save(2, 4)
     (tmp_path / "latest.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
@@ -274,7 +270,7 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 
 
 def test_a_branch_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
-    """Lineage may come from anybody, and the branch becomes part of a folder's name."""
+    """Lineage is untrusted, and the branch becomes part of a folder's name."""
     step_folder(tmp_path, 2).mkdir()
     write_lineage(step_folder(tmp_path, 2), 2, Lineage(1, "../../elsewhere"))
     with pytest.raises(CheckpointError, match="is not the name of a branch"):

@@ -1,5 +1,5 @@
-"""The on-disk format: cuts and their inverses, any slice out of any layout, and a manifest that is never half
-true."""
+"""The on-disk format: cuts and their inverses, any slice from any layout, and a manifest that
+is always true."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout: Layout) -> list[dict]:
-    """What a training run does: each rank writes its file, one writes the manifest."""
+    """Writes shards like a training run: each rank writes its file, one writes the manifest."""
     table, cut, entries = tensor_table(spec), layout.cut, []
 
     def parts(p: int, experts: bool, **ranks: int) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def test_gated_shard_has_its_part_of_both_halves() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize("split", ["column", "row", "gated"])
 def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
-    """The rectangles that reading uses against the plain cut."""
+    """Compares the rectangles that reading uses with the plain cut."""
     info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
     tensor = torch.arange(48 * 16).view(48, 16)
     shards = [shard(tensor, info, t, Cut(tp)) for t in range(tp)]
@@ -163,8 +163,8 @@ def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("split", ["row", "gated"])
 def test_experts_are_cut_one_by_one(split: str, cut: Cut) -> None:
-    """A part holds a run of experts, each cut as a dense matrix is: against that cut, its inverse, and the
-    rectangles."""
+    """A part holds a range of experts, each cut like a dense matrix; compares that cut, its
+    inverse, the rectangles."""
     info = TensorInfo("x", (8, 24, 12), split, "layer", 0, experts=8)  # type: ignore[arg-type]
     one = TensorInfo("x", (24, 12), split, "layer", 0)  # type: ignore[arg-type]
     tensor = torch.arange(8 * 24 * 12).view(8, 24, 12)
@@ -186,7 +186,7 @@ def test_experts_are_cut_one_by_one(split: str, cut: Cut) -> None:
 
 
 def test_transposed_blocks_read_both_ways() -> None:
-    """A whole of two transposed rectangles, regions of it, and the same rectangles inverted."""
+    """Reads a tensor of two transposed rectangles, regions of it, and the same rectangles inverted."""
     whole = torch.arange(8 * 5).view(8, 5)
     part = torch.cat([whole[:4].t(), whole[4:].t()])  # one below the other, as in a stack
     blocks = [Block("x", 4, 5, row=4 * i, part_row=5 * i, transposed=True) for i in (0, 1)]
@@ -328,7 +328,7 @@ def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor
 
 
 def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """Read by the library, tensors aligned to their type although types are mixed; the manifest's hash is of
+    """The library reads them; tensors are aligned although types are mixed; the manifest hashes
     the stored bytes."""
     import hashlib
 
@@ -366,7 +366,7 @@ def test_header_equals_the_librarys(tmp_path: Path) -> None:
 
 
 def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
-    """The format allows a header of any length; torch cannot view what starts at an odd byte."""
+    """The format allows a header of any length, but torch cannot view data that starts at an odd byte."""
     tensor = torch.randn(5, 3)
     text = json.dumps({"x": {"dtype": "F32", "shape": [5, 3], "data_offsets": [0, 60]}}).encode()
     text += b" " * (3 - len(text) % 4)
@@ -430,8 +430,8 @@ def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: d
     refused("'stray' does not belong", lambda e: e[last]["tensors"].update(stray=e[last]["tensors"][name]))
 
 
-def test_replicas_that_differ_are_told(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """They mean a fault in training; the weights are kept, with a warning that names the tensor."""
+def test_replicas_that_differ_are_reported(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """Differences mean a fault in training; the weights are kept, with a warning that names the tensor."""
     layout = make_layout(spec, tp=2)
     name = "language_model.decoder.final_layernorm.weight"
     table = tensor_table(spec)
@@ -461,8 +461,8 @@ def test_unsupported_type_and_no_debris(tmp_path: Path) -> None:
 
 
 def edited(folder: Path, signed: bool = True, **changes: object) -> None:
-    """Changes fields of a manifest; ``signed`` makes the digest fit, so that what it says is what is
-    refused."""
+    """Changes fields of a manifest; ``signed`` makes the digest fit, so that the contents are
+    what is refused."""
     manifest = json.loads((folder / MANIFEST).read_text()) | changes
     if signed and "digest" not in changes:
         manifest["digest"] = manifest_digest(manifest)
@@ -504,7 +504,7 @@ def test_bad_manifests(
 
 
 def test_any_edit_of_the_manifest_is_seen(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """Fields that nothing else depends on included; the order of keys and spaces are no content."""
+    """This includes fields that nothing else depends on; the order of keys and spaces do not count."""
     write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     for name in manifest:
@@ -538,8 +538,7 @@ def flip(file: Path, at: int) -> None:
 def test_a_flipped_bit_is_refused_by_name(
     tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], tp: int
 ) -> None:
-    """Whatever slice is asked for, the whole stored tensor is compared; other tensors and ranks are as good
-    as before."""
+    """Any slice makes the whole stored tensor be compared; other tensors and ranks stay usable."""
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)
     file, name = tmp_path / "tp01_pp01.safetensors", "language_model.decoder.layers.3.mlp.linear_fc2.weight"
@@ -562,8 +561,8 @@ def test_a_flipped_bit_is_refused_by_name(
 
 
 def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """Files of two ranks, or two tensors of one shape in a header, exchanged: shapes all fit, and only the
-    hashes tell."""
+    """Files of two ranks, or two tensors of one shape, are exchanged: all shapes fit, and only
+    the hashes differ."""
     layout = make_layout(spec, tp=2)
     write_shards(tmp_path, spec, full, layout)
     a, b = (tmp_path / f"tp0{t}_pp00.safetensors" for t in (0, 1))
@@ -586,7 +585,7 @@ def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict
 
 
 def test_a_tensor_is_verified_once(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """Damage after the first look is not searched for again: reading twice costs one pass."""
+    """Damage after the first check is not searched for again, so reading twice costs one pass."""
     write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
     reader, hashed = WeightReader(tmp_path), []
     reader.get(EMBEDDING)
@@ -603,7 +602,7 @@ def test_a_tensor_is_verified_once(tmp_path: Path, spec: ModelSpec, full: dict[s
 
 
 def test_the_newest_step_of_a_run(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """As resuming finds it: also when the run was killed before latest.json was written anew."""
+    """It is found like a resume does, also if the run was killed before latest.json was rewritten."""
     for step in (4, 8):
         folder = tmp_path / f"step_{step:08d}" / "weights"
         write_manifest(folder, spec, None, [write_rank_file(folder, 0, 0, full)])

@@ -1,5 +1,5 @@
-"""One rank of a benchmark; started by torchrun (``megatron-vl bench`` does that). With ``--peer``: of the
-peer alone."""
+"""One rank of a benchmark, started by torchrun or ``megatron-vl bench``. With ``--peer``, it runs
+only the peer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import parse
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 0, 1 for a failure while running, 2 for options that are not valid."""
+    """Returns exit code 0, 1 for a failure while running, 2 for invalid options."""
     rank = os.environ.get("RANK", "0")
     try:
         options = parse(argv)
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 
         end_distributed()
     except Exception as error:
-        # Every rank says what happened to it: torchrun shows one of them only.
+        # Every rank prints its own error, because torchrun shows only one of them.
         print(f"toolkit.bench: rank {rank}: {describe(error)}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError | FileNotFoundError) and is_fixable(error) else 1
     return 0

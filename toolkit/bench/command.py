@@ -1,5 +1,4 @@
-"""``megatron-vl bench``: how fast a model trains on this machine, where its time and memory go, and how a
-peer compares."""
+"""``megatron-vl bench``: measures how fast a model trains, and where its time and memory go."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from toolkit.options import exactly_one, words
 from .options import BenchOptions, resolve
 
 OF_COMMAND = ("gpus", "processes", "out", "json", "peer")
-"""Options that the ranks are not given."""
+"""Options that are not passed on to the ranks."""
 
 
 def bench(options: BenchOptions) -> int:
-    """Starts the ranks of our program, then those of the peer, and shows the figures."""
+    """Starts our ranks, then those of the peer, and shows the figures. Returns the exit code."""
     exactly_one(options, "gpus", "processes")
     processes = options.gpus or options.processes or 1
     peers = (False, True) if options.peer else (False,)
-    for peer in peers:  # refused here, before any process starts
+    for peer in peers:  # refuse bad options before any process starts
         resolve(dataclasses.replace(options, peer=peer)).check_ranks(processes)
     if options.gpus:
         _check_gpus(options.gpus)
@@ -53,8 +52,8 @@ def _check_gpus(wanted: int) -> None:
 
 
 def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[str, Any] | int:
-    """Starts one process a GPU; the figures of rank 0, or the exit code of a failure."""
-    # Torch's profiler says "ERROR: gpuGetDeviceCount failed" on each rank where there is no GPU to count.
+    """Starts one process per GPU. Returns the figures of rank 0, or the exit code of a failed group."""
+    # Without a GPU, torch's profiler prints "ERROR: gpuGetDeviceCount failed" on each rank.
     variables = {"KINETO_LOG_LEVEL": "5"} if cpu else {}
     with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as folder:
         out = Path(folder) / "figures.json"

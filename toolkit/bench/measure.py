@@ -1,8 +1,8 @@
-"""Times the trainer itself: its model, pipeline schedule, DDP, optimizer and feed, with random weights.
+"""Times the trainer itself with random weights: its model, pipeline schedule, DDP, optimizer and feed.
 
 Rows are drawn, packed and pinned before the clock starts and used in turn, or come from the real loader
-(``data``). Of each workload the first steps warm up; then whole steps are timed as one span of wall clock,
-one after the other as in training; then follow the steps in which the parts are timed, and one that is
+(``data``). Each workload begins with warm-up steps. Then whole steps are timed as one span of wall
+clock, one after the other as in training. Further steps time the parts of a step, and a last one is
 profiled for its collectives.
 """
 
@@ -57,17 +57,22 @@ class BenchModel:
 
 def run(options: BenchRun) -> None:
     """Measures all workloads and reports them on rank 0. Collective."""
-    config, spec, layout = options.config, options.spec(), options.layout()
+    config = options.config
+    spec = options.spec()
+    layout = options.layout()
+
     platform = get_platform(config.platform)
     init_distributed(platform)
     options.check_ranks(dist.get_world_size())
     grid = make_grid(layout, owners=config.data.balance)
     live = build(options, spec, platform, grid, layout)
+
     name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)
     workloads = {
         name: measure(live, name, config.global_batch_size // grid.dp, peak) for name in options.workloads
     }
+
     figures = {
         "system": "megatron-vl",
         "machine": report.machine(options, platform.device, peak),
@@ -82,8 +87,9 @@ def run(options: BenchRun) -> None:
 def build(
     options: BenchRun, spec: ModelSpec, platform: Platform, grid: ProcessGrid, layout: Layout
 ) -> BenchModel:
-    """Model, DDP and optimizer, with the memory that each takes."""
-    config, memory = options.config, {}
+    """Builds model, DDP and optimizer and records the memory that each takes."""
+    config = options.config
+    memory = {}
     before = allocated(platform)
     chunks = build_model(config, spec, layout, platform, grid, norm=HALF).chunks
     if options.even_routing:
@@ -92,14 +98,14 @@ def build(
     weights = allocated(platform)
     wrapped = wrap(config, chunks)
     if platform.name == "cuda":
-        # The distributed optimizer moves the weights into buffers of DDP: what is added are the gradients.
+        # The distributed optimizer moves the weights into buffers of DDP, so only the gradients are added.
         memory = {"weights": (weights - before) / GIB, "gradients": (allocated(platform) - weights) / GIB}
     optimizer = build_optimizer(config, platform, wrapped)
     return BenchModel(options, spec, platform, grid, wrapped, optimizer, memory)
 
 
 def allocated(platform: Platform) -> int:
-    """Bytes that live tensors take on the device; 0 on CPU."""
+    """Bytes of the live tensors on the device; 0 on CPU."""
     if platform.name != "cuda":
         return 0
     gc.collect()
@@ -108,7 +114,7 @@ def allocated(platform: Platform) -> int:
 
 
 def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) -> dict[str, Any]:
-    """Figures of one workload; the same on every rank. Collective."""
+    """Measures one workload; every rank gets the same figures. Collective."""
     o, platform = live.options, live.platform
     loader = make_loader(live, workload, micro_batches)
     feed = Feed(live.grid, platform, loader, micro_batches, balanced=o.config.data.balance)
@@ -117,22 +123,27 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
     held = allocated(platform)
     if platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    work, waits, marks, result = report.Work(), 0.0, [], None
+    work = report.Work()
+    waits = 0.0
+    marks = []
+    result = None
     dist.barrier()
     platform.synchronize()
     start = time.perf_counter()
     fed: list[StepData] = []
     for _ in range(o.timed):
         result, data = one_step(live, feed)
-        # The step has read its loss from the device, so the clock after it is the step's.
+        # The step has read its loss from the device, so the clock read after it includes all of the step.
         marks.append(time.perf_counter())
         fed.append(_without_tensors(data))
+
     platform.synchronize()
     marks[-1] = time.perf_counter()
     if live.grid.owns_loader:
         for data in fed:
             waits += data.wait_s
             count(work, live, data)
+
     assert result is not None
     figures = report.headline(
         sum(report.gather(work), start=report.Work()),
@@ -153,7 +164,7 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
 
 
 def one_step(live: BenchModel, feed: Feed) -> tuple[StepResult, StepData]:
-    """What the training loop does in a step."""
+    """Does what the training loop does in a step."""
     data = feed.next_step()
     set_learning_rates(live.optimizer, live.options.config, live.step)
     result = train_step(live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len)
@@ -175,11 +186,12 @@ def count(work: report.Work, live: BenchModel, data: StepData) -> None:
 
 
 def make_loader(live: BenchModel, workload: str, micro_batches: int) -> Iterator[Row] | None:
-    """Rows of this replica, on the rank that owns its loader: distinct ones on each replica, since ranks
-    straggle."""
+    """Rows of this replica, on the rank that owns its loader. Replicas get different rows,
+    so ranks straggle."""
     if not live.grid.owns_loader:
         return None
-    o, config = live.options, live.options.config
+    o = live.options
+    config = live.options.config
     if workload == "data":
         from megatron_vl.data.loader import build_loader
 
@@ -192,8 +204,8 @@ def make_loader(live: BenchModel, workload: str, micro_batches: int) -> Iterator
 
 
 def memory(live: BenchModel, held: int) -> dict[str, Any]:
-    """GiB on the rank with the highest peak, by part: what is held between steps is weights, gradients and
-    optimizer."""
+    """GiB by part on the rank with the highest peak; ``held`` is what stays between steps: weights,
+    gradients and optimizer."""
     mine: dict[str, Any] = {"peak_gib": live.platform.peak_memory_gib()}
     if live.platform.name == "cuda":
         mine |= {f"{part}_gib": size for part, size in live.memory.items()}
@@ -207,9 +219,10 @@ def memory(live: BenchModel, held: int) -> dict[str, Any]:
 
 
 def measure_parts(live: BenchModel, feed: Feed, peak: float) -> dict[str, Any]:
-    """The parts of a step over all ranks, in steps of their own, and its collectives in one more.
-    Collective."""
-    marks, work, waits = parts.Marks(live.platform), report.Work(), []
+    """Times the parts of a step over all ranks and, in one more step, its collectives. Collective."""
+    marks = parts.Marks(live.platform)
+    work = report.Work()
+    waits = []
     with parts.attached(marks, live.chunks, live.optimizer):
         for _ in range(live.options.part_steps):
             dist.barrier()
@@ -224,6 +237,7 @@ def measure_parts(live: BenchModel, feed: Feed, peak: float) -> dict[str, Any]:
             waits.append(data.wait_s if live.grid.owns_loader else 0.0)
             if live.grid.owns_loader:
                 count(work, live, data)
+
     live.platform.synchronize()
     mine = [parts.split(step, wait) for step, wait in zip(marks.seconds(), waits, strict=True)]
     everyone = report.gather((mine, (live.grid.pp_rank, live.grid.dp_rank), work.model))
@@ -241,11 +255,11 @@ def measure_parts(live: BenchModel, feed: Feed, peak: float) -> dict[str, Any]:
 
 
 def _discard(_result: Any) -> None:
-    """For a step whose result nobody reads."""
+    """Ignores the result of a step."""
 
 
 def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: float) -> dict[str, float | None]:
-    """Share of the peak that each half of the model reaches in its own time, summed over ranks."""
+    """The share of the peak that each half of the model reaches in its own time, summed over ranks."""
     result: dict[str, float | None] = {}
     for half in ("language", "vision"):
         seconds = sum(
@@ -257,11 +271,12 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
 
 
 def _layout_note(live: BenchModel) -> str:
-    g, c = live.grid, live.options.config
+    g = live.grid
+    c = live.options.config
     experts = f" x ep {g.cut.ep} (etp {g.cut.etp})" if live.spec.language.moe else ""
     experts += ", experts chosen evenly" if live.options.even_routing else ""
     recompute = f"recompute: language {c.recompute.language}, vision {c.recompute.vision}"
     return (
         f"tp {g.tp} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}{experts}, "
-        f"{c.global_batch_size} rows of {c.data.seq_len} tokens a step, {c.dtype}, {recompute}"
+        f"{c.global_batch_size} rows of {c.data.seq_len} tokens per step, {c.dtype}, {recompute}"
     )

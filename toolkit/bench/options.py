@@ -1,4 +1,4 @@
-"""Options of ``megatron-vl bench``, and what they and the fields of a run come to."""
+"""Options of ``megatron-vl bench``, and how they combine with the fields of a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ WORKLOADS = ("images", "text", "data")
 
 @dataclass(kw_only=True)
 class BenchOptions(CommandOptions):
-    """Time a model of real size with random weights: tokens/s, MFU, memory, and where the time of a step
-    goes.
+    """Time a real-size model with random weights: tokens/s, MFU, memory and the parts of a step.
 
-    The rows are seeded ones of pictures and of text, or those of a data set.
+    The rows are seeded random ones (pictures, text) or come from a data set.
     """
 
     run_fields: ClassVar[bool] = True
@@ -31,42 +30,42 @@ class BenchOptions(CommandOptions):
     hf: str = option("", metavar="HF", shown_default="model.hf of the run", must_exist=True)
     """Hugging Face folder or config.json that gives the model's sizes."""
     gpus: int | None = option(None, metavar="N", least=1)
-    """Start so many processes, one a GPU."""
+    """Start N processes, one per GPU."""
     processes: int | None = option(None, metavar="N", least=1)
-    """Start so many processes on CPU, for small models."""
+    """Start N processes on CPU, for small models."""
     data: Path | None = option(None, metavar="DIR", must_exist=True)
-    """Time the rows of this data set through the real loader (data.path of a run)."""
+    """Time the rows of this data set, read by the trainer's loader (data.path of a run)."""
     rows: str = option("", metavar="LIST", shown_default="data with a data set, else images,text")
-    """Workloads with commas between: images, text (both seeded), data (the data set)."""
+    """Workloads to time, separated by commas: images and text are seeded, data reads the data set."""
     warm_up: int = option(2, metavar="N", least=1)
-    """Untimed steps before the timed ones of each workload."""
+    """Run N untimed steps of each workload first."""
     timed: int = option(4, metavar="N", least=1)
-    """Timed steps of each workload."""
+    """Time N steps of each workload."""
     part_steps: int = option(2, metavar="N", least=0)
-    """Steps of each workload, after the timed ones, in which the parts of a step are timed; 0: none."""
+    """After the timed steps, time the parts of a step in N more steps; 0 skips this."""
     language_layers: int = option(0, metavar="N", least=0, shown_default="as in the config")
-    """Decoder layers instead of the config's."""
+    """Use N decoder layers instead of the config's number."""
     vision_layers: int = option(0, metavar="N", least=0, shown_default="as in the config")
-    """Vision layers instead of the config's."""
+    """Use N vision layers instead of the config's number."""
     even_routing: bool = False
-    """Choose experts at random, evenly: a trained router balances them, one with random weights prefers a few
-    by far."""
+    """Choose experts at random and evenly, as a trained router does. A router with random weights strongly
+    prefers a few experts."""
     distinct_rows: int = option(0, metavar="N", least=0, shown_default="as many as it uses")
-    """Seeded rows that each data-parallel rank draws before it repeats them."""
+    """Draw N seeded rows on each data-parallel rank, then repeat them."""
     peer: bool = False
-    """Also time the Hugging Face model under FSDP2 with full activation checkpointing on the same seeded
-    rows."""
+    """Also time the Hugging Face model under FSDP2 with full activation checkpointing, on the
+    same seeded rows."""
     gradient_sync: Literal["every", "last"] = option("every")
-    """Peer only: reduce gradients after every row (less memory) or after the last one of a step."""
+    """For --peer: reduce gradients after every row (less memory) or only after the last row of a step."""
     out: str = option("", metavar="FILE")
-    """Write the figures as JSON."""
+    """Write the figures to this file as JSON."""
     json: bool = False
     """Print JSON instead of a table."""
 
 
 @dataclass(kw_only=True)
 class BenchRun(BenchOptions):
-    """One benchmark, of our program or (``peer``) of the other one: parsed and checked."""
+    """Checked options of one benchmark, of our program or (with ``peer``) of the peer."""
 
     config: TrainConfig = dataclasses.field(default_factory=TrainConfig, metadata={"hidden": True})
 
@@ -76,11 +75,11 @@ class BenchRun(BenchOptions):
 
     @property
     def steps(self) -> int:
-        """Steps of one workload, the profiled one included."""
+        """Steps of one workload, including the profiled one."""
         return self.warm_up + self.timed + (self.part_steps + 1 if self.part_steps else 0)
 
     def spec(self) -> ModelSpec:
-        """The model's sizes, with fewer layers where that is asked for."""
+        """The model's sizes, with fewer layers where the options ask for it."""
         layers = {"language": self.language_layers, "vision": self.vision_layers}
         return read_spec(self.hf).replace_layers(**{name: n for name, n in layers.items() if n})
 
@@ -88,8 +87,8 @@ class BenchRun(BenchOptions):
         return run_layout(self.spec(), self.config.parallel)
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuses what cannot run on so many ranks; raises RunConfigError or LayoutError, naming the
-        field."""
+        """Raises RunConfigError or LayoutError, naming the field, if the run is impossible
+        on ``ranks`` ranks."""
         self.layout()
         if "data" in self.workloads:
             check_data_path(self.config.data.path)
@@ -102,23 +101,23 @@ class BenchRun(BenchOptions):
 
 
 def parse(argv: list[str], program: str = "python -m toolkit.bench") -> BenchRun:
-    """Reads and checks the options of one benchmark, and the fields of a run.
+    """Reads and checks the options of one benchmark and the fields of its run.
 
     Raises:
-        UsageError, RunConfigError: names the option or field and what would be valid.
+        UsageError, RunConfigError: an option or field is invalid; the message names valid values.
     """
     return resolve(command_line.parse(BenchOptions, argv, program))
 
 
 def resolve(given: BenchOptions) -> BenchRun:
-    """Options with the fields of the run read. Raises as :func:`parse`."""
+    """Reads the fields of the run and fills in the defaults. Raises like :func:`parse`."""
     fields = [*given.fields]
     if given.data:
         fields += ["--data.path", str(given.data)]
     if given.processes:
         fields += ["--platform", "cpu"]
     config = parse_config(fields)
-    config.checkpoint.dir = ""  # nothing is saved
+    config.checkpoint.dir = ""  # a benchmark saves nothing
 
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(BenchOptions)}
     options = BenchRun(**values, config=config)
@@ -131,16 +130,19 @@ def resolve(given: BenchOptions) -> BenchRun:
 def _check(o: BenchRun) -> None:
     if not o.hf:
         raise UsageError("--hf is missing; give a Hugging Face folder or a config.json")
+
     unknown = [name for name in o.workloads if name not in WORKLOADS]
     if unknown:
-        raise UsageError(f"--rows {o.rows}: {', '.join(unknown)} unknown; valid: {', '.join(WORKLOADS)}")
+        names, valid = ", ".join(unknown), ", ".join(WORKLOADS)
+        raise UsageError(f"--rows {o.rows}: unknown workload {names}; valid: {valid}")
     if "data" in o.workloads and not o.config.data.path:
         raise UsageError("--rows data needs --data, a folder written by `megatron-vl data convert`")
     if "data" in o.workloads and o.peer:
         raise UsageError("--peer measures seeded rows only; give --rows images,text")
     if o.even_routing and o.peer:
         raise UsageError(
-            "--even-routing with --peer: the peer's router cannot be made even; leave one of them out"
+            "--even-routing with --peer: the peer's router cannot be made even; leave out one of the two"
         )
+
     if o.even_routing and not o.spec().language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")

@@ -1,20 +1,20 @@
-"""Where the time of a step goes on one rank.
+"""Measures where the time of a step goes on one rank.
 
-Marks are recorded in the order of the device's work (CUDA events; the clock on CPU) around the parts of a
-step and read when all steps are done, so that nothing waits in between. The hooks are put on for these steps
-alone and taken off again.
+Marks around the parts of a step are recorded in the order of the device's work (CUDA events; the clock on
+CPU). They are read when all steps are done, so that nothing waits in between. The hooks are attached only for
+these steps and removed afterwards.
 
-Parts of a rank's step, which do not overlap:
+The parts of a rank's step do not overlap:
 
-- ``data wait``: the loader's owner waits for its rows. ``feed``: the rest of getting rows onto the device,
-  copies and broadcasts.
+- ``data wait``: the loader's owner waits for its rows. ``feed``: the remaining work of getting rows onto the
+  device, copies and broadcasts.
 - ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: compute of this rank's
   chunks, with the tensor-parallel collectives and the recomputation inside them.
-- ``gradient finalisation``: what of the reduction of gradients is left after the backward pass, and waiting
-  for slower ranks.
-- ``optimizer``: norm, clipping, update, gathering of parameters that is not overlapped.
-- ``idle``: the rest of the step: in a pipeline mostly its bubble and waiting for messages; also launch gaps
-  and the reduction of the loss.
+- ``gradient finalisation``: the part of the gradient reduction that remains after the backward pass, and
+  waiting for slower ranks.
+- ``optimizer``: norm, clipping, update, and the gathering of parameters that is not overlapped.
+- ``idle``: the rest of the step. In a pipeline this is mostly its bubble and waiting for messages; it also
+  holds launch gaps and the reduction of the loss.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Marks:
         self._open[name] = self._now()
 
     def end(self, name: str) -> None:
-        """Ends the span of ``name``; one that was not begun is not counted."""
+        """Ends the span of ``name``; a span that was not begun is not counted."""
         start = self._open.pop(name, None)
         if start is not None:
             self.steps[-1].append((name, start, self._now()))
@@ -66,13 +66,13 @@ class Marks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step; its whole span is called ``step``."""
+        """Measures one step; its whole span is named ``step``."""
         self.steps.append([])
         with self.span("step"):
             yield
 
     def seconds(self) -> list[dict[str, float]]:
-        """Sum of the spans of each name, for each step. The device must have finished."""
+        """The total time of each name in each step. The device must have finished."""
         result = []
         for spans in self.steps:
             sums: dict[str, float] = {}
@@ -87,7 +87,7 @@ class Marks:
 def attached(
     marks: Marks, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer
 ) -> Iterator[None]:
-    """Puts the hooks on a rank's chunks and optimizer for the steps inside the block."""
+    """Attaches the hooks to a rank's chunks and optimizer for the steps inside the block."""
     handles: list[Any] = []
     for chunk in chunks:
         handles += _hook(marks, chunk.module, "chunk")
@@ -115,8 +115,9 @@ def attached(
         return result
 
     core.finalize_model_grads_func = timed_finalize
-    # On this instance only; deleting the attributes brings the class's own methods back.
-    optimizer.prepare_grads, optimizer.step_with_ready_grads = timed_prepare, timed_step
+    # Only this instance is changed; deleting the attributes restores the class's own methods.
+    optimizer.prepare_grads = timed_prepare
+    optimizer.step_with_ready_grads = timed_step
     try:
         yield
     finally:
@@ -131,8 +132,8 @@ def _hook(
 ) -> list[Any]:
     """Marks ``name forward`` and ``name backward`` of a module.
 
-    The backward span begins with the gradient of an output and ends when the gradient of ``until`` is there,
-    the module's first parameter, or, without it, with the whole backward pass that is running.
+    The backward span begins with the gradient of an output. It ends with the gradient of ``until``, the
+    module's first parameter, or without ``until`` with the whole running backward pass.
     """
     forward, backward = f"{name} forward", f"{name} backward"
 
@@ -159,7 +160,7 @@ def _hook(
 
 
 def split(step: dict[str, float], data_wait: float) -> dict[str, float]:
-    """The parts of one step of one rank in seconds, from its spans; they add up to the step."""
+    """Splits one step of one rank into parts in seconds, from its spans; the parts add up to the step."""
     spans = {name: step.get(name, 0.0) for name in ("step", "feed", "gradient finalisation", "optimizer")}
     parts = {"data wait": min(data_wait, spans["feed"])}
     parts["feed"] = spans["feed"] - parts["data wait"]
@@ -173,8 +174,7 @@ def split(step: dict[str, float], data_wait: float) -> dict[str, float]:
 
 
 def communication(platform: Platform, step: Callable[[], None]) -> dict[str, float]:
-    """Collectives of one profiled step in seconds: all of them, and on CUDA those during which nothing else
-    ran.
+    """Seconds of the collectives of one profiled step; on CUDA also those during which nothing else ran.
 
     A collective lasts until the slowest rank has joined it, so waiting is in these figures.
     """
@@ -186,6 +186,7 @@ def communication(platform: Platform, step: Callable[[], None]) -> dict[str, flo
     with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
         step()
         platform.synchronize()
+
     collectives, others = [], []
     for event in profile.profiler.kineto_results.events():
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
@@ -193,6 +194,7 @@ def communication(platform: Platform, step: Callable[[], None]) -> dict[str, flo
             collectives.append(span)
         elif platform.name == "cuda" and event.device_type() == torch.autograd.DeviceType.CUDA:
             others.append(span)
+
     result = {"communication_s": length(collectives) / 1e9}
     if platform.name == "cuda":
         result["communication_exposed_s"] = (length(collectives + others) - length(others)) / 1e9
@@ -200,25 +202,27 @@ def communication(platform: Platform, step: Callable[[], None]) -> dict[str, flo
 
 
 def length(spans: list[tuple[int, int]]) -> int:
-    """What the spans cover together, overlaps counted once."""
+    """The time that the spans cover together, with overlaps counted once."""
     total, reached = 0, None
     for start, end in sorted(spans):
         if reached is None or start > reached:
-            total, reached = total + end - start, end
+            total = total + end - start
+            reached = end
         elif end > reached:
-            total, reached = total + end - reached, end
+            total = total + end - reached
+            reached = end
     return total
 
 
 def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]) -> dict[str, Any]:
-    """All ranks' parts as figures.
+    """Summarises the parts of all ranks.
 
     Args:
-        steps: for each rank, the parts of each step.
+        steps: the parts of each step, for each rank.
         places: (pipeline stage, data-parallel rank) of each rank.
 
-    Straggling compares data-parallel ranks of one stage step by step, since the slowest of them decides each
-    step.
+    Straggling compares the data-parallel ranks of one stage step by step, since the slowest of them
+    determines each step.
     """
     number = len(steps[0])
     means = [{name: sum(step[name] for step in rank) / number for name in PARTS} for rank in steps]
@@ -235,8 +239,10 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
     slowest = []
     for ranks in stages.values():
         compute = [[sum(steps[rank][i][name] for name in COMPUTE) for rank in ranks] for i in range(number)]
-        most, mean = sum(max(c) for c in compute), sum(sum(c) / len(c) for c in compute)
+        most = sum(max(c) for c in compute)
+        mean = sum(sum(c) / len(c) for c in compute)
         slowest.append((most / mean, most / number, mean / number))
+
     ratio, most, mean = max(slowest)
     whole = sum(sum(mean.values()) for mean in means)
     by_stage = [

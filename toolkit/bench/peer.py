@@ -1,11 +1,11 @@
-"""The same rows through the Hugging Face model under FSDP2: what a team without this toolkit would run.
+"""Runs the same rows through the Hugging Face model under FSDP2, as a team without this toolkit would.
 
-The recipe: ``transformers`` from the same config with random weights, ``fully_shard`` on each decoder layer
-and vision block, bf16 mixed precision over fp32 shards, full activation checkpointing, fused AdamW, Liger's
-kernels where ``liger-kernel`` is installed (as its own ``apply_liger_kernel_to_FAMILY`` puts them in), packed
-variable-length attention. FlashAttention comes from torch (``torch.nn.attention.varlen``) instead of the
-package, through transformers' own registry of attention functions. On CPU attention is SDPA segment by
-segment, for dry runs.
+The recipe is ``transformers`` from the same config with random weights, ``fully_shard`` on each decoder layer
+and vision block, bf16 mixed precision over fp32 shards, full activation checkpointing, fused AdamW and packed
+variable-length attention. Where ``liger-kernel`` is installed, its kernels are used, installed by its own
+``apply_liger_kernel_to_FAMILY``. FlashAttention comes from torch (``torch.nn.attention.varlen``) instead of
+the package, through transformers' own registry of attention functions. On CPU, for dry runs, attention is
+SDPA segment by segment.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .options import BenchRun
 from .workload import groups
 
 ATTENTION = "packed_flash"
-"""Name under which the attention function is registered; vision towers hand over ``cu_seqlens`` only to one
-with ``flash`` in its name, and no mask is made for one that has no mask function."""
+"""Name under which the attention function is registered. Vision towers pass ``cu_seqlens`` only to a function
+with ``flash`` in its name, and no mask is made for one without a mask function."""
 IGNORED = -100
 GIB = 2**30
 
 
 @dataclass
 class HfRow:
-    """A packed row as the Hugging Face model takes it; tensors on the host until :meth:`to`."""
+    """A packed row in the form of the Hugging Face model; its tensors stay on the host until :meth:`to`."""
 
     inputs: dict[str, Tensor]
     """input_ids [1, S], position_ids [3, 1, S], shift_labels [1, S], pixel_values [P, patch_dim],
@@ -56,19 +56,19 @@ class HfRow:
     max_seqlen: int
     loss_tokens: int
     lengths: tuple[list[int], list[int], list[int]]
-    """Document, frame and window lengths."""
+    """Lengths of documents, frames and windows."""
     images: int
 
     def keywords(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of the model; ``row_segments`` is handed down to the attention function of the decoder
-        layers."""
+        """Arguments of the model; it passes ``row_segments`` on to the attention function of
+        the decoder layers."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         segments = Segments(self.cu_seqlens.to(device, non_blocking=True), self.max_seqlen)
         return inputs | {"labels": inputs["shift_labels"], "row_segments": segments, "use_cache": False}
 
 
 def hf_row(samples: list[Sample], spec: ModelSpec, seq_len: int) -> HfRow:
-    """Packs samples as ours do; pixels are patches in float, as the Hugging Face processor gives them."""
+    """Packs samples as our loader does; pixels are float patches, as from the Hugging Face processor."""
     row = pack_row(samples, spec, seq_len)
     labels = torch.where(row.loss_mask > 0, row.labels, IGNORED)
     inputs = {
@@ -81,6 +81,7 @@ def hf_row(samples: list[Sample], spec: ModelSpec, seq_len: int) -> HfRow:
         norm = PixelNorm(mean=(0.5,) * 3, std=(0.5,) * 3)
         inputs["pixel_values"] = torch.cat([hf_pixels(item, spec, norm) for item in media])
         inputs["image_grid_thw"] = torch.tensor([[item.grid.t, item.grid.h, item.grid.w] for item in media])
+
     vision = (
         [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
         if media
@@ -112,7 +113,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, h, S, d], key and value [1, g, S, d] -> [1, S, h, d].
 
-    Vision towers give the segments as ``cu_seq_lens_q``, the decoder layers hand down those of the row.
+    Vision towers pass the segments as ``cu_seq_lens_q``; the decoder layers pass on those of the row.
     """
     segments = row_segments if cu_seq_lens_q is None else Segments(cu_seq_lens_q, int(max_length_q or 0))
     assert segments is not None
@@ -122,7 +123,7 @@ def packed_attention(
 
 
 def hf_config(options: BenchRun) -> Any:
-    """The Hugging Face config, with fewer layers where that is asked for."""
+    """The Hugging Face config, with fewer layers where the options ask for it."""
     from transformers import AutoConfig
 
     path = Path(options.hf)
@@ -138,14 +139,14 @@ def hf_config(options: BenchRun) -> Any:
 
 
 def use_liger(family: str) -> list[str]:
-    """Puts Liger's kernels into transformers' module of the family, as its documentation says; tells what
-    that changed.
+    """Installs Liger's kernels in transformers' module of the family, as documented; returns
+    what that changed.
 
-    Liger sets names of the module by assignment. Those that this version of transformers does not have change
-    nothing (Liger 0.8.5 with transformers 5.17: the rotary embedding of Qwen2-VL and Qwen2.5-VL).
+    Liger assigns to names of the module. Names that this version of transformers does not have change nothing
+    (with Liger 0.8.5 and transformers 5.17: the rotary embedding of Qwen2-VL and Qwen2.5-VL).
     """
     if importlib.util.find_spec("liger_kernel") is None:
-        return ["liger-kernel is not installed: plain transformers modules"]
+        return ["liger-kernel is not installed: using plain transformers modules"]
     from importlib.metadata import PackageNotFoundError, version
 
     name = f"apply_liger_kernel_to_{family}"
@@ -155,7 +156,7 @@ def use_liger(family: str) -> list[str]:
     except PackageNotFoundError:  # a bare folder on the path
         number = "of unknown version"
     if apply is None:
-        return [f"liger-kernel {number} has no {name}: plain transformers modules"]
+        return [f"liger-kernel {number} has no {name}: using plain transformers modules"]
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     before = dict(vars(modeling))
     apply()
@@ -163,13 +164,13 @@ def use_liger(family: str) -> list[str]:
     replaced = sorted(key for key, value in before.items() if after[key] is not value)
     unused = sorted(after.keys() - before.keys())
     return [
-        f"liger-kernel {number}: {name}() replaced {', '.join(replaced)} and the loss; without effect:"
-        f" {', '.join(unused)}"
+        f"liger-kernel {number}: {name}() replaced {', '.join(replaced)} and the loss; without effect: "
+        f"{', '.join(unused)}"
     ]
 
 
 def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
-    """The model with random fp32 weights, every rank holding its shards only. Collective."""
+    """Builds the model with random fp32 weights; every rank holds only its shards. Collective."""
     from transformers import AttentionInterface, AutoModelForImageTextToText
 
     AttentionInterface.register(ATTENTION, packed_attention)
@@ -177,7 +178,8 @@ def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
         model = AutoModelForImageTextToText.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa"
         )
-    # By way of the config: the check at construction would look for a downloadable kernel of this name.
+    # This goes by way of the config: the check at construction would look for a downloadable kernel of
+    # this name.
     model.config._attn_implementation = ATTENTION
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -189,7 +191,7 @@ def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
 
 
 def shard(model: Any, dtype: torch.dtype) -> None:
-    """FSDP2 on each vision block and decoder layer, and on what is left."""
+    """Applies FSDP2 to each vision block, each decoder layer, and the remaining modules."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = torch.distributed.device_mesh.init_device_mesh(
         "cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),)
@@ -201,8 +203,8 @@ def shard(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def initialise(model: Any, config: Any) -> None:
-    """Random matrices, ones in norms, zeros in biases; buffers (rotary frequencies) as their modules make
-    them."""
+    """Sets matrices to random values, norms to one, biases to zero; buffers (rotary frequencies) as
+    the modules do."""
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if name.endswith(".bias"):
@@ -220,11 +222,14 @@ def initialise(model: Any, config: Any) -> None:
 
 
 class Trainer:
-    """Steps of the peer."""
+    """Runs the peer's training steps."""
 
     def __init__(self, options: BenchRun, model: Any, device: torch.device) -> None:
         o = options.config.optimizer
-        self.options, self.model, self.device, self.clip = options, model, device, o.clip_grad or math.inf
+        self.options = options
+        self.model = model
+        self.device = device
+        self.clip = o.clip_grad or math.inf
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=o.lr,
@@ -235,7 +240,8 @@ class Trainer:
         )
 
     def step(self, rows: list[HfRow]) -> float:
-        """One optimizer step; the mean loss over the loss tokens of the global batch. Collective."""
+        """Does one optimizer step. Returns the mean loss over the loss tokens of the
+        global batch. Collective."""
         loss = self.backward(rows)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
@@ -243,11 +249,12 @@ class Trainer:
         return float(loss)
 
     def backward(self, rows: list[HfRow]) -> Tensor:
-        """Gradients of the mean loss over the loss tokens of the global batch, and that loss. Collective."""
+        """Computes the gradients of the mean loss over the global batch's loss tokens; returns
+        that loss. Collective."""
         tokens = torch.tensor(float(sum(row.loss_tokens for row in rows)), device=self.device)
         dist.all_reduce(tokens)
-        # FSDP averages gradients over ranks: with a sum over the global count, times the ranks, each token
-        # weighs the same.
+        # FSDP averages gradients over ranks. A sum divided by the global count and multiplied by the number
+        # of ranks gives each token the same weight.
         count = tokens / dist.get_world_size()
         total = torch.zeros((), device=self.device)
         for i, row in enumerate(rows):
@@ -263,7 +270,8 @@ class Trainer:
 
 def run(options: BenchRun) -> None:
     """Measures the seeded workloads and reports them on rank 0. Collective."""
-    config, spec = options.config, options.spec()
+    config = options.config
+    spec = options.spec()
     device = _init_distributed()
     world = dist.get_world_size()
     options.check_ranks(world)
@@ -279,10 +287,10 @@ def run(options: BenchRun) -> None:
     import transformers
 
     settings = (
-        f"fully_shard over {world} ranks, gradients reduced {options.gradient_sync} row,"
-        f" {config.global_batch_size} rows of "
+        f"fully_shard over {world} ranks, gradients reduced {options.gradient_sync} row, "
+        f"{config.global_batch_size} rows of "
     )
-    notes = [settings + f"{config.data.seq_len} tokens a step, full activation checkpointing", *notes]
+    notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
     figures = {
         "system": f"transformers {transformers.__version__} + FSDP2",
         "machine": report.machine(options, device, peak),
@@ -307,9 +315,11 @@ def _init_distributed() -> torch.device:
 
 
 def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, peak: float) -> dict[str, Any]:
-    """Figures of one workload, with the keys of ours that apply. Collective."""
-    o, cuda = trainer.options, trainer.device.type == "cuda"
-    seq_len, recompute = o.config.data.seq_len, RecomputeConfig(language="full", vision="full")
+    """Measures one workload; the figures have the same keys as ours where they apply. Collective."""
+    o = trainer.options
+    cuda = trainer.device.type == "cuda"
+    seq_len = o.config.data.seq_len
+    recompute = RecomputeConfig(language="full", vision="full")
     source = groups(spec, seq_len, images=workload == "images", seed=17 + dist.get_rank())
     number = o.distinct_rows or (o.warm_up + o.timed) * per_step
     stream = itertools.cycle([hf_row(samples, spec, seq_len) for samples in itertools.islice(source, number)])
@@ -329,6 +339,7 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
         for row in rows:
             work.add(spec, ModelConfig(), recompute, *row.lengths, row.loss_tokens, whole_head=True)
             work.images += row.images
+
     figures = report.headline(
         sum(report.gather(work), start=report.Work()),
         [end - begin for begin, end in itertools.pairwise(clock)],
@@ -350,7 +361,7 @@ def _memory(model: Any, held: int, cuda: bool) -> dict[str, Any]:
             "peak_gib": peak / GIB,
             "weights_gib": weights / GIB,
             "optimizer_gib": (held - weights) / GIB,
-            # Gradients live during the backward pass only, so they are among what comes and goes.
+            # Gradients live only during the backward pass, so they count as temporary memory.
             "activations_gib": (peak - held) / GIB,
         }
     )

@@ -1,8 +1,9 @@
-"""Figures of a benchmark: the work done, what it makes of the time it took, JSON and a table.
+"""Figures of a benchmark: the work done, the rates that follow from its time, JSON and a table.
 
-Ours and the peer's come from the same code, so their FLOPs are counted alike: true document, frame and window
-lengths, no padding, the output layer for the tokens that bear loss (see :mod:`megatron_vl.training.flops`).
-``mfu_all_tokens`` counts the output layer for every token, needed or not, as most published figures do.
+Our figures and the peer's come from the same code, so their FLOPs are counted alike: true document, frame and
+window lengths, no padding, the output layer only for tokens with loss (see
+:mod:`megatron_vl.training.flops`). ``mfu_all_tokens`` counts the output layer for every token, as most
+published figures do.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from .options import BenchRun
 
 @dataclass
 class Work:
-    """What went through the model in some steps; sums over rows."""
+    """The work of some steps; sums over rows."""
 
     rows: int = 0
     tokens: int = 0
-    """Real ones, without the padded tails."""
+    """Real tokens, without the padding at the end of rows."""
     samples: int = 0
     images: int = 0
     patches: list[int] = field(default_factory=list)
-    """Of each row."""
+    """Patches of each row."""
     loss_tokens: int = 0
-    """Tokens that bear loss."""
+    """Tokens with loss."""
     model: Flops = Flops(0.0, 0.0)
-    """What training needs: the output layer for the tokens that bear loss."""
+    """FLOPs that training needs, with the output layer for the tokens with loss."""
     model_all_tokens: Flops = Flops(0.0, 0.0)
     """The same with the output layer for every token."""
     executed: Flops = Flops(0.0, 0.0)
-    """What the system did: recomputation, and the output layer for as many tokens as it computes it for."""
+    """FLOPs that the system executed: with recomputation, and the output layer for as many tokens
+    as it computes."""
 
     def add(
         self,
@@ -55,7 +57,7 @@ class Work:
         *,
         whole_head: bool = False,
     ) -> None:
-        """Counts a row, given its document, frame and window lengths.
+        """Counts a row with the given document, frame and window lengths.
 
         Args:
             whole_head: the system computes the output layer for every token.
@@ -87,19 +89,19 @@ class Work:
 
 
 def gather(mine: Any) -> list[Any]:
-    """One object of each rank, on every rank."""
+    """Gathers one object of each rank on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
 def headline(work: Work, step_seconds: list[float], world: int, peak: float) -> dict[str, Any]:
-    """Speed of the timed steps.
+    """Computes the speed of the timed steps.
 
     Args:
-        work: of all ranks and all timed steps.
+        work: the work of all ranks in all timed steps.
         step_seconds: wall clock of each timed step.
-        peak: TFLOP/s of one accelerator; 0 when it is not known (MFU is then null).
+        peak: TFLOP/s of one accelerator; 0 if unknown (MFU is then null).
     """
     seconds = sum(step_seconds)
 
@@ -138,7 +140,7 @@ def headline(work: Work, step_seconds: list[float], world: int, peak: float) -> 
 
 
 def machine(options: BenchRun, device: torch.device, peak: float) -> dict[str, Any]:
-    """Where and with what the figures were taken."""
+    """The machine and the versions with which the figures were measured."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return {
         "device": name,
@@ -150,8 +152,8 @@ def machine(options: BenchRun, device: torch.device, peak: float) -> dict[str, A
 
 
 def model_facts(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
-    """The model measured; its parameters are those of our checkpoints, the padding of the vision FFN
-    included."""
+    """The measured model. Its parameters are those of our checkpoints, including the padding of
+    the vision FFN."""
     return {
         "hf": options.hf,
         "family": spec.family,
@@ -162,7 +164,7 @@ def model_facts(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
 
 
 def finish(options: BenchRun, figures: dict[str, Any]) -> None:
-    """Rank 0: adds the ratio of image rows to text rows, writes ``out``, prints."""
+    """On rank 0, adds the ratio of image rows to text rows, writes ``out`` and prints the figures."""
     if dist.get_rank() != 0:
         return
     figures["image_over_text"] = image_over_text(figures["workloads"])
@@ -173,16 +175,16 @@ def finish(options: BenchRun, figures: dict[str, Any]) -> None:
 
 
 def image_over_text(workloads: dict[str, dict[str, Any]]) -> float | None:
-    """TFLOP/s on image rows over TFLOP/s on text rows of the same run: the ratio of their MFU."""
+    """TFLOP/s on image rows divided by TFLOP/s on text rows of the same run: the ratio of their MFU."""
     if not {"images", "text"} <= workloads.keys():
         return None
     return workloads["images"]["tflops_per_gpu"] / workloads["text"]["tflops_per_gpu"]
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The machine, then a few lines a workload: speed, memory, parts."""
+    """Formats the machine, then a few lines per workload: speed, memory, parts."""
     m, model = figures["machine"], figures["model"]
-    peak = f"{m['peak_tflops']:.0f} TFLOP/s peak" if m["peak_tflops"] else "peak not known"
+    peak = f"{m['peak_tflops']:.0f} TFLOP/s peak" if m["peak_tflops"] else "peak unknown"
     size = f"{model['parameters'] / 1e9:.2f} B parameters"
     lines = [f"{figures['system']}: {model['family']}, {size}, {m['gpus']} x {m['device']} ({peak})"]
     lines += [f"  {note}" for note in figures["notes"]]
@@ -196,7 +198,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
-    """Both systems' figures and the ratio of their tokens/s, workload by workload."""
+    """Both systems' figures and the ratio of their tokens/s for each workload."""
     names = [name for name in ours["workloads"] if name in peer["workloads"]]
     speeds = {name: [s["workloads"][name]["tokens_per_s_per_gpu"] for s in (ours, peer)] for name in names}
     return {
@@ -207,7 +209,7 @@ def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(comparison: dict[str, Any]) -> list[str]:
-    """:func:`compare` in words."""
+    """Formats the result of :func:`compare`."""
     peer = comparison["peer"]["system"]
     return [
         f"{name}: {ratio:.2f} x the tokens/s of {peer}"
@@ -223,17 +225,18 @@ def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
             f"{w['mfu_all_tokens']:.1%} with the output layer counted for every token), HFU {w['hfu']:.1%}, "
             f"{w['tflops_per_gpu']:.0f} TFLOP/s/GPU"
         )
+
     memory = w["memory"]
     lines = [
         f"  {name}: {w['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {w['images_per_s']:.1f} images/s, {speed}, "
-        f"{w['step_s'] * 1e3:.0f} ms a step, {memory['peak_gib']:.1f} GiB, loss {w['loss']:.4f}"
+        f"{w['step_s'] * 1e3:.0f} ms per step, {memory['peak_gib']:.1f} GiB, loss {w['loss']:.4f}"
     ]
     by_part = {part: memory[f"{part}_gib"] for part in MEMORY_PARTS if memory.get(f"{part}_gib") is not None}
     if by_part:
         lines.append("    memory (GiB): " + ", ".join(f"{part} {gib:.1f}" for part, gib in by_part.items()))
     if w.get("parts"):
         shown = (f"{part} {t['mean_s'] * 1e3:.1f}" for part, t in w["parts"].items())
-        lines.append("    ms a step, mean over ranks: " + ", ".join(shown))
+        lines.append("    ms per step, mean over ranks: " + ", ".join(shown))
         lines.append(
             "    collectives in one profiled step, waiting included: " + _communication(w["communication"])
         )
@@ -242,14 +245,15 @@ def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
             lines.append("    share of the peak while it runs: " + ", ".join(halves))
         s = w["straggling"]
         lines.append(
-            f"    compute of the slowest data-parallel rank {s['max_over_mean']:.3f} of the mean; idle"
-            f" pipeline stages {w['pipeline_idle_share']:.1%} of the step"
+            f"    compute of the slowest data-parallel rank {s['max_over_mean']:.3f} of the mean; "
+            f"idle pipeline stages {w['pipeline_idle_share']:.1%} of the step"
         )
+
     return lines
 
 
 def _communication(c: dict[str, dict[str, float]]) -> str:
-    names = {"communication_s": "in all", "communication_exposed_s": "with nothing else running"}
+    names = {"communication_s": "total", "communication_exposed_s": "with nothing else running"}
     return ", ".join(f"{c[key]['mean_s'] * 1e3:.1f} ms {text}" for key, text in names.items() if key in c)
 
 

@@ -1,8 +1,8 @@
-"""A seeded stream of packed rows like visual question answering: COCO-shaped pictures, 40 to 260 tokens of
-text each.
+"""A seeded stream of packed rows that resemble visual question answering: COCO-shaped pictures, each with 40
+to 260 tokens of text.
 
-Only shapes matter for speed, so tokens and pixels are random; grids, windows, positions and packing are the
-loader's.
+Only shapes matter for speed, so tokens and pixels are random. Grids, windows, positions and packing are those
+of the loader.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
 COCO_SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (640, 360), (500, 375), (640, 640))
-"""Width and height in pixels of pictures with a long side of (mostly) 640, as in COCO."""
+"""Width and height in pixels of pictures whose long side is (mostly) 640, as in COCO."""
 
 
 def image_sample(spec: ModelSpec, rng: random.Random) -> Sample:
-    """One picture and a question with its answer."""
+    """Draws one picture with a question and its answer."""
     v = spec.vision
     unit = v.patch_size * v.spatial_merge_size
     width, height = rng.choice(COCO_SIZES)
@@ -43,7 +43,7 @@ def image_sample(spec: ModelSpec, rng: random.Random) -> Sample:
 
 
 def text_sample(spec: ModelSpec, rng: random.Random, longest: int) -> Sample:
-    """A document as long as an image sample, without a picture."""
+    """Draws a document as long as an image sample, without a picture."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     text = _text(spec, min(longest, rng.randint(300, 700)), generator)
     return Sample(token_ids=text, loss_mask=torch.ones(len(text), dtype=torch.bool))
@@ -55,8 +55,8 @@ def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Ten
 
 
 def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[list[Sample]]:
-    """Endless groups of samples, each as many as fit into a row of ``seq_len`` tokens in the order they are
-    drawn."""
+    """Endless groups of samples; each has as many as fit into a row of ``seq_len`` tokens in the
+    order of drawing."""
     rng = random.Random(seed)
     samples: list[Sample] = []
     used = 0
@@ -65,7 +65,8 @@ def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterato
         if used + len(sample) > seq_len:
             if samples:
                 yield samples
-            samples, used = [], 0
+            samples = []
+            used = 0
             if len(sample) > seq_len:
                 continue
         samples.append(sample)

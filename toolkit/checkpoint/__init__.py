@@ -1,1 +1,1 @@
-"""``megatron-vl checkpoint show | verify``: what is in a run's checkpoint, and whether it is whole."""
+"""``megatron-vl checkpoint show | verify``: describes a run's checkpoints and checks their hashes."""

@@ -1,4 +1,4 @@
-"""``megatron-vl checkpoint show | verify``: what is in a run's checkpoint, and whether it is whole."""
+"""``megatron-vl checkpoint show | verify``: describes a run's checkpoints and checks their hashes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from .options import CheckpointVerifyOptions, ShowOptions
 
 
 def show(options: ShowOptions) -> int:
-    """The checkpoints of a run, and one of them in detail."""
+    """Lists the checkpoints of a run and describes one of them. Returns 1 if files are missing."""
     facts = describe(find_step(options.path))
     found = lineage_of(options.path)
     if options.json:
         print(json.dumps(facts | found, indent=2))
         return 1 if facts["missing"] else 0
+
     for line in lineage_lines(found):
         print(line)
     layout = facts["layout"]
@@ -25,9 +26,10 @@ def show(options: ShowOptions) -> int:
     if facts["lineage"] and facts["lineage"]["parent"]:
         parent = facts["lineage"]["parent"]
         print(
-            f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch"
-            f" {parent['branch']}"
+            f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch "
+            f"{parent['branch']}"
         )
+
     print(f"  layout   {shape}, layers {layout['layers']}")
     print(f"  data     {facts['loader_workers']} loader workers, rows of {facts['seq_len']} tokens")
     for part, size in sorted(facts["bytes"].items()):
@@ -38,7 +40,7 @@ def show(options: ShowOptions) -> int:
 
 
 def verify(options: CheckpointVerifyOptions) -> int:
-    """Every byte of a checkpoint against its hashes."""
+    """Compares every file of a checkpoint with its hashes. Returns 1 if one differs."""
     source = find_step(options.path)
     problems = verify_checkpoint(source)
     if options.json:
@@ -47,8 +49,8 @@ def verify(options: CheckpointVerifyOptions) -> int:
         print("\n".join(problems))
         print(
             f"{source} is damaged; resume from another step with --checkpoint.step, "
-            "or from weights that verify"
+            "or start from weights that pass verification"
         )
     else:
-        print(f"{source} is whole")
+        print(f"{source} is intact")
     return 1 if problems else 0

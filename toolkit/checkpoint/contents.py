@@ -1,4 +1,4 @@
-"""What is in a run's checkpoint, and whether it is whole."""
+"""Reads what a run's checkpoints contain and checks them against their hashes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def find_step(path: Path) -> Path:
-    """The step folder meant by ``path``: itself, or the latest one of a run.
+    """The step folder that ``path`` means: ``path`` itself, or the latest one of a run.
 
     Raises:
-        FileNotFoundError: there is no checkpoint of a run.
+        FileNotFoundError: ``path`` holds no checkpoint of a run.
     """
     from megatron_vl.weights.manifest import MANIFEST
     from megatron_vl.weights.run_folder import latest
@@ -20,7 +20,7 @@ def find_step(path: Path) -> Path:
     saved = latest(path)
     if saved is None:
         weights = (
-            f"; it holds weights alone, which `megatron-vl verify {path}` checks"
+            f"; it holds only weights, which `megatron-vl verify {path}` checks"
             if (path / MANIFEST).is_file()
             else ""
         )
@@ -30,7 +30,7 @@ def find_step(path: Path) -> Path:
 
 
 def describe(source: Path) -> dict[str, Any]:
-    """Step, layout, model, sizes by part, and the files that should be there and are not."""
+    """Step, layout, model, sizes by part, and the files that are missing."""
     from megatron_vl.training.checkpoint import read_run
     from megatron_vl.weights.manifest import MANIFEST, read_manifest
 
@@ -63,7 +63,7 @@ def describe(source: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(source: Path) -> list[str]:
-    """What is wrong with a step folder, file by file; empty when every byte is what was written."""
+    """Lists what is wrong with a step folder, file by file; empty if every byte is as written."""
     from converters.verify import check_hashes
     from megatron_vl.training.checkpoint import verify_files
     from megatron_vl.weights.tensor_files import WeightsError
@@ -80,8 +80,8 @@ def verify_checkpoint(source: Path) -> list[str]:
 
 
 def lineage_of(path: Path) -> dict[str, Any]:
-    """The checkpoints of a run's folder: those that led to the latest one, and those that roll-backs left
-    behind.
+    """The checkpoints of a run's folder: those that led to the latest one, and those
+    that roll-backs abandoned.
 
     Returns:
         ``{"steps": [...], "present": [...], "abandoned": [...]}``, each entry with step, folder, branch and
@@ -103,7 +103,7 @@ def lineage_of(path: Path) -> dict[str, Any]:
 
 
 def lineage_lines(found: dict[str, Any]) -> list[str]:
-    """:func:`lineage_of` in words: one line a branch."""
+    """Formats the result of :func:`lineage_of`, one line per branch."""
     branches: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for kind in ("present", "abandoned"):
         for one in found[kind]:
@@ -119,7 +119,7 @@ def lineage_lines(found: dict[str, Any]) -> list[str]:
             continue
         folders = ", ".join(one["folder"] for one in ones)
         lines.append(
-            f"abandoned: steps {steps} of branch {branch}{began}. They are used only when you ask for them "
-            f"(--checkpoint.step N --checkpoint.branch {branch}); delete {folders} when they are not needed"
+            f"abandoned: steps {steps} of branch {branch}{began}. They are used only if you ask for them "
+            f"(--checkpoint.step N --checkpoint.branch {branch}); delete {folders} if you do not need them"
         )
     return lines

@@ -10,16 +10,14 @@ from toolkit.options import CommandOptions, option
 
 @dataclass(kw_only=True)
 class ShowOptions(CommandOptions):
-    """List a run's checkpoints by branch and describe one of them. Exit code 1 when files of it are
-    missing."""
+    """List a run's checkpoints by branch and describe one of them. Exit code 1 if files are missing."""
 
     path: Path = option(metavar="PATH", positional=True, must_exist=True)
-    """Folder of a run (its latest checkpoint) or a step_ folder."""
+    """Folder of a run (its latest checkpoint is used) or a step_ folder."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(kw_only=True)
 class CheckpointVerifyOptions(ShowOptions):
-    """Read every file of a checkpoint and compare it with the hashes written beside it. Exit code 1 when one
-    differs."""
+    """Read every file of a checkpoint and compare it with its hashes. Exit code 1 if one differs."""

@@ -1,1 +1,2 @@
-"""``megatron-vl data convert | verify``: conversation files into data sets."""
+"""``megatron-vl data convert | verify``: converts conversation files into data sets and
+verifies data sets."""

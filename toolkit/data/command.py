@@ -1,4 +1,4 @@
-"""``megatron-vl data``: conversation files into data sets."""
+"""``megatron-vl data``: converts conversation files into data sets and verifies data sets."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from data_tools.convert import DataReport
 
 MOST_SHOWN = 10
-"""Ignored keys of a place that the summary names; the report has all."""
+"""Number of ignored keys that the summary names per place; report.json lists all."""
 INSTEAD = {
-    "min_pixels": "data.min_pixels of the run counts",
-    "max_pixels": "data.max_pixels of the run counts, data.video_max_pixels for videos",
-    "fps": "data.video_fps of the run counts",
-    "nframes": "data.video_fps and data.video_max_frames of the run count",
-    "max_frames": "data.video_max_frames of the run counts",
-    "video_start": "the whole video is taken",
-    "video_end": "the whole video is taken",
+    "min_pixels": "data.min_pixels of the run applies",
+    "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
+    "fps": "data.video_fps of the run applies",
+    "nframes": "data.video_fps and data.video_max_frames of the run apply",
+    "max_frames": "data.video_max_frames of the run applies",
+    "video_start": "the whole video is used",
+    "video_end": "the whole video is used",
 }
-"""What counts in the place of a key without effect."""
+"""The setting that applies instead of an ignored key."""
 TOO_MANY_QUARANTINED = 3
-"""Exit code; 1 is a failure and 2 a wrong command line."""
+"""Exit code. 1 means failure, 2 an invalid command line."""
 
 
 def convert(given: DataConvertOptions) -> int:
-    """Conversations -> a data set."""
+    """Converts conversations into a data set. Returns the exit code."""
     from data_tools.convert import ConversionOptions, ConvertError, convert, default_workers
 
     options = ConversionOptions(
@@ -54,19 +54,19 @@ def convert(given: DataConvertOptions) -> int:
         _print(report, given.out, quarantine)
     if not report.samples:
         raise ConvertError(
-            f"none of {report.records} records could be used{_first_refusal(quarantine)}; see {quarantine}"
+            f"none of {report.records} records can be used{_first_refusal(quarantine)}; see {quarantine}"
         )
     if given.val_fraction and not report.val:
         raise ConvertError(
-            f"{report.samples} sample is too few for a validation split; give more, "
-            "or leave out --val-fraction"
+            f"{report.samples} sample is too few for a validation split; "
+            "give more, or leave out --val-fraction"
         )
     if report.quarantined > given.max_quarantined * report.records:
         share = report.quarantined / report.records
         print(
-            f"megatron-vl data: {report.quarantined} of {report.records} records ({share:.2%}) "
-            "were quarantined, more "
-            f"than --max-quarantined {given.max_quarantined:g} allows; {given.out} is complete without them. "
+            f"megatron-vl data: {report.quarantined} of {report.records} records ({share:.2%}) were "
+            f"quarantined, more than --max-quarantined {given.max_quarantined:g} allows; "
+            f"{given.out} is complete without them. "
             f"Correct what {quarantine} names and convert again with --force, or allow more",
             file=sys.stderr,
         )
@@ -75,14 +75,14 @@ def convert(given: DataConvertOptions) -> int:
 
 
 def _first_refusal(quarantine: Path) -> str:
-    """Why the first record was refused: a wrong media root or format refuses all of them for one reason."""
+    """Why the first record was refused. A wrong media root or format refuses all records for one reason."""
     with quarantine.open(encoding="utf-8") as lines:
         entry = json.loads(next(lines, "null"))
     return f" (record {entry['record']}, {entry['reason']}: {entry['detail']})" if entry else ""
 
 
 def verify(options: DataVerifyOptions) -> int:
-    """Every byte of a data set against what was written."""
+    """Compares every shard of a data set with its size and hash. Returns 1 if one differs."""
     from data_tools.verify import verify
 
     shards, problems = verify(options.dataset, _show)
@@ -91,7 +91,7 @@ def verify(options: DataVerifyOptions) -> int:
     if options.json:
         print(json.dumps({"shards": shards, "problems": problems}))
     else:
-        print("\n".join(problems) or f"{shards} shards of {options.dataset} are whole")
+        print("\n".join(problems) or f"{shards} shards of {options.dataset} are intact")
     return 1 if problems else 0
 
 
@@ -121,8 +121,9 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
     if report.answer_media:
         print(
             f"  {report.answer_media} images or videos in the assistant's turns: "
-            "seen by the model, not learnt"
+            "the model sees them but does not learn them"
         )
+
     if len(report.refused) > 1:
         for file, counts in report.refused.items():
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
@@ -130,7 +131,7 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
 
 
 def _ignored(place: str, counts: dict[str, int]) -> str:
-    """The keys without effect of a place, the most frequent first, with what counts instead."""
+    """The ignored keys of a place, the most frequent first, each with the setting that applies instead."""
     shown = sorted(counts.items(), key=lambda item: -item[1])[:MOST_SHOWN]
     unit = {1: place.removesuffix("s")}
     told = {key: f" ({text})" for key, text in INSTEAD.items()}
@@ -139,4 +140,4 @@ def _ignored(place: str, counts: dict[str, int]) -> str:
         for key, n in shown
     ]
     more = len(counts) - len(shown)
-    return ", ".join(texts) + (f", and {more} keys more (see report.json)" if more else "")
+    return ", ".join(texts) + (f", and {more} more keys (see report.json)" if more else "")

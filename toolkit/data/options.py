@@ -9,51 +9,50 @@ from typing import Literal
 from toolkit.options import CommandOptions, option
 
 MAX_QUARANTINED = 0.01
-"""As ``data.max_bad_share`` of a training: a few broken media among millions stop nobody, a wrong folder is
-noticed."""
+"""Like ``data.max_bad_share`` of a run: a few broken files among millions pass, a wrong folder does not."""
 
 
 @dataclass(kw_only=True)
 class DataConvertOptions(CommandOptions):
     """Convert ShareGPT or OpenAI conversations into tar shards prepared for Energon.
 
-    Every medium is decoded once. What cannot be used is counted by reason and listed with file, record and
-    field in OUT/quarantine.jsonl. A conversion that was interrupted goes on when it is started again with the
-    same arguments. Exit code 1 when nothing could be written, 3 when a data set was written but more records
-    than --max-quarantined allows are missing from it.
+    Every media file is decoded once. Unusable records are counted by reason and listed with file, record and
+    field in OUT/quarantine.jsonl. Run the same command again to continue an interrupted conversion. Exit code
+    1 if nothing could be written, 3 if a data set was written but more records than --max-quarantined allows
+    are missing from it.
     """
 
     input: list[Path] = option(metavar="FILE", several=True, must_exist=True)
-    """JSON arrays or JSON lines."""
+    """Read conversations from these files: JSON arrays or JSON lines."""
     media_root: Path = option(metavar="DIR", must_exist=True)
-    """Media paths are relative to it and stay inside."""
+    """Resolve media paths relative to this folder; paths that leave it are refused."""
     out: Path = option(metavar="DIR")
-    """Folder of the data set: new, empty, or one to go on with."""
+    """Folder for the data set: a new or empty one, or one with an interrupted conversion to continue."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
     val_fraction: float = option(0.0, metavar="F", shown_default="0")
-    """Part of the samples for validation."""
+    """Put this share of the samples into the validation split."""
     samples_per_shard: int = option(1000, metavar="N")
-    """Most samples of a shard."""
+    """Put at most N samples into a shard."""
     shard_mb: int = option(256, metavar="MB")
-    """Most media of a shard in MiB."""
+    """Put at most this many MiB of media into a shard."""
     max_megapixels: float = option(128, metavar="MP")
-    """Largest picture or video frame."""
+    """Refuse pictures and video frames with more megapixels than this."""
     duplicate_ids: Literal["refuse", "keep"] = option("refuse")
-    """A record whose id an earlier one has: refuse it, or take both."""
+    """What to do with a record whose id occurred before: refuse it, or keep both."""
     max_quarantined: float = option(MAX_QUARANTINED, metavar="F", share=True)
-    """Part of the records that may be quarantined before the exit code is 3; 0: none."""
+    """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     force: bool = False
-    """Remove what an earlier conversion left in OUT and start anew."""
+    """Delete what an earlier conversion left in OUT and start over."""
     json: bool = False
     """Print the report as JSON."""
 
 
 @dataclass(kw_only=True)
 class DataVerifyOptions(CommandOptions):
-    """Compare every shard of a data set with the size and SHA-256 that were written when it was converted.
+    """Compare every shard of a data set with the size and SHA-256 recorded by its conversion.
 
-    Exit code 1 when one differs.
+    Exit code 1 if one differs.
     """
 
     dataset: Path = option(metavar="DIR", positional=True, must_exist=True)

@@ -1,2 +1,2 @@
-"""The whole path on a laptop: small checkpoint, real photographs, TP x PP training, and back to Hugging Face,
-checked."""
+"""The whole path on a laptop, checked: small checkpoint, photographs, TP x PP training, back
+to Hugging Face."""

@@ -1,5 +1,4 @@
-"""``megatron-vl demo``: the whole path on CPU, from a Hugging Face folder through 3D-parallel training and
-back."""
+"""``megatron-vl demo``: the whole path on CPU: Hugging Face folder, 3D-parallel training, and back."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from .options import DemoOptions
 
 
 def demo(options: DemoOptions) -> int:
-    """Runs every step; exit code 1 when a check fails."""
+    """Runs every step. Returns exit code 1 if a check fails."""
     from .steps import Machine, run_demo
 
     machine = Machine(options.platform, options.ranks, options.tp, options.pp)

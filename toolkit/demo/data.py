@@ -1,7 +1,7 @@
 """The demo's conversations, written as ShareGPT JSON with image and video files.
 
-The pictures are the photographs that come with scikit-image, or drawings of the same where it is not
-installed.
+The pictures are the photographs that come with scikit-image or, if it is not installed, drawings of
+the same motifs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PICTURES = {
     "rocket": "A rocket on its launch pad at dusk.",
     "motorcycle": "A red motorcycle parked in a garage.",
 }
-"""Photograph -> answer to :data:`QUESTION`. The question is the same for all, so only the picture tells the
-answer."""
+"""Maps each photograph to the answer to :data:`QUESTION`. The question is always the same, so the answer can
+only come from the picture."""
 
-# In the order of the text; media are the files of the conversation's placeholders.
+# In the order of the text; media are the files for the conversation's placeholders.
 CONVERSATIONS: list[dict[str, Any]] = [
     {
         "id": "two_images",
@@ -67,8 +67,8 @@ CONVERSATIONS: list[dict[str, Any]] = [
 
 
 def write_raw_data(folder: Path) -> Path:
-    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style); returns the JSON's
-    path."""
+    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style). Returns
+    the JSON's path."""
     media = folder / "media"
     media.mkdir(parents=True, exist_ok=True)
     pictures = load_pictures()
@@ -87,7 +87,7 @@ def write_raw_data(folder: Path) -> Path:
 
 
 def texts() -> list[str]:
-    """Everything that is said, for the tokenizer."""
+    """All texts of the conversations, for the tokenizer."""
     said = [QUESTION, *PICTURES.values()]
     for conversation in CONVERSATIONS:
         said += conversation["turns"]
@@ -99,12 +99,12 @@ def _turns(said: list[str]) -> list[dict[str, str]]:
 
 
 def load_pictures() -> dict[str, Callable[[], NDArray[np.uint8]]]:
-    """Name -> a function that gives the picture, height x width x 3."""
+    """Maps each name to a function that returns the picture, height x width x 3."""
     try:
         from skimage import data
     except ModuleNotFoundError:
         return drawings()
-    # Only pictures inside the wheel: the others would be downloaded.
+    # Only pictures inside the wheel are used; the others would be downloaded.
     return {
         "astronaut": data.astronaut,
         "chelsea": data.chelsea,
@@ -116,7 +116,7 @@ def load_pictures() -> dict[str, Callable[[], NDArray[np.uint8]]]:
 
 
 def _write_images(media: Path, pictures: dict[str, Callable[[], NDArray[np.uint8]]]) -> dict[str, str]:
-    """Writes the pictures in different shapes, at most 256 pixels wide or high; name -> file name."""
+    """Writes the pictures in different shapes with sides of at most 256 pixels. Maps name to file name."""
     from PIL import Image
 
     files = {}
@@ -124,19 +124,25 @@ def _write_images(media: Path, pictures: dict[str, Callable[[], NDArray[np.uint8
         picture = Image.fromarray(load())
         picture.thumbnail((256, 256))
         files[name] = f"{name}.png" if name == "chelsea" else f"{name}.jpg"
-        picture.save(media / files[name], quality=92)  # PNG has none and ignores it
+        picture.save(media / files[name], quality=92)  # PNG ignores it
     return files
 
 
 def _write_video(path: Path, picture: NDArray[np.uint8]) -> None:
-    """Three seconds of a pan over a photograph, 8 frames a second, as H.264 in MP4."""
+    """Writes a three-second pan over a photograph, 8 frames per second, as H.264 in MP4."""
     import av
 
-    frames, rate, height, width = 24, 8, 112, 168
-    top, travel = (picture.shape[0] - height) // 2, picture.shape[1] - width
+    frames = 24
+    rate = 8
+    height = 112
+    width = 168
+    top = (picture.shape[0] - height) // 2
+    travel = picture.shape[1] - width
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(rate))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = "yuv420p"
         for i in range(frames):
             left = travel * i // (frames - 1)
             crop = np.ascontiguousarray(picture[top : top + height, left : left + width])

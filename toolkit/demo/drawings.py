@@ -1,6 +1,6 @@
-"""Drawings of what the demo's photographs show, in their sizes.
+"""Drawings of the motifs of the demo's photographs, in the same sizes.
 
-For machines without scikit-image, which brings the photographs.
+They are used on machines without scikit-image, which provides the photographs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Canvas = ImageDraw.ImageDraw
 
 
 def drawings() -> dict[str, Callable[[], NDArray[np.uint8]]]:
-    """Name of a photograph -> a function that draws it as height x width x 3 bytes. The same bytes each
-    time."""
+    """Maps each photograph's name to a function that draws it as height x width x 3 bytes,
+    always the same."""
     return {
         "astronaut": lambda: _draw((512, 512), "midnightblue", _astronaut),
         "chelsea": lambda: _draw((451, 300), "tan", _cat),
@@ -82,7 +82,9 @@ def _motorcycle(d: Canvas) -> None:
 def _galaxies(d: Canvas) -> None:
     chance = random.Random(0)
     for _ in range(250):
-        x, y, r = chance.randrange(1000), chance.randrange(872), chance.randrange(1, 14)
+        x = chance.randrange(1000)
+        y = chance.randrange(872)
+        r = chance.randrange(1, 14)
         d.ellipse(
             (x - 2 * r, y - r, x + 2 * r, y + r),
             chance.choice(("white", "lightyellow", "lightblue", "coral")),

@@ -1,7 +1,7 @@
-"""The exported checkpoint in ``transformers``: losses and answers, with nothing of this project in between.
+"""Losses and answers of the exported checkpoint in ``transformers``, without any code of this project.
 
-Conversations go through the checkpoint's own processor from the raw JSON and media files on, so that
-agreement with the trainer covers the data tool, the loader, the packing, the parallel model, the checkpoint
+Conversations go through the checkpoint's own processor, starting from the raw JSON and media files. Agreement
+with the trainer therefore covers the data tool, the loader, the packing, the parallel model, the checkpoint
 and the export together.
 """
 
@@ -21,7 +21,7 @@ PLACEHOLDER = re.compile(r"(<image>|<video>)")
 
 
 class DemoReference:
-    """A Hugging Face folder in ``transformers``, float32 on CPU; videos as the released models know them."""
+    """A Hugging Face folder in ``transformers``, float32 on CPU; videos follow the released models' rules."""
 
     def __init__(self, folder: Path, *, video_fps: float, video_max_frames: int) -> None:
         from transformers.utils import logging
@@ -34,7 +34,7 @@ class DemoReference:
 
     @torch.no_grad()
     def loss(self, sample: dict[str, Any], media: Path) -> tuple[float, int]:
-        """(sum of the losses of a ShareGPT sample's assistant tokens, their number)."""
+        """Returns the sum of the losses of a ShareGPT sample's assistant tokens, and their number."""
         messages, images, videos = read_sample(sample, media)
         batch = self._batch(self.processor.apply_chat_template(messages, tokenize=False), images, videos)
         labels = torch.where(self._learnt(batch["input_ids"][0]), batch["input_ids"], -100)
@@ -43,11 +43,11 @@ class DemoReference:
 
     @torch.no_grad()
     def answer(self, sample: dict[str, Any], media: Path, max_new_tokens: int = 64) -> str:
-        """The greedy answer to the first turn of a sample."""
+        """Generates the greedy answer to the first turn of a sample."""
         first, images, videos = read_sample(sample | {"conversations": sample["conversations"][:1]}, media)
         text = self.processor.apply_chat_template(first, tokenize=False, add_generation_prompt=True)
         batch = self._batch(text, images, videos)
-        # The checkpoint's generation_config asks for sampling and a repetition penalty, as released.
+        # The checkpoint's generation_config sets sampling and a repetition penalty, as in the released ones.
         tokens = self.model.generate(
             **batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=max_new_tokens
         )
@@ -60,13 +60,14 @@ class DemoReference:
                 "videos": [frames for frames, _ in videos],
                 "video_metadata": [facts for _, facts in videos],
             }
-            # Released folders do not cap the pixels of a frame; transformers warns where that is not said.
+            # Released folders do not limit the pixels of a frame, and transformers warns if no limit
+            # is given.
             extra |= {"do_sample_frames": True, "cap_pixels_per_frame": False} | self.sampling
         text = video_text(text, self.processor, self.spec)
         return self.processor(text=[text], return_tensors="pt", **extra)
 
     def _learnt(self, ids: Tensor) -> Tensor:
-        """bool [tokens]: from behind each assistant header to its ``<|im_end|>``, that token included."""
+        """bool [tokens]: the tokens after each assistant header up to and including its ``<|im_end|>``."""
         tokenizer = self.processor.tokenizer
         header = torch.tensor(tokenizer("<|im_start|>assistant\n")["input_ids"])
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -82,15 +83,17 @@ class DemoReference:
 def read_sample(
     sample: dict[str, Any], media: Path
 ) -> tuple[list[dict[str, Any]], list[Any], list[tuple[Tensor, Any]]]:
-    """HF messages of a ShareGPT sample, its images (PIL) and its videos (frames uint8 [n, 3, h, w],
-    metadata)."""
+    """HF messages of a ShareGPT sample, its images (PIL), and its videos (uint8 frames [n, 3,
+    h, w], metadata)."""
     from PIL import Image
 
     names = {
         kind: [sample[kind]] if isinstance(sample.get(kind), str) else list(sample.get(kind, []))
         for kind in ("image", "video")
     }
-    messages, images, videos = [], [], []
+    messages = []
+    images = []
+    videos = []
     for turn in sample["conversations"]:
         content: list[dict[str, str]] = []
         for part in PLACEHOLDER.split(turn["value"]):

@@ -1,5 +1,5 @@
-"""The demo, step by step. Every command is shown as a user would type it, and every claim in the table is
-measured."""
+"""The demo, step by step. It shows every command as a user would type it and measures every claim
+in its table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = TinySizes(
     kv_heads=2,
     mrope_section=(4, 6, 6),
     text_vocab_size=400,
-    # 81 tokens a picture at most: a laptop's worth.
+    # At most 81 tokens per picture, so that a laptop can train it.
     max_pixels=252 * 252,
 )
 VIDEO_FPS, VIDEO_MAX_FRAMES = 2.0, 8
@@ -43,7 +43,7 @@ VIDEO_FPS, VIDEO_MAX_FRAMES = 2.0, 8
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the demo runs and how the model is spread."""
+    """Where the demo runs and how the model is distributed."""
 
     platform: str = "cpu"
     ranks: int = 4
@@ -56,7 +56,7 @@ class Machine:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The first stage also holds the vision tower, so it gets fewer decoder layers."""
+        """Decoder layers of each stage. The first stage also holds the vision tower, so it gets fewer."""
         even = SIZES.layers // self.pp
         return (
             (SIZES.layers,)
@@ -66,14 +66,14 @@ class Machine:
 
     @property
     def exact(self) -> bool:
-        """float32 on CPU repeats to the last bit; bf16 on GPUs does not (attention's backward pass adds in
-        any order)."""
+        """float32 on CPU is reproducible bit for bit; bf16 on GPUs is not (attention's backward sums
+        in any order)."""
         return self.platform == "cpu"
 
 
 @dataclass
 class Check:
-    """One line of the table at the end."""
+    """One line of the final table."""
 
     what: str
     measured: str
@@ -82,7 +82,7 @@ class Check:
 
 @dataclass
 class Demo:
-    """A demo in ``folder``: its paths, what was checked and how long each part took."""
+    """A demo in ``folder``: its paths, its checks, and the time of each part."""
 
     folder: Path
     steps: int
@@ -106,7 +106,7 @@ class Demo:
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
-        """Shows a heading and takes the time."""
+        """Prints a heading and times the part."""
         self.console.rule(f"[bold]{len(self.seconds) + 1}. {title}", align="left")
         start = time.perf_counter()
         yield
@@ -116,15 +116,15 @@ class Demo:
         self.checks.append(Check(what, measured, passed))
 
     def shell(self, *command: str | Path, fails: bool = False) -> int:
-        """Shows a command and runs it. Raises UserError when it fails, unless ``fails`` allows it."""
+        """Shows a command and runs it. Raises UserError if it fails, unless ``fails`` allows that."""
         process = self.start(*command)
         code = process.wait()
         if code and not fails:
-            raise UserError(f"the command above ended with exit code {code}; what it printed says why")
+            raise UserError(f"the command above ended with exit code {code}; its output says why")
         return code
 
     def start(self, *command: str | Path, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-        """Shows a command and starts it, with the programs of this very environment, activated or not."""
+        """Shows a command and starts it with the programs of this Python's environment, activated or not."""
         words = [str(word) for word in command]
         self.console.print(f"[bold green]$[/] {shlex.join(words)}", soft_wrap=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -137,16 +137,17 @@ class Demo:
 
 
 def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data: Path | None = None) -> int:
-    """Runs everything in ``folder`` (emptied first) and returns the exit code: 1 when a check failed."""
+    """Runs everything in ``folder``, emptied first. Returns exit code 1 if a check failed."""
     machine = machine or Machine()
     demo = Demo(folder, steps, machine, raw_data)
     _clear(folder)
     start = time.perf_counter()
     with demo.part("A small Qwen2.5-VL checkpoint, and conversations about real photographs"):
         prepare(demo)
-    with demo.part("Conversations -> WebDataset shards for Energon"):
+    with demo.part("Conversations to WebDataset shards for Energon"):
         source = ("--input", demo.raw / "conversations.json", "--media-root", demo.raw / "media")
         demo.shell("megatron-vl", "data", "convert", *source, "--out", demo.dataset, "--val-fraction", "0")
+
     with demo.part(f"Weights: Hugging Face -> Megatron -> TP{machine.tp} x PP{machine.pp} shards, and back"):
         round_trip(demo)
     with demo.part("The trainer's loss before training"):
@@ -156,36 +157,39 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
     with demo.part("The same command again resumes"):
         demo.shell(*demo.train())
         check_training(demo)
+
     with demo.part("Export, and the trainer's loss of the final weights"):
         after = export(demo)
     with demo.part("Both folders in transformers"):
         compare_losses(demo, _reference(demo.hf), "before training", before, 1e-5 if machine.exact else 1e-2)
         trained = _reference(demo.exported)
-        # Of a loss near zero, rounding is a larger part.
+        # For a loss near zero, rounding is a larger share.
         compare_losses(demo, trained, "after", after, 1e-4 if machine.exact else 0.1)
         compare_answers(demo, trained)
-    demo.seconds["in all"] = round(time.perf_counter() - start, 1)
+
+    demo.seconds["total"] = round(time.perf_counter() - start, 1)
     return report(demo)
 
 
 def _clear(folder: Path) -> None:
-    """Empties a folder that an earlier demo wrote; refuses any other that holds something."""
+    """Empties the folder of an earlier demo; refuses any other folder that is not empty."""
     mark = folder / ".megatron-vl-demo"
     if folder.exists() and any(folder.iterdir()) and not mark.exists():
-        raise UserError(f"{folder} is not empty and not of an earlier demo; give another --dir")
+        raise UserError(f"{folder} is not empty and was not written by an earlier demo; give another --dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     mark.touch()
 
 
 def prepare(demo: Demo) -> None:
-    """The checkpoint, the raw data and the run's YAML."""
+    """Writes the checkpoint, the raw data and the run's YAML."""
     write_tiny_checkpoint(demo.hf, "qwen2_5_vl", texts=data.texts(), dtype=torch.float32, sizes=SIZES)
     if demo.raw_data:
         shutil.copytree(demo.raw_data, demo.raw)
         conversations = demo.raw / "conversations.json"
     else:
         conversations = data.write_raw_data(demo.raw)
+
     settings = {
         "model": {"hf": str(demo.hf), "checkpoint": str(demo.folder / "shards")},
         "parallel": {
@@ -217,10 +221,10 @@ def prepare(demo: Demo) -> None:
     demo.run_yaml.write_text(yaml.safe_dump(settings, sort_keys=False))
     parameters = sum(torch.Size(shape).numel() for shape in _shapes(demo.hf))
     demo.console.print(
-        f"{demo.hf}: {parameters / 1e6:.2f} M parameters, random; {conversations}: {len(_samples(demo))}"
-        " conversations"
+        f"{demo.hf}: {parameters / 1e6:.2f} M parameters, random; {conversations}: {len(_samples(demo))} "
+        "conversations"
     )
-    demo.console.print(f"{demo.run_yaml}: what the training below does")
+    demo.console.print(f"{demo.run_yaml}: the configuration of the training below")
 
 
 def _shapes(hf: Path) -> Iterator[list[int]]:
@@ -237,9 +241,15 @@ def _samples(demo: Demo) -> list[dict[str, Any]]:
 
 
 def round_trip(demo: Demo) -> None:
-    """Hugging Face -> unsplit -> shards -> Hugging Face, compared bit for bit before anything is trained."""
-    full, shards, again = demo.folder / "full", demo.folder / "shards", demo.folder / "hf_again"
-    tp, pp, layers = demo.machine.tp, demo.machine.pp, ",".join(map(str, demo.machine.layers))
+    """Converts Hugging Face -> unsplit -> shards -> Hugging Face and compares bit for bit,
+    before any training."""
+    full = demo.folder / "full"
+    shards = demo.folder / "shards"
+    again = demo.folder / "hf_again"
+    tp = demo.machine.tp
+    pp = demo.machine.pp
+    layers = ",".join(map(str, demo.machine.layers))
+
     demo.shell("megatron-vl", "convert", "--hf", demo.hf, "--out", full)
     demo.shell(
         "megatron-vl",
@@ -256,6 +266,7 @@ def round_trip(demo: Demo) -> None:
         shards,
     )
     demo.shell("megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf, "--out", again)
+
     code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
     count = sum(1 for _ in _shapes(demo.hf))
     measured = f"{count} tensors identical" if code == 0 else "tensors differ, see above"
@@ -267,7 +278,7 @@ def round_trip(demo: Demo) -> None:
 
 
 def train_until_killed(demo: Demo) -> None:
-    """Starts the training and ends all its processes with SIGKILL a few steps behind its first checkpoint."""
+    """Starts the training and kills all its processes with SIGKILL a few steps after its first checkpoint."""
     log = demo.folder / "killed.log"
     with log.open("wb") as stderr:
         process = demo.start(*demo.train(), stderr=stderr)
@@ -283,21 +294,22 @@ def train_until_killed(demo: Demo) -> None:
             )
         kill_tree(process.pid)
         process.wait()
+
     last = read_metrics(demo.run_dir)[-1]["step"]
     demo.console.print(
-        f"(killed behind step {last}, see {log}; the last checkpoint is of step {demo.save_at})"
+        f"(killed after step {last}, see {log}; the last checkpoint is from step {demo.save_at})"
     )
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``, without a last one that is not yet whole."""
+    """The lines of a run's ``metrics.jsonl``, without an incomplete last one."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def check_training(demo: Demo) -> None:
-    """Steps repeated after the kill must give the same losses, and the loss must have fallen."""
+    """Checks that steps repeated after the kill give the same losses, and that the loss has fallen."""
     lines = read_metrics(demo.run_dir)
     cut = next(i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"])
     before = {line["step"]: line["loss"] for line in lines[:cut]}
@@ -305,20 +317,23 @@ def check_training(demo: Demo) -> None:
     repeated = sorted(before.keys() & after.keys())
     worst = max((abs(before[s] - after[s]) / before[s] for s in repeated), default=float("inf"))
     first = min(after)
-    measured = f"resumed at step {first}; {len(repeated)} repeated steps differ by {worst:.1e} at most"
+    measured = f"resumed at step {first}; {len(repeated)} repeated steps differ by at most {worst:.1e}"
     demo.check(
         "A killed run resumes from its checkpoint and repeats its losses",
         measured,
         first == demo.save_at + 1 and worst < (1e-6 if demo.machine.exact else 0.1),
     )
-    start, end = before[1], sum(line["loss"] for line in lines[-5:]) / 5
+    start = before[1]
+    end = sum(line["loss"] for line in lines[-5:]) / 5
     demo.check(
-        "The loss has fallen below a tenth",
+        "The loss has fallen to less than a tenth",
         f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps",
         end < start / 10,
     )
     skipped = sum(not line["updated"] for line in lines)
-    dropped = sum(n for line in lines for name, n in line.items() if name.startswith("dropped/"))
+    dropped = 0
+    for line in lines:
+        dropped += sum(n for name, n in line.items() if name.startswith("dropped/"))
     demo.check(
         "No step was skipped, no sample was dropped",
         f"{skipped} skipped, {dropped} dropped",
@@ -327,7 +342,7 @@ def check_training(demo: Demo) -> None:
 
 
 def export(demo: Demo) -> dict[str, Any]:
-    """Exports the final weights; returns the trainer's metrics of them."""
+    """Exports the final weights. Returns the trainer's metrics for them."""
     demo.shell("megatron-vl", "export", "--checkpoint", demo.run_dir, "--hf", demo.hf, "--out", demo.exported)
     untouched = demo.shell("megatron-vl", "verify", demo.hf, demo.exported, "--show", "2", fails=True)
     demo.check("verify sees that training changed the weights", f"exit code {untouched}", untouched == 1)
@@ -335,8 +350,8 @@ def export(demo: Demo) -> dict[str, Any]:
 
 
 def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
-    """The trainer's metrics of one step at learning rate 0 over every conversation once, each in a row of its
-    own."""
+    """The trainer's metrics of one step at learning rate 0 over every conversation once, each in
+    its own row."""
     folder = demo.folder / f"evaluation_{name}"
     start = ("--model.checkpoint", weights, "--checkpoint.dir", folder, "--steps", "1")
     still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
@@ -359,8 +374,8 @@ def _reference(hf: Path) -> DemoReference:
 def compare_losses(
     demo: Demo, reference: DemoReference, when: str, evaluated: dict[str, Any], tolerance: float
 ) -> None:
-    """The loss of all conversations in transformers against the trainer's; ``tolerance`` is relative, both
-    are float32."""
+    """Compares the loss of all conversations in transformers with the trainer's; ``tolerance`` is relative,
+    both are float32."""
     samples = _samples(demo)
     losses = [reference.loss(sample, demo.raw / "media") for sample in samples]
     tokens = sum(count for _, count in losses)
@@ -368,27 +383,30 @@ def compare_losses(
     error = abs(loss - evaluated["loss"]) / loss
     demo.check(
         f"Loss {when}: transformers' equals the trainer's",
-        f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']}"
-        " tokens",
+        f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']} "
+        "tokens",
         error < tolerance and tokens == evaluated["loss_tokens"] and evaluated["samples"] == len(samples),
     )
 
 
 def compare_answers(demo: Demo, reference: DemoReference) -> None:
-    """What the exported folder generates in transformers against what it was taught."""
+    """Compares the answers that the exported folder generates in transformers with those it
+    was trained on."""
     right = []
     for sample in _samples(demo):
-        answer, wanted = reference.answer(sample, demo.raw / "media"), sample["conversations"][1]["value"]
+        answer = reference.answer(sample, demo.raw / "media")
+        wanted = sample["conversations"][1]["value"]
         right.append(answer == wanted)
         mark = "[green]as taught[/]" if right[-1] else f"[red]taught: {wanted}[/]"
         demo.console.print(
             f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {answer!r} {mark}",
             soft_wrap=True,
         )
+
     count = len(data.PICTURES)
     seen, others = sum(right[:count]), sum(right[count:])
     demo.check(
-        "One question about five photographs: transformers generates each answer",
+        "One question about five photographs: transformers generates the right answers",
         f"{seen} of {count}",
         seen == count,
     )
@@ -397,7 +415,7 @@ def compare_answers(demo: Demo, reference: DemoReference) -> None:
 
 
 def report(demo: Demo) -> int:
-    """The table, ``loss.png`` and ``report.json``. Returns the exit code."""
+    """Shows the table and writes ``loss.png`` and ``report.json``. Returns the exit code."""
     draw_losses(demo, demo.folder / "loss.png")
     failed = [check for check in demo.checks if not check.passed]
     summary = {
@@ -406,7 +424,7 @@ def report(demo: Demo) -> int:
         "seconds": demo.seconds,
     }
     (demo.folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
-    table = Table("checked", "measured", "", title=f"Demo in {demo.folder}, {demo.seconds['in all']:.0f} s")
+    table = Table("checked", "measured", "", title=f"Demo in {demo.folder}, {demo.seconds['total']:.0f} s")
     for check in demo.checks:
         table.add_row(check.what, check.measured, "[green]ok[/]" if check.passed else "[bold red]FAILED[/]")
     demo.console.print(table)
@@ -415,11 +433,12 @@ def report(demo: Demo) -> int:
 
 
 def draw_losses(demo: Demo, path: Path) -> None:
-    """The loss of each step; the runs before and after the kill in different colours."""
+    """Draws the loss of each step; the runs before and after the kill have different colours."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines, machine = read_metrics(demo.run_dir), demo.machine
+    lines = read_metrics(demo.run_dir)
+    machine = demo.machine
     starts = (
         [0] + [i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"]] + [len(lines)]
     )
@@ -430,7 +449,7 @@ def draw_losses(demo: Demo, path: Path) -> None:
         part = lines[begin:end]
         style: dict[str, Any] = {"label": "resumed", "marker": "."}
         if number == 0 and len(starts) > 2:
-            # Rings, so that repeated steps are seen to lie on them.
+            # Rings, so that repeated steps are visible on top of them.
             style = {"label": "first run, killed", "marker": "o", "markersize": 9, "fillstyle": "none"}
         axes.semilogy([line["step"] for line in part], [line["loss"] for line in part], **style)
     axes.set(

@@ -1,4 +1,4 @@
-"""What is wrong with a machine, a data set, a checkpoint or a run, and what to do about it."""
+"""Checks a machine, a data set, a checkpoint or a run, and says how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: Literal["ok", "note", "broken"]
-    """``note``: works, but look at it; ``broken``: something that was asked for will not work."""
+    """``note``: it works, but deserves a look; ``broken``: something that was asked for will not work."""
     found: str
     advice: str = ""
-    """What to do; empty when there is nothing to do."""
+    """What to do; empty if nothing needs to be done."""
 
 
 def ok(name: str, found: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Everything that can be known of a run, a data set or a checkpoint before a GPU is touched."""
+"""Checks a run, a data set or a checkpoint as far as possible without a GPU."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from toolkit.plan.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, estima
 
 @dataclass
 class RunReport:
-    """Findings about a run, and its memory by stage where the run is possible."""
+    """Findings about a run and, if the run is possible, its memory by stage."""
 
     findings: list[Finding] = field(default_factory=list)
     memory: list[StageMemory] = field(default_factory=list)
 
 
 def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> Finding:
-    """Every byte of a data set against the hashes that were written down."""
+    """Compares every byte of a data set with its recorded hashes."""
     from data_tools.verify import verify
 
     try:
@@ -42,13 +42,13 @@ def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> F
         return broken("data set", str(error), "convert it with `megatron-vl data convert`")
     if problems:
         return broken(
-            "data set", "; ".join(problems[:5]), "fetch these shards again, or convert the data again"
+            "data set", "; ".join(problems[:5]), "copy these shards again, or convert the data again"
         )
-    return ok("data set", f"{shards} shards of {folder} are whole")
+    return ok("data set", f"{shards} shards of {folder} are intact")
 
 
 def check_checkpoint(folder: Path) -> Finding:
-    """Every byte of weights, or of a run's latest (or the given) checkpoint."""
+    """Compares every byte of weights, or of a run's latest (or the given) checkpoint, with its hashes."""
     from converters.verify import check_hashes
     from toolkit.checkpoint.contents import find_step, verify_checkpoint
 
@@ -73,26 +73,27 @@ def check_checkpoint(folder: Path) -> Finding:
         return broken(
             "checkpoint",
             "; ".join(problems[:5]),
-            "fetch or write it again; a run resumes from another step with --checkpoint.step",
+            "copy or write it again, or resume the run from another step with --checkpoint.step",
         )
-    return ok("checkpoint", f"{source} is whole")
+    return ok("checkpoint", f"{source} is intact")
 
 
 def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> RunReport:
-    """A run's YAML and overrides.
+    """Checks a run's YAML and overrides.
 
     Args:
         options: ``--config RUN.yaml`` and ``--section.field value``, as the trainer takes them.
-        world_size: GPUs of the whole run; None: those of this machine, or without any as few as the layout
-            needs.
+        world_size: GPUs of the whole run; None: those of this machine or, without GPUs, as few as
+            the layout needs.
     """
     report = RunReport()
     say = report.findings.append
     try:
         config = parse_config(options)
     except RunConfigError as error:
-        say(broken("config", str(error), "python -m megatron_vl.train --help explains every field"))
+        say(broken("config", str(error), "megatron-vl train --help explains every field"))
         return report
+
     p = config.parallel
     if world_size is None:
         world_size = len(gpus) or p.tp * p.pp
@@ -101,21 +102,24 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     except RunConfigError as error:
         say(broken("config", str(error), "change the field, or give the number of GPUs with --world-size"))
         return report
+
     experts = f", experts ep {p.ep} x etp {p.etp}" if p.ep * p.etp > 1 else ""
     say(ok("config", f"{world_size} ranks: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}"))
     try:
         spec, layout = check(config, world_size)
         say(ok("model and layout", f"{spec.family}, decoder layers {list(layout.layers)} on {p.pp} stages"))
     except (ValueError, OSError, RuntimeError) as error:
-        say(broken("model and layout", str(error), "the message names the field or path"))
+        say(broken("model and layout", str(error), "correct the field or path that the message names"))
         found = _spec_alone(config)
         if found is None:
             return report
         spec, layout = found
+
     try:
         report.memory = estimate(config, spec, world_size)
     except (LayoutError, RunConfigError):
         return report
+
     report.findings += _memory(config, report.memory, gpus)
     report.findings += [
         _positions(config, spec),
@@ -128,7 +132,7 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
 
 
 def _spec_alone(config: TrainConfig) -> tuple[ModelSpec, Layout] | None:
-    """Model and layout where something else of the run is wrong."""
+    """Reads model and layout although something else in the run is wrong."""
     from megatron_vl.spec.layout import run_layout
 
     try:
@@ -140,10 +144,10 @@ def _spec_alone(config: TrainConfig) -> tuple[ModelSpec, Layout] | None:
 
 def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> list[Finding]:
     peak = peak_gib(stages)
-    found = f"{peak:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} more should stay free"
+    found = f"{peak:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} GiB more should stay free"
     advice = (
-        "more tp, pp or GPUs; recompute.vision or recompute.language; a smaller data.seq_len or"
-        " data.max_patches"
+        "use more tp, pp or GPUs, recompute.vision or recompute.language, a smaller data.seq_len or "
+        "data.max_patches"
     )
     findings = []
     if gpus:
@@ -155,50 +159,49 @@ def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> 
         kinds = [name for name, gib in GPU_GIB.items() if peak + RESERVE_GIB <= gib]
         text = f"{found}: fits {', '.join(kinds) or 'none of ' + ', '.join(GPU_GIB)}"
         findings.append(ok("memory", text) if kinds else note("memory", text, advice))
+
     if config.fp8.recipe != "none":
         findings.append(
             note(
                 "memory",
-                "the estimate is that of bf16; fp8 keeps inputs smaller and copies of the weights",
+                "this is the estimate for bf16; fp8 stores smaller inputs and extra copies of the weights",
                 "",
             )
         )
+
     return findings
 
 
 def _positions(config: TrainConfig, spec: ModelSpec) -> Finding:
     longest = text_config(spec.hf_config).get("max_position_embeddings")
     if longest and config.data.seq_len > longest:
-        text = (
-            f"data.seq_len {config.data.seq_len} is above the {longest} positions that the model was made for"
-        )
+        text = f"data.seq_len {config.data.seq_len} exceeds the {longest} positions that the model supports"
         return note(
             "positions",
             text,
-            f"samples that are that long will not be understood; lower data.seq_len to {longest}",
+            f"the model will not understand longer samples; lower data.seq_len to {longest}",
         )
     return ok(
         "positions",
-        f"rows of {config.data.seq_len} tokens, the model was made for {longest or 'any number of'}"
-        " positions",
+        f"rows of {config.data.seq_len} tokens; the model supports {longest or 'any number of'} positions",
     )
 
 
 def _build(options: list[str], config: TrainConfig, world_size: int) -> Finding:
-    """The real modules on the meta device, in a process of their own: the CPU platform changes torch for its
-    whole process."""
+    """Builds the real modules on the meta device, in a separate process because the CPU platform
+    changes torch globally."""
     words = [sys.executable, "-m", "toolkit.plan.dry_build", "--world-size", str(world_size), *options]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-        return broken("model is built", last, "the message names what does not fit; without one, report it")
+        return broken("model is built", last, "correct what the message names; without one, report a bug")
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     sizes = ", ".join(f"{n / 1e9:.2f}" for n in facts["parameters"])
-    return ok("model is built", f"{sizes} B parameters on a rank of each stage, shapes as in the checkpoints")
+    return ok("model is built", f"{sizes} B parameters on a rank of each stage, with the checkpoints' shapes")
 
 
 def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
-    """The run's own loader of rank 0, then one row of it without worker processes."""
+    """Reads one row from the run's own loader of rank 0, without worker processes."""
     if not config.data.path:
         return broken("rows", "data.path is empty", "give a folder written by `megatron-vl data convert`")
     from megatron_vl.data.loader import build_loader
@@ -216,26 +219,26 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
         seconds = time.perf_counter() - start
     except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
         advice = (
-            "model.hf must hold config.json, tokenizer, chat template and preprocessor; `megatron-vl data"
-            " verify` checks the data"
+            "model.hf must hold config.json, tokenizer, chat template and preprocessor; "
+            "`megatron-vl data verify` checks the data"
         )
         return broken("rows", f"{type(error).__name__}: {error}", advice)
     finally:
         if loader is not None:
             loader.close()
     found = (
-        f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s):"
-        f" {row.num_samples} samples, "
+        f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): "
+        f"{row.num_samples} samples, "
     )
     found += (
-        f"{row.num_images} pictures, {row.num_patches} patches, {int(row.loss_mask.sum())} loss tokens of"
-        f" {row.seq_len}"
+        f"{row.num_images} pictures, {row.num_patches} patches, {int(row.loss_mask.sum())} loss tokens "
+        f"of {row.seq_len}"
     )
     if row.dropped:
         return note(
             "rows",
             f"{found}; refused {dict(row.dropped)}",
-            "quarantine.jsonl of the data set and of the run say why",
+            "quarantine.jsonl of the data set and of the run give the reasons",
         )
     return ok("rows", found)
 
@@ -243,37 +246,44 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
 def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
     if not config.model.checkpoint:
         return []
+
     try:
         if step_to_resume(config) is not None and not Path(config.model.checkpoint).exists():
             found = (
-                f"{config.model.checkpoint} is gone, and not needed: the run goes on from its own checkpoint"
+                f"{config.model.checkpoint} does not exist and is not needed: "
+                "the run continues from its own checkpoint"
             )
             return [ok("start weights", found)]
     except (ValueError, OSError, RuntimeError):
-        pass  # told where the resume is looked at
+        pass  # the check of the resume reports it
+
     try:
         reader = check_start_weights(config, spec)
         for file in reader.manifest["files"]:
             reader.open_file(file)
     except (ValueError, OSError, RuntimeError) as error:
         return [broken("start weights", str(error), "megatron-vl convert --hf HF_DIR --out DIR writes them")]
+
     cut = f"layout {reader.layout.as_dict()}" if reader.layout else "unsplit"
     return [ok("start weights", f"{reader.path}: {len(reader.table)} tensors of this model, {cut}")]
 
 
 def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
-    """What is in the run's folder, and room for what will be."""
+    """Checks the run's checkpoint folder and the disk space for new checkpoints."""
     c = config.checkpoint
     if not c.dir:
         return []
+
     parameters = sum(math.prod(info.shape) for info in tensor_table(spec).values())
     each = parameters * (2 + 12 if config.dtype == "bfloat16" else 4 + 8)
-    # The new one is whole before the oldest goes.
+
+    # The new checkpoint is complete before the oldest one is deleted.
     findings = [check_disk(Path(c.dir), each * (c.keep + 1 if c.keep else 2))]
     try:
         step = step_to_resume(config)
     except (ValueError, OSError, RuntimeError) as error:
-        return [*findings, broken("resume", str(error), "mend or remove the file that the message names")]
+        return [*findings, broken("resume", str(error), "repair or remove the file that the message names")]
+
     if step is not None and step >= config.steps:
         findings.append(
             note(
@@ -281,11 +291,12 @@ def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
             )
         )
     elif step is not None:
-        findings.append(ok("resume", f"{c.dir} holds step {step}; the run goes on from there"))
+        findings.append(ok("resume", f"{c.dir} holds step {step}; the run continues from there"))
+
     return findings
 
 
 def memory_table(stages: list[StageMemory]) -> list[list[str]]:
-    """Header and one line a stage, GiB."""
+    """The header and one line per stage, in GiB."""
     head = ["stage", "in flight", *PARTS, "total"]
     return [head, *([str(value) for value in stage.as_json().values()] for stage in stages)]

@@ -1,4 +1,4 @@
-"""``megatron-vl doctor``: what is wrong here, and what to do about it."""
+"""``megatron-vl doctor``: finds what is wrong with this machine or run and says how to fix it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Looks at everything that was asked for; exit code 1 when something is broken."""
+    """Runs the requested checks. Returns exit code 1 if something is broken."""
     from .before_start import RunReport, check_checkpoint, check_data, check_run
     from .machine import check_machine, list_gpus
 
@@ -40,7 +40,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def show(findings: list, report: RunReport) -> None:
-    """A line for each finding, and the memory of each stage."""
+    """Prints a line for each finding and the memory of each stage."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -56,11 +56,11 @@ def show(findings: list, report: RunReport) -> None:
     if report.memory:
         head, *lines = memory_table(report.memory)
         table = Table(
-            *head, title="Memory of a GPU of each pipeline stage, GiB, estimated; a row full of pictures"
+            *head, title="Memory per GPU of each pipeline stage in GiB (estimate; row full of pictures)"
         )
         for line in lines:
             table.add_row(*line)
-        # In 80 columns rich would cut the headings to "wei…"; a terminal wraps long lines by itself.
+        # In 80 columns rich would truncate the headings to "wei…"; a terminal wraps long lines itself.
         Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
     count = sum(finding.state == "broken" for finding in findings)
     console.print(f"{count} broken" if count else "nothing is broken")

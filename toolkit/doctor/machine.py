@@ -1,7 +1,6 @@
-"""Python packages, GPUs, communication and limits of this machine.
+"""Checks Python packages, GPUs, communication and limits of this machine.
 
-Packages are imported in processes of their own, so that one that crashes at import is a finding and nothing
-more.
+Packages are imported in separate processes, so that one that crashes at import is reported as a finding.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ TE_PARTS = (
     "transformer-engine-cu12",
     "transformer-engine-cu13",
 )
-"""Distributions that together are Transformer Engine."""
+"""Distributions that together form Transformer Engine."""
 SLOW_NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_DISABLE")
-"""Switches that are set while a fault is looked for, and forgotten."""
+"""Switches that people set while they look for a fault, and then forget."""
 
 
 def check_machine(folder: Path, with_nccl: bool = False) -> list[Finding]:
-    """All findings about this machine.
+    """Returns all findings about this machine.
 
     Args:
-        folder: where checkpoints are written; its disk is looked at.
-        with_nccl: also reduce a tensor over all GPUs (without GPUs over two processes with gloo).
+        folder: where checkpoints are written; its disk is checked.
+        with_nccl: also reduce a tensor over all GPUs (without GPUs, over two gloo processes).
     """
     imports = _start_imports()
     gpus = list_gpus()
@@ -54,8 +53,7 @@ def check_machine(folder: Path, with_nccl: bool = False) -> list[Finding]:
     return findings
 
 
-# --- Packages
-# -------------------------------------------------------------------------------------------------------
+# --- Packages -----------------------------------------------------------------------------------------------
 
 
 def _python() -> Finding:
@@ -64,22 +62,23 @@ def _python() -> Finding:
     return (
         ok("python", found)
         if good
-        else broken("python", found, "use Python 3.12 or later: Megatron-core needs it")
+        else broken("python", found, "use Python 3.12 or later; Megatron-core needs it")
     )
 
 
 def _requirements() -> Iterator[Finding]:
-    """Installed versions against what this package asks for."""
+    """Compares installed versions with the requirements of this package."""
     from packaging.requirements import Requirement
 
     try:
         wanted = [Requirement(text) for text in importlib.metadata.requires("megatron-vl") or []]
     except importlib.metadata.PackageNotFoundError:
         yield note(
-            "packages", "megatron-vl is not installed, so its requirements are not known", "pip install -e ."
+            "packages", "megatron-vl is not installed, so its requirements are unknown", "pip install -e ."
         )
         return
-    versions, wrong = {}, False
+    versions = {}
+    wrong = False
     for requirement in wanted:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -88,7 +87,7 @@ def _requirements() -> Iterator[Finding]:
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             wrong = True
             advice = f"pip install '{requirement.name}{requirement.specifier}' -c constraints.txt"
-            found = f"{version or 'not installed'}, wanted {requirement.specifier or 'any version'}"
+            found = f"{version or 'not installed'}, required: {requirement.specifier or 'any version'}"
             yield broken(requirement.name, found, advice)
     if not wrong:
         named = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
@@ -96,7 +95,7 @@ def _requirements() -> Iterator[Finding]:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution."""
+    """The version of an installed distribution, None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -141,11 +140,11 @@ def _torch(facts: dict | None, error: str, has_gpu: bool) -> Finding:
         return broken(
             "torch", f"does not import: {error}", "make setup, or: pip install torch -c constraints.txt"
         )
-    found = f"{facts['version']}, built for CUDA {facts['cuda'] or 'no'}"
+    found = f"{facts['version']}, built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU'}"
     if has_gpu and not facts["gpus"]:
         return broken(
             "torch",
-            f"{found}, sees no GPU though nvidia-smi does",
+            f"{found}, sees no GPU, but nvidia-smi does",
             "the driver is older than this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs: "
             "update the driver, or unset it",
         )
@@ -164,12 +163,12 @@ def _transformer_engine(imports: bool, error: str, has_gpu: bool) -> Finding:
     if parts or "No module named 'transformer_engine'" not in error:
         found = f"half installed ({', '.join(parts) or 'no distribution'}): {error}"
         advice = f"pip uninstall -y {' '.join(TE_PARTS)}" + (
-            f", then {INSTALL_GPU}" if has_gpu else "; a CPU does not need it"
+            f", then {INSTALL_GPU}" if has_gpu else "; it is not needed on CPU"
         )
-        return broken("transformer engine", found, advice + ". As it is, `import megatron.core` can fail")
+        return broken("transformer engine", found, advice + ". Until then `import megatron.core` can fail")
     if has_gpu:
         return broken("transformer engine", "not installed; training on a GPU needs it", INSTALL_GPU)
-    return ok("transformer engine", "not installed; needed on GPUs only")
+    return ok("transformer engine", "not installed; needed only on GPUs")
 
 
 def _flash_attention(imports: bool, error: str) -> Finding:
@@ -182,7 +181,7 @@ def _flash_attention(imports: bool, error: str) -> Finding:
             f"installed, but does not import: {error}",
             f"pip uninstall -y flash-attn, then {INSTALL_GPU}",
         )
-    return ok("flash-attn", "not installed; needed for attention backend flash_attn only")
+    return ok("flash-attn", "not installed; needed only for the attention backend flash_attn")
 
 
 def _core(imports: bool, error: str) -> Finding:
@@ -190,17 +189,16 @@ def _core(imports: bool, error: str) -> Finding:
     if imports:
         return ok("megatron.core", f"{version} imports")
     return broken(
-        "megatron.core", f"{version} does not import: {error}", "mend the packages above, then: make setup"
+        "megatron.core", f"{version} does not import: {error}", "fix the packages above, then run make setup"
     )
 
 
-# --- GPUs
-# -----------------------------------------------------------------------------------------------------------
+# --- GPUs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi tells; memory in MiB."""
+    """One GPU as nvidia-smi reports it; memory in MiB."""
 
     index: int
     name: str
@@ -226,7 +224,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """``nvidia-smi``'s table; lines of another form (a GPU that has failed says so in words) are left out."""
+    """Parses ``nvidia-smi``'s table; skips other lines, such as the text about a GPU that has failed."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -238,30 +236,32 @@ def parse_gpus(text: str) -> list[Gpu]:
 def _gpu_findings(gpus: list[Gpu]) -> Iterator[Finding]:
     if not gpus:
         yield ok(
-            "gpus", "none; training runs on the CPU (platform: cpu), and everything but training needs none"
+            "gpus", "none; training runs on the CPU (platform: cpu), and nothing but training needs GPUs"
         )
         return
+
     kinds = sorted({f"{gpu.name}, {gpu.memory / 1024:.0f} GiB, driver {gpu.driver}" for gpu in gpus})
     if len(kinds) > 1:
         yield note(
             "gpus",
-            f"{len(gpus)} of several kinds: {'; '.join(kinds)}",
-            "the slowest and smallest of them decides",
+            f"{len(gpus)} GPUs of several kinds: {'; '.join(kinds)}",
+            "the slowest and smallest of them limits the run",
         )
     else:
         yield ok("gpus", f"{len(gpus)} x {kinds[0]}")
+
     busy = [gpu for gpu in gpus if gpu.used > 1024]
     if busy:
         used = ", ".join(f"GPU {gpu.index} {gpu.used / 1024:.1f} GiB" for gpu in busy)
         yield note(
             "gpus in use",
             used,
-            "another program holds memory there: nvidia-smi names it; end it, or set CUDA_VISIBLE_DEVICES",
+            "another program uses their memory; nvidia-smi names it: stop it, or set CUDA_VISIBLE_DEVICES",
         )
 
 
 def _environment(has_gpu: bool) -> Iterator[Finding]:
-    """Variables that change how NCCL and the allocator work."""
+    """Checks the variables that change how NCCL and the allocator work."""
     prefixes = (
         "NCCL_",
         "TORCH_NCCL_",
@@ -277,41 +277,41 @@ def _environment(has_gpu: bool) -> Iterator[Finding]:
         yield note(
             "nccl environment",
             shown,
-            f"unset {' '.join(slow)}: communication is slow without what they switch off",
+            f"unset {' '.join(slow)}: they switch off fast communication",
         )
     else:
         yield ok("nccl environment", shown)
+
     alloc = found.get("PYTORCH_ALLOC_CONF", found.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     if has_gpu and "expandable_segments:True" not in alloc:
         yield note(
             "allocator",
-            "expandable_segments is off; pictures of changing sizes fragment the memory",
+            "expandable_segments is off; pictures of different sizes fragment the memory",
             "start with megatron-vl train, or export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         )
 
 
 def all_reduce(gpus: int) -> Finding:
-    """A real all-reduce over all GPUs, with gloo over two processes where there are none."""
+    """Runs a real all-reduce over all GPUs; without GPUs, over two gloo processes."""
     from toolkit.launch import end_of, run_group
 
     ranks = gpus or 2
     done = run_group("toolkit.doctor.all_reduce", ["nccl" if gpus else "gloo"], ranks)
     if done.returncode:
         advice = (
-            "run again with NCCL_DEBUG=INFO; check the network interface (NCCL_SOCKET_IFNAME), /dev/shm and"
-            " the driver"
+            "run again with NCCL_DEBUG=INFO; check the network interface (NCCL_SOCKET_IFNAME), "
+            "/dev/shm and the driver"
         )
         return broken("all-reduce", f"over {ranks} ranks failed: {end_of(done, 3)}", advice)
     facts = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
     speed = (
-        f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2f} ms, {facts['bus_gb_s']:.1f} GB/s"
-        " on the bus"
+        f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2f} ms, {facts['bus_gb_s']:.1f} GB/s "
+        "on the bus"
     )
-    return ok("all-reduce", f"{facts['backend']} over {ranks} ranks: right, {speed}")
+    return ok("all-reduce", f"{facts['backend']} over {ranks} ranks: correct, {speed}")
 
 
-# --- Limits
-# ---------------------------------------------------------------------------------------------------------
+# --- Limits -------------------------------------------------------------------------------------------------
 
 
 def _shared_memory(path: Path = Path("/dev/shm")) -> Finding:
@@ -320,7 +320,7 @@ def _shared_memory(path: Path = Path("/dev/shm")) -> Finding:
     usage = shutil.disk_usage(path)
     found = f"{path} {usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
     advice = (
-        "loader workers hand over rows and NCCL its buffers there: docker run --ipc=host, or --shm-size=16g"
+        "loader workers pass rows through it, NCCL its buffers: use docker run --ipc=host, or --shm-size=16g"
     )
     if usage.free < GIB // 4:
         return broken("shared memory", found, advice)
@@ -329,19 +329,19 @@ def _shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} (this shell), {hard} (highest)"
+    found = f"{soft} (this shell), {hard} (maximum)"
     return (
-        note("open files", found, "ulimit -n 65536: each loader worker opens many shards")
+        note("open files", found, "run ulimit -n 65536; each loader worker opens many shards")
         if soft < 4096
         else ok("open files", found)
     )
 
 
 def check_disk(folder: Path, needed: int) -> Finding:
-    """Free space where checkpoints go, and whether one can write there.
+    """Checks the free space where checkpoints go, and whether that folder is writable.
 
     Args:
-        needed: bytes that will be written; 0: not known.
+        needed: bytes that will be written; 0 if unknown.
     """
     place = folder.absolute()
     while not place.exists():
@@ -351,13 +351,12 @@ def check_disk(folder: Path, needed: int) -> Finding:
         f", checkpoints need {needed / GIB:.1f} GiB" if needed else ""
     )
     if not os.access(place, os.W_OK):
-        return broken("disk", f"{place} cannot be written", "give another checkpoint.dir, or the permission")
+        return broken("disk", f"{place} is not writable", "give another checkpoint.dir or write permission")
     if needed > free:
-        return broken(
-            "disk", found, "free space, give another checkpoint.dir, or keep fewer (checkpoint.keep)"
-        )
+        return broken("disk", found, "free some space, give another checkpoint.dir, or lower checkpoint.keep")
+
     return (
-        note("disk", found, "checkpoints of a real model need tens of GiB")
+        note("disk", found, "checkpoints of a real-size model need tens of GiB")
         if free < 20 * GIB and not needed
         else ok("disk", found)
     )

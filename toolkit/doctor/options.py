@@ -12,30 +12,30 @@ from toolkit.options import CommandOptions, option
 
 @dataclass(kw_only=True)
 class DoctorOptions(CommandOptions):
-    """Check this machine, a data set, a checkpoint, or a run before it is started.
+    """Check this machine, a data set, a checkpoint, or a run before it starts.
 
-    Looks at Python packages, GPUs, NCCL, shared memory, open files and disk. With --config also at everything
-    about a run that can be known before a GPU is touched: fields, layout, memory of each stage, model, data,
-    weights, disk. Exit code 1 when something is broken.
+    Checks Python packages, GPUs, NCCL, shared memory, open files and disk. With --config, it also checks
+    everything about a run that can be known without a GPU: fields, layout, memory of each stage, model, data,
+    weights and disk. Exit code 1 if something is broken.
     """
 
     run_fields: ClassVar[bool] = True
 
     config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
-    """Check this run before it is started."""
+    """Check this run before it starts."""
     world_size: int | None = option(None, metavar="N", least=1, shown_default="those of this machine")
-    """GPUs of the whole run."""
+    """Number of GPUs of the whole run."""
     data: Path | None = option(None, metavar="DIR", must_exist=True)
-    """Read a data set and compare it with its hashes."""
+    """Read this data set and compare it with its hashes."""
     checkpoint: Path | None = option(None, metavar="DIR", must_exist=True)
-    """Read weights or a run's checkpoint and compare its hashes."""
+    """Read these weights or this run's checkpoint and compare them with their hashes."""
     nccl: bool = False
-    """Reduce a tensor over all GPUs (gloo, two processes without one)."""
+    """Reduce a tensor over all GPUs; without GPUs, over two gloo processes."""
     json: bool = False
     """Print JSON."""
 
     def check(self) -> None:
         if self.fields and not self.config:
             raise UsageError(
-                f"{self.fields[0]}: fields of a run go with --config RUN.yaml; see megatron-vl doctor --help"
+                f"{self.fields[0]}: a field of a run needs --config RUN.yaml; see megatron-vl doctor --help"
             )

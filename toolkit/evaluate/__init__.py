@@ -1,6 +1,6 @@
-"""``megatron-vl evaluate``: a converted checkpoint against its origin, from tensors to benchmark scores by
-VLMEvalKit.
+"""``megatron-vl evaluate``: compares a converted checkpoint with its original, from tensors
+to VLMEvalKit's scores.
 
-:mod:`comparison` starts :mod:`worker` processes (VLMEvalKit and the model live there), :mod:`gates` compares
-what they wrote, and :mod:`report` shows it.
+:mod:`comparison` starts :mod:`worker` processes, which hold VLMEvalKit and the model; :mod:`gates` compares
+their output, and :mod:`report` shows it.
 """

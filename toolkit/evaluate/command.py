@@ -1,4 +1,4 @@
-"""``megatron-vl evaluate``: a converted checkpoint against its original, and a trained one's scores."""
+"""``megatron-vl evaluate``: compares a converted checkpoint with its original and scores a trained one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-
 
 
 def evaluate(options: EvaluateOptions) -> int:
-    """Runs the gates and writes the report."""
+    """Runs the gates and writes the report. Returns the exit code."""
     from toolkit.evaluate.early import UsageError, check_data, find_data
 
     usual = Path(os.environ.get("LMUData") or Path.home() / "LMUData")
@@ -32,7 +32,7 @@ def evaluate(options: EvaluateOptions) -> int:
         UsageError,
         ValueError,
         FileNotFoundError,
-    ) as error:  # a folder that is no checkpoint is a wrong argument too
+    ) as error:  # a folder without a checkpoint is a wrong argument too
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
         return 2
     from toolkit.evaluate.report import print_report, write_html
@@ -47,13 +47,13 @@ def evaluate(options: EvaluateOptions) -> int:
 
 
 def _evaluate(given: EvaluateOptions, lmu_data: Path) -> Result:
-    """Raises as :func:`toolkit.evaluate.comparison.evaluate`."""
+    """Raises like :func:`toolkit.evaluate.comparison.evaluate`."""
     from toolkit.evaluate.comparison import EvaluationOptions, evaluate
 
     roles = {"original": given.original, "converted": given.converted, "trained": given.trained}
     same = (
-        "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens"
-        " logit_questions keep_going video_fps video_max_frames video_positions video_prompt"
+        "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens "
+        "logit_questions keep_going video_fps video_max_frames video_positions video_prompt"
     )
     options = EvaluationOptions(
         checkpoints={role: folder for role, folder in roles.items() if folder is not None},

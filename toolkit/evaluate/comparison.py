@@ -1,4 +1,4 @@
-"""One evaluation: hashes, gates, worker processes, scores."""
+"""Runs one evaluation: hashes, gates, worker processes, scores."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from toolkit.hf import check_folder
 MARK = ".megatron-vl-evaluate"
 VLMEVALKIT = "0.0.20"
 PACKAGES = ("ms-vlmeval", "transformers", "torch")
-CLOSED = "closed in: it writes in the work folder only,"
+CLOSED = "confined: it writes only in the work folder,"
 HERE = ("localhost", "127.0.0.1", "::1")
-"""Hosts that are this machine."""
+"""Host names of this machine."""
 NEEDS_JUDGE = (
-    "a language model scores this data set: serve one on this machine and give --judge NAME --judge-base-url "
-    "http://localhost:PORT/v1, or leave the scores out with --no-scores"
+    "a language model scores this data set: run one on this machine and give --judge NAME --judge-base-url "
+    "http://localhost:PORT/v1, or skip the scores with --no-scores"
 )
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is evaluated, and how. Sizes of pictures in pixels; None: the checkpoint's own."""
+    """What is evaluated, and how. Sizes of pictures are in pixels; None means the checkpoint's own."""
 
     checkpoints: dict[str, Path]
     """Role (``original``, ``converted``, ``trained``) -> Hugging Face folder."""
@@ -49,7 +49,7 @@ class EvaluationOptions:
     limit: int | None = None
     judge: str = NO_JUDGE
     judge_url: str | None = None
-    """Address of a judge on this machine, up to ``/v1``; without one only ``exact_matching`` judges."""
+    """Address of a judge on this machine, up to ``/v1``; without it only ``exact_matching`` judges."""
     scores: bool = True
     dtype: str | None = None
     device: str | None = None
@@ -58,11 +58,11 @@ class EvaluationOptions:
     min_pixels: int | None = None
     max_pixels: int | None = None
     video_fps: float | None = None
-    """Frames a second of videos, where the data set's name does not say how many."""
+    """Frames per second for videos of data sets whose name does not give a number of frames."""
     video_max_frames: int | None = None
     video_positions: str = "released"
     video_prompt: str = "released"
-    """Rules for videos, as ``data.video_positions`` and ``data.video_prompt`` of a training."""
+    """Rules for videos, like ``data.video_positions`` and ``data.video_prompt`` of a run."""
     largest_picture: int = 128_000_000
     max_new_tokens: int = 256
     logit_questions: int = 4
@@ -71,7 +71,7 @@ class EvaluationOptions:
 
 @dataclass
 class Result:
-    """What was measured."""
+    """The results of an evaluation."""
 
     data: str
     questions: int
@@ -80,7 +80,7 @@ class Result:
     """Role -> folder, hash, metrics, problem."""
     gates: list[Gate] = field(default_factory=list)
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Role -> lines of :mod:`worker`."""
+    """Role -> the lines that :mod:`worker` wrote."""
     seconds: float = 0.0
 
     @property
@@ -88,19 +88,19 @@ class Result:
         return all(gate.passed is not False for gate in self.gates)
 
     def as_json(self) -> dict[str, Any]:
-        """All but the answers."""
+        """Everything except the answers."""
         rest = {name: value for name, value in asdict(self).items() if name != "answers"}
         return {"passed": self.passed} | rest
 
 
 def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
-    """Evaluates all checkpoints of ``options`` and judges the conversion. The data set has passed
-    :func:`early.check_data`.
+    """Evaluates all checkpoints of ``options`` and judges the conversion. The data set must
+    have passed :func:`early.check_data`.
 
     Raises:
-        UsageError: a folder, table or number cannot be used.
+        UsageError: a folder, table or number is invalid.
         CommandError: a worker process failed; the message ends with the last lines of its log.
-        ConfigError, WeightsError: a checkpoint cannot be used.
+        ConfigError, WeightsError: a checkpoint is invalid.
     """
     start = time.monotonic()
     settings = _settings(options)
@@ -111,8 +111,8 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
     show(f"VLMEvalKit runs {settings['isolation']}")
     with _Workers(options, settings, work) as workers:
         show(
-            f"importing VLMEvalKit, which reads {options.data}: up to half a minute; the checkpoints are "
-            "read meanwhile"
+            f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute; "
+            "meanwhile the checkpoints are read"
         )
         workers.start(settings["processes"])
         checkpoints: dict[str, dict[str, Any]] = {}
@@ -133,6 +133,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
         else:
             why = "not run: an earlier gate failed; --keep-going runs it"
             result.gates += [Gate(name, None, why) for name in gates.ORDER[1:]]
+
     result.seconds = round(time.monotonic() - start, 1)
     return result
 
@@ -150,9 +151,11 @@ def _answer_and_score(
     folders = {names[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()}
     workers.go(folders)
     workers.wait(_Progress(work, names, show))
+
     result.answers = {role: read_answers(work / name) for role, name in names.items()}
     result.questions = int((work / QUESTIONS).read_text())
     result.settings["tables"] = json.loads((work / TABLES).read_text())
+
     original, converted = work / names["original"], work / names["converted"]
     result.gates += [
         gates.logits(original, converted),
@@ -168,10 +171,11 @@ def _scores(options: EvaluationOptions, work: Path, names: dict[str, str], resul
     for role, name in names.items():
         facts = result.checkpoints[role]
         facts["metrics"], facts["problem"] = read_scores(work / name, options.data)
-        # Some data sets match answers instead; others give up, or count what was not judged as zero.
+        # Other data sets match answers instead of a judge, give up, or count unjudged answers as zero.
         if RELIED_ON in judged or (judged and not facts["metrics"]):
             said = facts["problem"].splitlines()[:1] or ["scores without it"]
-            facts["metrics"], facts["problem"] = {}, f"{NEEDS_JUDGE} (VLMEvalKit: {said[0]})"
+            facts["metrics"] = {}
+            facts["problem"] = f"{NEEDS_JUDGE} (VLMEvalKit: {said[0]})"
     return gates.scores(
         {role: facts["metrics"] for role, facts in result.checkpoints.items()},
         {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
@@ -179,18 +183,17 @@ def _scores(options: EvaluationOptions, work: Path, names: dict[str, str], resul
 
 
 def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
-    """The metrics that VLMEvalKit wrote for a checkpoint (empty when it has none), and what it says
-    instead."""
+    """The metrics that VLMEvalKit wrote for a checkpoint, and its message if it wrote none."""
     path = work / "status.json"
     if not path.is_file():
         return {}, "VLMEvalKit wrote no status.json"
+
     status = json.loads(path.read_text()).get("datasets", {}).get(data, {})
     numbers = {
         name: value for name, value in status.get("metrics", {}).items() if isinstance(value, (int, float))
     }
-    found = {
-        name: value for name, value in numbers.items() if value == value
-    }  # NaN: of this kind nothing was asked
+    # A metric is NaN if no question of its kind was asked.
+    found = {name: value for name, value in numbers.items() if value == value}
     reason = status.get("error_message") or status.get("skip_reason") or ""
     return (
         ({}, reason)
@@ -200,8 +203,8 @@ def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
 
 
 def folder_hash(folder: Path) -> str:
-    """SHA-256 of all that decides what a checkpoint answers: its weights and every file beside them, by
-    name."""
+    """SHA-256 of everything that determines a checkpoint's answers: its weights and all other
+    files, by name."""
     tensors = check_folder(folder)
     state = hashlib.sha256()
     for name in sorted([*tensors.files, *map(str, tensors.companions()[0])]):
@@ -211,7 +214,7 @@ def folder_hash(folder: Path) -> str:
 
 
 def _settings(options: EvaluationOptions) -> dict[str, Any]:
-    """What all checkpoints are run with, chosen where it was not given. Raises UsageError."""
+    """The settings of all checkpoints; chooses those that were not given. Raises UsageError."""
     import torch
 
     for package in PACKAGES:
@@ -223,8 +226,8 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
             ) from error
     if version("ms-vlmeval") != VLMEVALKIT:
         raise UsageError(
-            f"ms-vlmeval {version('ms-vlmeval')} is installed; what runs it here is written against "
-            f"{VLMEVALKIT}: pip install -e '.[eval]' -c constraints.txt"
+            f"ms-vlmeval {version('ms-vlmeval')} is installed, but version {VLMEVALKIT} is required: "
+            "pip install -e '.[eval]' -c constraints.txt"
         )
     if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
         raise UsageError(
@@ -232,8 +235,7 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         )
     if bool(options.judge_url) != (options.judge != NO_JUDGE):
         raise UsageError(
-            "--judge and --judge-base-url go together: without a server of your own only exact_matching "
-            "judges"
+            "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
         )
     counts = "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
     counts += "video_max_frames"
@@ -271,7 +273,7 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
 
 
 def _own_dtype(folder: Path) -> str:
-    """The type that most weights of a folder have, in torch's name."""
+    """The data type of most weights of a folder, by torch's name."""
     from megatron_vl.weights.tensor_files import DTYPES, dtype_name
 
     tensors = check_folder(folder)
@@ -280,12 +282,14 @@ def _own_dtype(folder: Path) -> str:
 
 
 def _prepare(options: EvaluationOptions) -> Path:
-    """A fresh work folder in ``--out``. Raises UsageError when ``--out`` holds something else."""
+    """Makes a fresh work folder in ``--out``. Raises UsageError if ``--out`` holds something else."""
     out = options.out
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
-        raise UsageError(f"--out {out} is not empty and not of an earlier evaluation; give another folder")
+        raise UsageError(
+            f"--out {out} is not empty and was not written by an earlier evaluation; give another folder"
+        )
     work = (out / "work").resolve()
-    # Answers of an earlier evaluation would be taken for this one's.
+    # Otherwise answers of an earlier evaluation would count as answers of this one.
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     (work / "tmp").mkdir()
@@ -295,28 +299,30 @@ def _prepare(options: EvaluationOptions) -> Path:
 
 
 def why_open(work: Path, network: bool) -> str:
-    """Why :func:`cage.command` does not work here; empty: it does."""
+    """Why :func:`cage.command` does not work here; empty if it works."""
     done = subprocess.run([*cage.command(work, network), "-c", ""], capture_output=True, text=True)
     said = done.stderr.strip().rpartition("\n")[2]
     return (said or f"exit code {done.returncode}") if done.returncode else ""
 
 
 def _isolation(work: Path, judged: bool) -> str:
-    """How the processes of VLMEvalKit are kept from the rest of the machine; CLOSED where the system closes
-    them in."""
+    """Describes how VLMEvalKit's processes are isolated; begins with CLOSED where the
+    system confines them."""
     if why := why_open(work, judged):
-        return f"with the guards of Python alone: this system does not close a process in ({why})"
+        return f"with Python's guards only: this system cannot confine a process ({why})"
     return f"{CLOSED} and {'with the network, for the judge' if judged else 'without a network'}"
 
 
 class _Workers:
-    """The processes of :mod:`worker`; none is left behind."""
+    """The processes of :mod:`worker`; none of them survives."""
 
     def __init__(self, options: EvaluationOptions, settings: dict[str, Any], work: Path) -> None:
-        self.options, self.work = options, work
+        self.options = options
+        self.work = work
         closed = settings["isolation"].startswith(CLOSED)
         self.python = cage.command(work, bool(options.judge_url)) if closed else [sys.executable]
         self.running: list[subprocess.Popen[bytes]] = []
+
         job = {
             "data": options.data,
             "root": str(options.lmu_data.resolve()),
@@ -341,7 +347,7 @@ class _Workers:
             process.wait()
 
     def start(self, processes: int) -> None:
-        """Each checks the data set and waits."""
+        """Starts the workers; each checks the data set and waits."""
         for rank in range(processes):
             command = [*self.python, "-m", "toolkit.evaluate.worker", str(self.work / "job.json"), str(rank)]
             with (self.work / f"worker_{rank}.log").open("wb") as log:
@@ -356,13 +362,13 @@ class _Workers:
             self.running.append(process)
 
     def go(self, folders: dict[str, str]) -> None:
-        """Lets them go on with these checkpoints. Raises as :meth:`check`."""
+        """Lets the workers continue with these checkpoints. Raises like :meth:`check`."""
         for rank, process in enumerate(self.running):
             _tell(process, json.dumps(folders), last=rank > 0)
         self.check()
 
     def check(self) -> None:
-        """Raises CommandError when one of them has failed, UsageError when it was about the data set."""
+        """Raises CommandError if a worker failed, UsageError if the data set was the reason."""
         for rank, process in enumerate(self.running):
             if process.poll():
                 lines = (
@@ -375,7 +381,8 @@ class _Workers:
                 )
 
     def wait(self, progress: _Progress) -> None:
-        """Until all have ended; the first one scores when the others are done. Raises as :meth:`check`."""
+        """Waits until all have ended; the first one scores when the others are done.
+        Raises like :meth:`check`."""
         self._await(self.running[1:], progress)
         _tell(self.running[0], "score", last=True)
         self._await(self.running[:1], progress)
@@ -389,21 +396,21 @@ class _Workers:
 
 
 def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool) -> None:
-    """Gives a process a line on its standard input; after the last one it is closed, so that nothing waits
-    for more."""
+    """Writes a line to a process' standard input; closes it after the last line, so that no reader
+    waits for more."""
     try:
         assert process.stdin is not None
         process.stdin.write(line.encode() + b"\n")
         process.stdin.flush()
         if last:
             process.stdin.close()
-    except BrokenPipeError:  # it has ended: check() says why
+    except BrokenPipeError:  # the process has ended; check() says why
         process.wait()
 
 
 def _environment(options: EvaluationOptions, work: Path, rank: int) -> dict[str, str]:
-    """Nothing of a torchrun around this command, no network, an empty folder of data sets, and a place for
-    temporary files: a closed-in process has no other."""
+    """Variables of a worker: nothing from a surrounding torchrun, no network, an empty data-set folder, and a
+    folder for temporary files, the only one that a confined process has."""
     data = work / f"data_{rank}"
     data.mkdir(exist_ok=True)
     hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR "
@@ -424,7 +431,7 @@ def _environment(options: EvaluationOptions, work: Path, rank: int) -> dict[str,
 
 
 def _gpus(each: int, rank: int) -> list[str]:
-    """The GPUs of one process, in the names of this process' CUDA_VISIBLE_DEVICES."""
+    """The GPUs of one process, named as in this process' CUDA_VISIBLE_DEVICES."""
     import torch
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -433,10 +440,12 @@ def _gpus(each: int, rank: int) -> list[str]:
 
 
 class _Progress:
-    """Answers so far, their rate and the time left, from the files that workers write."""
+    """Number of answers so far, their rate and the time left, from the files that workers write."""
 
     def __init__(self, work: Path, names: dict[str, str], show: Callable[[str], None]) -> None:
-        self.work, self.names, self.show = work, names, show
+        self.work = work
+        self.names = names
+        self.show = show
         self.first: tuple[float, int] | None = None
         self.judging = False
         self.shown = time.monotonic()
@@ -446,6 +455,7 @@ class _Progress:
         now = time.monotonic()
         if now - self.shown < self.every:
             return
+
         self.shown = now
         files = {role: (self.work / name).glob("answers_*.jsonl") for role, name in self.names.items()}
         counts = {role: sum(map(_lines, some)) for role, some in files.items()}
@@ -453,12 +463,14 @@ class _Progress:
         questions = (self.work / QUESTIONS).read_text() if (self.work / QUESTIONS).is_file() else ""
         if not done or not questions:
             return
+
         total = len(self.names) * int(questions)
         if done == total:
             if not self.judging:
-                self.show(f"all {total} questions are answered; VLMEvalKit judges")
+                self.show(f"all {total} questions are answered; VLMEvalKit is judging")
             self.judging = True
             return
+
         listed = ", ".join(f"{role} {count}" for role, count in counts.items())
         if self.first is None:  # loading the model is not part of the rate
             self.first = (now, done)

@@ -19,8 +19,8 @@ ORDER = ("tensors", "logits", "text", "scores")
 
 @dataclass
 class Gate:
-    """One comparison. ``passed`` is None when it was not made: an earlier gate had failed, or it was not
-    asked for."""
+    """One comparison. ``passed`` is None if it was not made, because an earlier gate failed or it
+    was not requested."""
 
     name: str
     passed: bool | None
@@ -29,7 +29,7 @@ class Gate:
 
 
 def tensors(original: Path, converted: Path) -> Gate:
-    """Every tensor of both folders, bit for bit."""
+    """Compares every tensor of both folders bit for bit."""
     result = compare(original, converted)
     if not result.differences:
         return Gate("tensors", True, f"{result.tensors} tensors, {result.bytes / 1e9:.3g} GB, identical")
@@ -38,35 +38,38 @@ def tensors(original: Path, converted: Path) -> Gate:
 
 
 def logits(original: Path, converted: Path) -> Gate:
-    """Inputs and logits of some prompts, made by each folder's own processor and model; equal to the last
-    bit.
+    """Compares inputs and logits of some prompts, made by each folder's own processor and model, bit for bit.
 
     Args:
         original, converted: work folders of :mod:`worker`.
     """
     a, b = (json.loads((work / "logits.json").read_text()) for work in (original, converted))
     last_a, last_b = (load_file(work / "logits.safetensors") for work in (original, converted))
-    details, largest, tokens = [], 0.0, sum(one["tokens"] for one in a)
+    details = []
+    largest = 0.0
+    tokens = sum(one["tokens"] for one in a)
     for i, (one, other) in enumerate(zip(a, b, strict=True)):
         x, y = one["inputs"], other["inputs"]
         differing = sorted(name for name in x.keys() | y.keys() if x.get(name) != y.get(name))
         if differing:
-            details.append(f"question {i + 1}: the processors give other {', '.join(differing)}")
+            details.append(f"question {i + 1}: the processors give different {', '.join(differing)}")
         elif one["logits"] != other["logits"]:
             apart = float((last_a[str(i)] - last_b[str(i)]).abs().max())
             largest = max(largest, apart)
-            details.append(f"question {i + 1}: logits differ, those of the last token by {apart:.3g} at most")
+            details.append(f"question {i + 1}: logits differ, those of the last token by at most {apart:.3g}")
+
     if not a:
         return Gate("logits", False, "no prompt was run")
     if not details:
         return Gate("logits", True, f"{len(a)} prompts, {tokens} tokens, inputs and logits identical")
+
     return Gate(
-        "logits", False, f"{len(details)} of {len(a)} prompts differ, by {largest:.3g} at most", details
+        "logits", False, f"{len(details)} of {len(a)} prompts differ, by at most {largest:.3g}", details
     )
 
 
 def text(original: list[dict[str, Any]], converted: list[dict[str, Any]], questions: int) -> Gate:
-    """The generated answers, word for word; of a dialogue, those of all turns."""
+    """Compares the generated answers word for word; for a dialogue, the answers of all turns."""
     if not len(original) == len(converted) == questions:
         return Gate("text", False, f"{len(original)} and {len(converted)} answers to {questions} questions")
     pairs = [(a, b) for a, b in zip(original, converted, strict=True) if a["answer"] != b["answer"]]
@@ -77,16 +80,16 @@ def text(original: list[dict[str, Any]], converted: list[dict[str, Any]], questi
 
 
 def _short(answer: str | list[str]) -> str | list[str]:
-    """An answer's beginning; of a dialogue, that of each turn."""
+    """The beginning of an answer; for a dialogue, of each turn."""
     return answer[:200] if isinstance(answer, str) else [turn[:200] for turn in answer]
 
 
 def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Gate:
-    """The benchmark's metrics: of every checkpoint there must be some, and the converted one's are the
-    original's.
+    """Compares the benchmark's metrics. Every checkpoint must have some, and the converted one's must
+    equal the original's.
 
     Args:
-        metrics: role -> metric -> value; the trained checkpoint's values may be any.
+        metrics: role -> metric -> value; the trained checkpoint may have any values.
         problems: role -> what went wrong with it.
     """
     missing = [
@@ -95,12 +98,17 @@ def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Ga
         if not metrics[role]
     ]
     if missing:
-        return Gate("scores", False, f"no score of {len(missing)} of {len(metrics)} checkpoints", missing)
+        return Gate("scores", False, f"{len(missing)} of {len(metrics)} checkpoints have no score", missing)
+
     a, b = metrics["original"], metrics["converted"]
     differing = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
     details = [f"{name}: {a.get(name)} against {b.get(name)}" for name in differing]
     if "trained" in metrics and metrics["trained"].keys() != a.keys():
-        details.append(f"trained has metrics {sorted(metrics['trained'])}, original {sorted(a)}")
+        ours = sorted(metrics["trained"])
+        theirs = sorted(a)
+        details.append(f"the trained checkpoint has metrics {ours}, the original {theirs}")
+
     if details:
         return Gate("scores", False, f"{len(details)} of {len(a)} metrics differ", details)
+
     return Gate("scores", True, "all metrics equal: " + ", ".join(a))

@@ -1,4 +1,5 @@
-"""The one adapter that every checkpoint is asked through: same type, same pixel limits, greedy."""
+"""The one adapter through which every checkpoint is asked: same data type, same pixel
+limits, greedy decoding."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from toolkit.hf import follow_video_positions, load_model, load_processor, video
 
 Part = Mapping[str, Any]
 """VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video
-may say how many frames it gives: ``nframes``, or ``fps`` frames a second; and in what size:
-``resized_height`` and ``resized_width``."""
+may give its number of frames (``nframes``), or frames per second (``fps``), and their size
+(``resized_height`` and ``resized_width``)."""
 Turn = Mapping[str, Any]
 """VLMEvalKit's turn of a dialogue: ``{"role": "user" | "assistant", "content": parts, or a text}``."""
 Prompt = Sequence[Part] | Sequence[Turn]
-"""One turn's parts in their order, or the turns of a dialogue up to a user's."""
+"""One turn's parts in order, or the turns of a dialogue up to one of the user's."""
 
 
 class Checkpoint:
@@ -30,10 +31,10 @@ class Checkpoint:
     Args:
         settings: ``dtype``, ``device`` (``cpu``, ``cuda`` or ``auto``: spread over the visible GPUs),
             ``min_pixels`` and ``max_pixels`` of a picture or frame (None: the checkpoint's own),
-            ``max_new_tokens``, ``largest_picture`` in pixels; for videos that do not say it themselves,
-            ``video_fps`` frames a second, ``video_max_frames`` at most (None or left out: the checkpoint's
-            own), and the rules ``video_positions`` and ``video_prompt`` (left out: ``released``).
-        roots: folders that pictures and videos are read from.
+            ``max_new_tokens``, ``largest_picture`` in pixels. For videos without their own settings:
+            ``video_fps`` frames per second, at most ``video_max_frames`` (None or left out: the checkpoint's
+            own). Rules for videos: ``video_positions`` and ``video_prompt`` (left out: ``released``).
+        roots: folders from which pictures and videos may be read.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], roots: Sequence[Path]) -> None:
@@ -62,8 +63,7 @@ class Checkpoint:
         if device != "auto":
             self.model.to(device)
         self.latest: tuple[Any, Any] = (None, None)
-        # Released folders ask for sampling and a repetition penalty: nothing of theirs but the tokens that
-        # end an answer.
+        # Released folders set sampling and a repetition penalty; only their end-of-answer tokens are kept.
         own = self.model.generation_config
         ends, pad = own.eos_token_id, own.pad_token_id
         pad = pad if pad is not None else ends[0] if isinstance(ends, list) else ends
@@ -73,28 +73,31 @@ class Checkpoint:
         )
 
     def inputs(self, prompt: Prompt) -> Any:
-        """What the model is given: the prompt as the checkpoint's own processor and chat template make it."""
+        """The model's inputs: the prompt after the checkpoint's own processor and chat template."""
         images: list[Any] = []
         videos: list[tuple[Tensor, Any]] = []
         messages = []
         for turn in turns(prompt):
             content = [self._part(part, images, videos) for part in turn["content"]]
             messages.append({"role": turn["role"], "content": content})
+
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         text = video_text(text, self.processor, self.spec, self.prompt_rule)
         more: dict[str, Any] = {"images": images} if images else {}
         if videos:
-            # Released folders do not cap the pixels of a frame; transformers warns where that is not said.
+            # Released folders do not limit the pixels of a frame, and transformers warns if no limit
+            # is given.
             more |= {"do_sample_frames": False, "cap_pixels_per_frame": False}
             more |= {
                 "videos": [frames for frames, _ in videos],
                 "video_metadata": [facts for _, facts in videos],
             }
             self._limit_frames(max(len(frames) for frames, _ in videos))
+
         return self.processor(text=[text], return_tensors="pt", **more).to(self.model.device)
 
     def _part(self, part: Part, images: list[Any], videos: list[tuple[Tensor, Any]]) -> dict[str, str]:
-        """What the chat template is given; pictures and videos are added to their lists."""
+        """Converts a part for the chat template; adds pictures and videos to their lists."""
         if part["type"] == "text":
             return {"type": "text", "text": str(part["value"])}
         if part["type"] == "image":
@@ -103,7 +106,7 @@ class Checkpoint:
             videos.append(self._video(part))
         else:
             raise ValueError(
-                f"a prompt holds {part['type']!r}; these models take text, pictures and videos in files"
+                f"a prompt holds {part['type']!r}; these models take text, and pictures and videos from files"
             )
         return {"type": part["type"]}
 
@@ -114,13 +117,13 @@ class Checkpoint:
         return path
 
     def _picture(self, path: Path) -> Any:
-        """RGB, in the formats and up to the size that the loader reads too."""
+        """Reads an RGB picture, in the formats and up to the size that the loader reads too."""
         with open_image(path.read_bytes(), self.largest) as image:
             return image.convert("RGB")
 
     def _video(self, part: Part) -> tuple[Tensor, Any]:
-        """Sampled frames uint8 [n, 3, height, width], and which they are. Several questions in a row are
-        about one video."""
+        """Sampled uint8 frames [n, 3, height, width] and their metadata. Consecutive questions often
+        share a video."""
         key = tuple(part.get(name) for name in ("value", "nframes", "fps", "resized_height", "resized_width"))
         if self.latest[0] != key:
             self.latest = (key, self._read_video(part))
@@ -150,8 +153,8 @@ class Checkpoint:
         return frames, VideoMetadata(total_num_frames=video.frames, fps=video.fps, frames_indices=indices)
 
     def _indices(self, video: VideoInfo, part: Part) -> list[int]:
-        """The frames that the checkpoint's own video processor takes; of a number that is asked for, what
-        there are at most."""
+        """The frames that the checkpoint's own video processor takes; a requested number is capped at what
+        the video has."""
         from transformers.video_utils import VideoMetadata
 
         sampler = self.processor.video_processor
@@ -166,8 +169,8 @@ class Checkpoint:
         return sorted({int(i) for i in taken})
 
     def _limit_frames(self, frames: int) -> None:
-        """``min_pixels`` and ``max_pixels`` for each frame; Qwen3-VL's processor counts those of all frames
-        together."""
+        """Applies ``min_pixels`` and ``max_pixels`` to each frame; Qwen3-VL's processor counts
+        all frames together."""
         sampler = self.processor.video_processor
         times = frames if self.model.config.model_type.startswith("qwen3") else 1
         names = ("shortest_edge", "longest_edge")
@@ -177,8 +180,8 @@ class Checkpoint:
 
     @torch.no_grad()
     def logits(self, prompt: Prompt) -> dict[str, Any]:
-        """Digests of all inputs and of all logits ``[tokens, vocabulary]``, and the last token's logits
-        (float32)."""
+        """Digests of all inputs and of all logits ``[tokens, vocabulary]``, and the last
+        token's logits (float32)."""
         inputs = self.inputs(prompt)
         logits = self.model(**inputs, use_cache=False).logits[0]
         names = {name: digest(torch.as_tensor(value)) for name, value in inputs.items()}
@@ -190,8 +193,8 @@ class Checkpoint:
         }
 
     def dialogue(self, prompt: Prompt) -> list[str]:
-        """The greedy answers to each of a user's turns; what the checkpoint said itself stands for the
-        answers of the prompt."""
+        """Greedy answers to each of the user's turns; the checkpoint's own answers replace those
+        of the prompt."""
         said: list[str] = []
         asked: list[Turn] = []
         for turn in turns(prompt):
@@ -203,14 +206,14 @@ class Checkpoint:
 
     @torch.no_grad()
     def answer(self, prompt: Prompt) -> str:
-        """The greedy answer to the last turn."""
+        """Generates the greedy answer to the last turn."""
         inputs = self.inputs(prompt)
         tokens = self.model.generate(**inputs, generation_config=self.generation)
         return self.processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def turns(prompt: Prompt) -> list[Turn]:
-    """A prompt as turns, each with a list of parts; the last one is a user's."""
+    """Converts a prompt into turns, each with a list of parts; the last turn is the user's."""
     if not is_dialogue(prompt):
         return [{"role": "user", "content": list(prompt)}]
     found: list[Turn] = []
@@ -222,7 +225,7 @@ def turns(prompt: Prompt) -> list[Turn]:
 
 
 def is_dialogue(prompt: Prompt) -> bool:
-    """Whether a prompt is made of turns; a part may have a role too, but no content."""
+    """Whether a prompt consists of turns; a part may have a role too, but no content."""
     return bool(prompt) and "content" in prompt[0]
 
 

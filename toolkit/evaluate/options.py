@@ -12,58 +12,58 @@ from toolkit.video_rules import VideoRuleOptions
 
 @dataclass(kw_only=True)
 class EvaluateOptions(VideoRuleOptions):
-    """Compare a converted checkpoint with its original down to a benchmark's scores (VLMEvalKit), and score a
-    trained one.
+    """Compare a converted checkpoint with its original, up to benchmark scores (VLMEvalKit), and score
+    a trained one.
 
-    Four gates, in this order: tensors bit for bit, logits of some prompts, generated answers, scores. Nothing
-    is downloaded. Exit code 1 when a gate fails or a score is missing, 2 when the arguments cannot be used.
+    Four gates run in this order: tensors bit for bit, logits of some prompts, generated answers, scores.
+    Nothing is downloaded. Exit code 1 if a gate fails or a score is missing, 2 if the arguments are invalid.
     """
 
     original: Path = option(metavar="HF_DIR")
     """Hugging Face folder that was converted."""
     converted: Path = option(metavar="HF_DIR")
-    """Hugging Face folder exported again, before any training."""
+    """Hugging Face folder that was exported again, before any training."""
     trained: Path | None = option(None, metavar="HF_DIR")
-    """Hugging Face folder exported after training: scored, not judged."""
+    """Hugging Face folder exported after training; it is scored but not compared."""
     data: str = option(metavar="NAME")
-    """The name of a data set of VLMEvalKit (of videos too: Video-MME_8frame), or the path of a table of your
-    own, FOLDER/NAME.tsv: tabs between columns, multiple choice with index, image (base64), question, A to D,
-    answer."""
+    """Name of a VLMEvalKit data set (also of videos, such as Video-MME_8frame), or path of your own table
+    FOLDER/NAME.tsv: tab-separated multiple choice with the columns index, image (base64), question, A to
+    D and answer."""
     lmu_data: Path | None = option(None, metavar="DIR", shown_default="$LMUData, or ~/LMUData")
-    """Folder that holds NAME.tsv, or of a set of videos its repository, DIR/Video-MME."""
+    """Folder that holds NAME.tsv or, for a video data set, its repository as DIR/Video-MME."""
     limit: int | None = option(None, metavar="N", shown_default="all")
-    """Questions to ask."""
+    """Ask only the first N questions."""
     out: Path = option(metavar="DIR")
     """Folder for report.html, report.json and work/."""
     judge: str = option("exact_matching", metavar="NAME", shown_default="exact_matching, which needs none")
-    """Model that judges."""
+    """Model that judges the answers."""
     judge_base_url: str | None = option(None, metavar="URL")
-    """Where --judge is served on this machine, as by OpenAI: http://localhost:8000/v1."""
+    """Address on this machine of an OpenAI-compatible server for --judge: http://localhost:8000/v1."""
     no_scores: bool = False
-    """End with the answers: for data sets that a model would judge."""
+    """Stop after the answers; use this for data sets that need a model as judge."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = option(
         None, shown_default="the original's weights'"
     )
-    """Type of all models."""
+    """Data type of all models."""
     device: Literal["cpu", "cuda"] | None = option(None, shown_default="cuda where there is a GPU")
     """Where the models run."""
     processes: int | None = option(None, metavar="N", shown_default="one a GPU; CPU: one")
     """Processes that share the questions."""
     gpus_per_process: int = option(1, metavar="N", shown_default="1; 72B: 4")
-    """GPUs that one model is spread over."""
+    """GPUs over which one model is spread."""
     min_pixels: int | None = option(None, metavar="N", shown_default="the checkpoint's")
-    """Smallest picture or frame, pixels."""
+    """Smallest picture or frame in pixels."""
     max_pixels: int | None = option(None, metavar="N", shown_default="the checkpoint's")
-    """Largest picture or frame, pixels."""
+    """Largest picture or frame in pixels."""
     video_fps: float | None = option(None, metavar="F", shown_default="the checkpoint's")
-    """Frames a second where the data set does not say."""
+    """Frames per second to sample where the data set does not say."""
     video_max_frames: int | None = option(None, metavar="N", shown_default="the checkpoint's")
-    """Most frames taken by frames a second."""
+    """Sample at most N frames when sampling by frames per second."""
     max_new_tokens: int = option(256, metavar="N")
-    """Longest answer in tokens."""
+    """Generate at most N tokens per answer."""
     logit_questions: int = option(4, metavar="N")
-    """Prompts whose logits are compared."""
+    """Compare the logits of N prompts."""
     keep_going: bool = False
-    """Run all gates even when an earlier one has failed."""
+    """Run all gates even if an earlier one fails."""
     json: bool = False
     """Print the report as JSON."""

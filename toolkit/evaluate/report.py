@@ -1,4 +1,4 @@
-"""The report of an evaluation: a table in the terminal and one HTML page that needs nothing beside it."""
+"""The report of an evaluation: a table in the terminal and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_vl.data.pixels import VideoInfo, open_image, video_frames
 from toolkit.evaluate.comparison import Result
 
 SHOWN = 50
-"""Questions on the page, those with differing answers first."""
+"""Number of questions on the page; those with differing answers come first."""
 THUMBNAIL = (160, 120)
 FRAME = (4320, 7680)
-"""Largest frame of a video that is shown: height and width in pixels."""
+"""Height and width in pixels of the largest video frame that is shown."""
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 CLASSES = {True: "passed", False: "failed", None: "skipped"}
 
@@ -29,31 +29,33 @@ def _asked(result: Result) -> str:
 
 
 def print_report(result: Result, out: Path) -> None:
-    """Gates and scores in the terminal."""
+    """Prints gates and scores to the terminal."""
     console = Console(highlight=False, width=max(100, Console().width))
     table = Table("gate", "", "measured", title=f"{result.data}, {_asked(result)}", title_justify="left")
     for gate in result.gates:
         colour = {True: "green", False: "red", None: "yellow"}[gate.passed]
         table.add_row(gate.name, f"[{colour}]{WORDS[gate.passed]}[/]", gate.measured)
+
     console.print(table)
     for gate in result.gates:
         for detail in gate.details[:5]:
             console.print(f"  {gate.name}: {detail}", markup=False)
         if len(gate.details) > 5:
             console.print(f"  {gate.name}: ... and {len(gate.details) - 5} more in report.json")
+
     scores = Table("metric", *result.checkpoints, title="scores", title_justify="left")
     for name in metric_names(result):
         scores.add_row(name, *(_number(facts["metrics"].get(name)) for facts in result.checkpoints.values()))
     if metric_names(result):
         console.print(scores)
     left = [gate.name for gate in result.gates if gate.passed is None]
-    known = "the converted checkpoint is the original" + (f" ({', '.join(left)} not run)" if left else "")
+    known = "the converted checkpoint equals the original" + (f" ({', '.join(left)} not run)" if left else "")
     verdict = known if result.passed else "FAILED"
     console.print(f"{verdict}; {out / 'report.html'}, {result.seconds:.0f} s", soft_wrap=True)
 
 
 def metric_names(result: Result) -> list[str]:
-    """Metrics that any checkpoint has, in the order they came."""
+    """The metrics of all checkpoints, in the order of first appearance."""
     return list(dict.fromkeys(name for facts in result.checkpoints.values() for name in facts["metrics"]))
 
 
@@ -68,9 +70,9 @@ def _number(value: Any) -> str:
 
 
 def write_html(result: Result, path: Path) -> None:
-    """The whole report as one file: styles and small pictures are in it, and there are no scripts.
+    """Writes the whole report as one file, with styles and small pictures but without scripts.
 
-    All that a table or a checkpoint has said is escaped.
+    All text from tables and checkpoints is escaped.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -80,6 +82,7 @@ def write_html(result: Result, path: Path) -> None:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": _number, "setting": _setting}
+
     lines = _differing_first(result)
     page = environment.get_template("report.html.jinja").render(
         result=result,
@@ -101,7 +104,7 @@ def _setting(value: Any) -> str:
 
 
 def _differing_first(result: Result) -> list[dict[str, Any]]:
-    """The original's lines; those of questions that another checkpoint answers otherwise come first."""
+    """The original's lines; questions that another checkpoint answers differently come first."""
     given = [{line["index"]: line["answer"] for line in lines} for lines in result.answers.values()]
 
     def same(line: dict[str, Any]) -> bool:
@@ -111,7 +114,7 @@ def _differing_first(result: Result) -> list[dict[str, Any]]:
 
 
 def _question(result: Result, line: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a question: small pictures, and every checkpoint's answer."""
+    """What the page shows for a question: small pictures, and every checkpoint's answer."""
     index = line["index"]
     answers = []
     for lines in result.answers.values():
@@ -124,7 +127,7 @@ def _question(result: Result, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spoken(answer: str | list[str]) -> str:
-    """An answer; of a dialogue, one turn a line."""
+    """An answer as text; a dialogue has one turn per line."""
     return (
         answer if isinstance(answer, str) else "\n".join(f"{i}. {turn}" for i, turn in enumerate(answer, 1))
     )
@@ -136,14 +139,14 @@ def _picture(path: Path) -> Image.Image:
 
 
 def _still(path: Path) -> Image.Image:
-    """A video's first frame."""
+    """The first frame of a video."""
     data = path.read_bytes()
     frame = video_frames(data, VideoInfo(1, 1.0, *FRAME), [0])[0]
     return Image.fromarray(frame.permute(1, 2, 0).numpy())
 
 
 def _thumbnail(small: Image.Image) -> str:
-    """A small JPEG in base64."""
+    """Encodes a small JPEG in base64."""
     small.thumbnail(THUMBNAIL)
     data = io.BytesIO()
     small.save(data, "JPEG", quality=70)

@@ -1,5 +1,4 @@
-"""The files that VLMEvalKit gets to see: links in a folder of its own, and no archive or pickle that it would
-unpack."""
+"""The files that VLMEvalKit can see: links in a folder of its own, without archives or pickles to unpack."""
 
 from __future__ import annotations
 
@@ -15,23 +14,26 @@ SHOWN = PICTURES_AND_VIDEOS | {".tsv", ".csv", ".json", ".jsonl", ".txt", ".srt"
 
 
 class Sources:
-    """What the folder ``data``, ``$LMUData`` of this process, shows of the data set ``name``: its ``tables``,
-    and its media in ``root``, which is ``--lmu-data``."""
+    """Fills the folder ``data`` (``$LMUData`` of this process) for the data set ``name``: with its
+    ``tables``, and with its media in ``root`` (``--lmu-data``)."""
 
     def __init__(self, name: str, root: Path, tables: Path, data: Path) -> None:
-        self.name, self.root, self.data = name, root.resolve(), data
+        self.name = name
+        self.root = root.resolve()
+        self.data = data
         self.kind, self.parts = parts_of(name)
         self.tables = sorted(tables.glob("*.tsv"))
-        self.folders = [self.root, tables, data]  # media may be read from these
-        self.links: dict[Path, Path] = {}  # folder of links -> folder of the user
+        self.folders = [self.root, tables, data]  # media may be read from these folders
+        self.links: dict[Path, Path] = {}  # folder of links -> the user's folder
         for table in self.tables:
             (data / table.name).symlink_to(table)
-        for folder in ("datasets", "videos"):  # of DREAM-1K and MVU-Eval, of EgoExoBench
+        for folder in ("datasets", "videos"):  # for DREAM-1K and MVU-Eval, for EgoExoBench
             if self.kind == "video" and (self.root / folder).is_dir():
                 self._mirror(self.root / folder, data / folder)
 
     def repository(self, cached: Callable[..., str | None], repo_id: str, branch: str | None) -> str | None:
-        """A set's repository: ``--lmu-data/NAME``, ``--lmu-data/REPOSITORY``, or what is ``cached`` of it."""
+        """Finds a set's repository: ``--lmu-data/NAME``, ``--lmu-data/REPOSITORY``, or
+        its ``cached`` copy."""
         short = repo_id.rpartition("/")[2]
         target = self.data / "repositories" / short / (branch or "main")
         if target not in self.links:
@@ -43,9 +45,9 @@ class Sources:
         return str(target)
 
     def _mirror(self, source: Path, target: Path) -> None:
-        """Links to the media and texts of ``source``; those that lead out of it are left out."""
+        """Links to the media and texts of ``source``; links that lead outside it are left out."""
         inside = source.resolve()
-        if inside.parent.name == "snapshots":  # of Hugging Face's cache: its files are links to blobs/
+        if inside.parent.name == "snapshots":  # Hugging Face's cache: its files are links to blobs/
             inside = inside.parent.parent
         self.folders.append(inside)
         self.links[target] = source

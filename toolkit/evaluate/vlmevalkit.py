@@ -1,4 +1,4 @@
-"""What VLMEvalKit 0.0.20 needs to run here: its files found and never fetched, faults worked around, no judge
+"""Prepares VLMEvalKit 0.0.20 to run here: local files instead of downloads, work-arounds, no judge
 of its own."""
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from toolkit.evaluate.sources import PICTURES_AND_VIDEOS, Sources
 from toolkit.evaluate.table import MEDIA, TableError, strings
 
 ACCEPTED = "any table"
-"""What it takes for the MD5 of every file, and for the one it wants: the report says which table it was."""
+"""Replaces both the MD5 of every file and the expected MD5, so any table passes; the report shows
+the real one."""
 RELIED_ON = "relied on"
-"""A line of :class:`NoJudge`'s file: the data set went on without the judgement, and its numbers are no
-scores."""
+"""A line in :class:`NoJudge`'s file: the data set continued without a judgement, so its numbers
+are not scores."""
 NO_JUDGE = "exact_matching"
 
 
 class NotInstalled(Exception):
-    """VLMEvalKit is there and does not import."""
+    """VLMEvalKit is installed but cannot be imported."""
 
 
 def check_import() -> None:
-    """Raises NotInstalled: one of VLMEvalKit's packages, or a library of the system that one of them wants,
-    is missing."""
+    """Raises NotInstalled if one of VLMEvalKit's packages, or a system library that one of them
+    needs, is missing."""
     try:
-        import cv2  # noqa: F401  # it misses the library most often, and says so in a second
+        import cv2  # noqa: F401  # it is the one that most often lacks a library, and fails within a second
         import vlmeval.dataset  # noqa: F401
     except ImportError as error:
         hint = ""
         if "libGL" in str(error):
             hint = "; install it (Debian: apt install libgl1), or opencv-python-headless for opencv-python"
-        raise NotInstalled(f"VLMEvalKit does not import: {error}{hint}") from error
+        raise NotInstalled(f"VLMEvalKit cannot be imported: {error}{hint}") from error
 
 
 def real(sources: Sources, text: str) -> str:
-    """A message with the paths that the user knows."""
+    """Replaces the paths in a message by those that the user knows."""
     for target, source in sources.links.items():
         text = text.replace(str(target), str(source))
     return text.replace(str(sources.data), str(sources.root))
 
 
 def missing(sources: Sources) -> str:
-    """The first picture or video that a table names and a repository lacks, or its table, as a part of a
-    message."""
+    """Names the first picture or video that a table names and a repository lacks, or the
+    missing table itself."""
     csv.field_size_limit(sys.maxsize)
     for target, source in sources.links.items():
         below = [path.relative_to(target).parts for path in target.rglob("*")]
@@ -68,7 +69,7 @@ def missing(sources: Sources) -> str:
 
 
 def _media(table: Path) -> Iterator[PurePosixPath]:
-    """All that cells of a table name, also parts of paths."""
+    """All file names in the cells of a table, including partial paths."""
     with table.open(encoding="utf-8-sig", newline="") as file:
         for row in csv.DictReader(file, delimiter="\t"):
             cells = [cell for column, cell in row.items() if MEDIA.match(str(column))]
@@ -76,18 +77,18 @@ def _media(table: Path) -> Iterator[PurePosixPath]:
 
 
 def _refused(sources: Sources, wanted: str) -> TableError:
-    """What is said where VLMEvalKit would download."""
+    """The error to raise where VLMEvalKit would download."""
     place = sources.root if "://" in wanted else sources.root / wanted.rpartition("/")[2]
     otherwise = "VLMEvalKit finds it incomplete" if place.exists() else f"{place} is missing"
     unpacked = "" if place == sources.root else ", with its archives unpacked"
     return TableError(
-        f"--data {sources.name}: {missing(sources) or otherwise}; VLMEvalKit would download {wanted[:200]}; "
-        f"nothing is downloaded or unpacked here: put it in {place}{unpacked}"
+        f"--data {sources.name}: {missing(sources) or otherwise}; VLMEvalKit would download {wanted[:200]}, "
+        f"but nothing is downloaded or unpacked here: put it in {place}{unpacked}"
     )
 
 
 def install(sources: Sources) -> None:
-    """Gives VLMEvalKit ``sources`` in the place of what it finds and downloads files with."""
+    """Replaces VLMEvalKit's functions that find and download files by ``sources``."""
     import huggingface_hub
     import vlmeval.dataset
     from vlmeval.smp import file as files
@@ -107,22 +108,21 @@ def install(sources: Sources) -> None:
     for module in _modules("vlmeval"):
         for attribute in new.keys() & vars(module).keys():
             setattr(module, attribute, new[attribute])
-    huggingface_hub.snapshot_download = refuse  # VDC takes it from there while it runs
+    huggingface_hub.snapshot_download = refuse  # VDC imports it from there at run time
     huggingface_hub.login = lambda *_, **__: None  # MVBench logs in before it downloads
 
-    vlmeval.dataset.vdc.modelscope_flag_set = misc.modelscope_flag_set  # which it does not import
-    # Sets of several video sets lack an abstract method that they do not use.
+    vlmeval.dataset.vdc.modelscope_flag_set = misc.modelscope_flag_set  # vdc uses it without importing it
+    # Sets that combine several video sets lack an abstract method that they do not use.
     vlmeval.dataset.ConcatVideoDataset.prepare_dataset = lambda *_: None
     for kind in vlmeval.dataset.VIDEO_DATASET:
         abc.update_abstractmethods(kind)
-    # For each table of several it forks 32 copies of this process, to decode pictures.
+    # For each table of several, VLMEvalKit forks 32 copies of this process to decode pictures.
     files.mp = SimpleNamespace(Pool=lambda _: ThreadPool(os.cpu_count()))
 
 
 @cache
 def accept_tables() -> set[str]:
-    """Lets VLMEvalKit use tables in the form of those it knows, whatever their MD5. Returns the MD5 it
-    knows."""
+    """Lets VLMEvalKit accept tables in a known form whatever their MD5. Returns the MD5s that it knows."""
     published: set[Any] = set()
     for module in _modules("vlmeval.dataset"):
         if hasattr(module, "md5"):
@@ -138,7 +138,7 @@ def accept_tables() -> set[str]:
 
 
 def checksums(tables: list[Path]) -> dict[str, dict[str, Any]]:
-    """Table -> its MD5, and whether it is one that VLMEvalKit knows."""
+    """Maps each table to its MD5, and whether VLMEvalKit knows that MD5."""
     found = {table.name: hashlib.md5(table.read_bytes()).hexdigest() for table in tables}
     return {name: {"md5": md5, "of VLMEvalKit": md5 in accept_tables()} for name, md5 in found.items()}
 
@@ -155,10 +155,10 @@ def _own_cache_path() -> Callable[..., str | None]:
 
 
 class NoJudge:
-    """Stands for VLMEvalKit's language model as a judge where there is none.
+    """Stands in for VLMEvalKit's language-model judge where there is none.
 
     Args:
-        mark: file that gets a line each time it is asked for.
+        mark: file that gets a line each time the judge is asked.
     """
 
     fail_msg = "Failed to obtain answer via API."
@@ -167,14 +167,14 @@ class NoJudge:
         self.mark = mark
 
     def working(self) -> bool:
-        """False: some data sets match answers exactly then, others give up."""
+        """Returns False: some data sets then match answers exactly, others give up."""
         self._note("wanted")
         return False
 
     def generate(self, *_: Any, **__: Any) -> str:
-        """Raises: the data set goes on without an answer, and what it counts then is no score."""
+        """Raises: the data set then continues without an answer, and its result is not a score."""
         self._note(RELIED_ON)
-        raise RuntimeError(f"a language model is wanted as a judge, and --judge is {NO_JUDGE}")
+        raise RuntimeError(f"this data set needs a language model as judge, but --judge is {NO_JUDGE}")
 
     def _note(self, what: str) -> None:
         with self.mark.open("a") as file:
@@ -182,7 +182,7 @@ class NoJudge:
 
 
 def without_judge(mark: Path) -> None:
-    """Puts :class:`NoJudge` in the place of every judge."""
+    """Replaces every judge by :class:`NoJudge`."""
     for module in _modules("vlmeval"):
         if hasattr(module, "build_judge"):
             vars(module)["build_judge"] = lambda **_: NoJudge(mark)

@@ -1,15 +1,15 @@
-"""A process with VLMEvalKit and a model in it: ``python -m toolkit.evaluate.worker JOB.json RANK``.
+"""A process that holds VLMEvalKit and a model: ``python -m toolkit.evaluate.worker JOB.json RANK``.
 
-Of each checkpoint a worker writes the answers to its share of the questions (JSON lines) and, the first
-worker, the logits of some prompts (safetensors and JSON). The first one then scores: it puts all answers
-where VLMEvalKit keeps its own unfinished work and lets its ``run.py`` go on from there, so that its own code
-reads the table, judges and writes ``status.json``. A worker checks the data set first and then waits for a
-line on its standard input, the checkpoints as JSON: they are read meanwhile. Before it scores, the first one
-waits for a second line, which says that the others are done.
+For each checkpoint, a worker writes the answers to its share of the questions (JSON lines). The first worker
+also writes the logits of some prompts (safetensors and JSON). It then scores: it puts all answers where
+VLMEvalKit keeps its own unfinished work and lets VLMEvalKit's ``run.py`` continue from there, so that
+VLMEvalKit's own code reads the table, judges and writes ``status.json``. A worker first checks the data set
+and then waits for a line on its standard input, the checkpoints as JSON; meanwhile they are read. Before it
+scores, the first worker waits for a second line, which says that the others are done.
 
-VLMEvalKit catches every exception, so a missing metric is a failure. Its ``run.py`` gives arguments to sets
-of videos that they do not take, and ``--limit`` to none of them: it is given the data set that was built
-here.
+VLMEvalKit catches every exception, so a missing metric counts as a failure. Its ``run.py`` passes arguments
+to video sets that do not accept them, and never passes ``--limit``; it therefore receives the data set that
+was built here.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from toolkit.evaluate.sources import Sources
 from toolkit.evaluate.table import REFERENCE, TableError, check_rows, check_video_rows
 
 QUESTIONS = "questions.txt"
-"""File of the work folder with the number of questions."""
+"""File in the work folder with the number of questions."""
 TABLES = "tables.json"
-"""File of the work folder with the checksums of the tables."""
+"""File in the work folder with the checksums of the tables."""
 JUDGED = "judge_wanted.txt"
-"""File of the work folder that is there when a language model was to judge and there is none; a line each
-time."""
+"""File in the work folder with a line for each request to a language-model judge that does not exist."""
 UNUSABLE = 3
-"""Exit code about a table that cannot be used; the last line of the log says why."""
+"""Exit code for an unusable table; the last line of the log gives the reason."""
 
 
 def sources_of(job: dict[str, Any]) -> Sources:
@@ -47,24 +46,24 @@ def sources_of(job: dict[str, Any]) -> Sources:
 
 
 def build(job: dict[str, Any], sources: Sources) -> Any:
-    """VLMEvalKit's data set from files of this machine, its table checked. Raises TableError."""
+    """Builds VLMEvalKit's data set from local files after checking its table. Raises TableError."""
     from vlmeval.dataset import build_dataset
 
-    name, largest = job["data"], job["settings"]["largest_picture"]
+    name = job["data"]
+    largest = job["settings"]["largest_picture"]
     own = is_own(name)
     for part in sources.parts if own or sources.kind == "tables" else []:
         rows = _read_table(sources.data / f"{part}.tsv")
         if own:
             check_own(rows, name, job["scores"])
-        check_rows(
-            rows, sources.root, largest, part
-        )  # VLMEvalKit writes their pictures while it builds the data set
+        # Before the data set is built, because that writes the pictures.
+        check_rows(rows, sources.root, largest, part)
     vlmevalkit.install(sources)
     try:
         dataset = build_dataset(name)
     except TableError:
         raise
-    except Exception as error:  # whatever pandas and VLMEvalKit raise on a table that is none
+    except Exception as error:  # pandas and VLMEvalKit raise anything on a broken table
         what = "; ".join(
             filter(
                 None,
@@ -79,8 +78,8 @@ def build(job: dict[str, Any], sources: Sources) -> Any:
         raise TableError(f"VLMEvalKit cannot use {name}.tsv: it has no column 'question'")
     if getattr(dataset, "pack", False):
         raise TableError(
-            f"{name} asks all questions about a video at once, which VLMEvalKit has for APIs only; "
-            "take ..._nopack"
+            f"{name} asks all questions about a video at once, which VLMEvalKit supports only for APIs; "
+            "give ..._nopack"
         )
     if job["limit"]:
         dataset.data = first_rows(dataset.data, job["limit"])
@@ -99,16 +98,16 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
     try:
         return load(str(path)).to_dict("records")
     except Exception as error:
-        raise TableError(f"{path.name} is no table: {type(error).__name__}: {error}") from error
+        raise TableError(f"{path.name} is not a table: {type(error).__name__}: {error}") from error
 
 
 def check_own(rows: list[dict[str, Any]], name: str, scored: bool) -> None:
-    """Raises TableError where VLMEvalKit would end with a bare KeyError or AssertionError on a user's own
-    table.
+    """Raises TableError where VLMEvalKit would fail on a user's own table with a bare
+    KeyError or AssertionError.
 
     Args:
         rows: column -> cell, as in the file.
-        scored: multiple choice is to be scored, for which it takes the column ``answer``.
+        scored: multiple choice will be scored, which needs the column ``answer``.
     """
     if problem := wrong_columns(list(map(str, rows[0])) if rows else [], scored):
         raise TableError(f"{name}.tsv: {problem}")
@@ -119,15 +118,15 @@ def check_own(rows: list[dict[str, Any]], name: str, scored: bool) -> None:
         if short and image not in indices:
             raise TableError(
                 f"{name}.tsv: row {number}: column image: {image!r} is neither a picture in base64 nor the "
-                "index of a row that has one; paths of pictures go into a column image_path"
+                "index of a row that has one; put paths of pictures into a column image_path"
             )
 
 
 def first_rows(data: Any, limit: int) -> Any:
-    """The first rows of a table; of several in one, as many of each as there are for all.
+    """The first rows of a table; for several tables in one, the same number from each.
 
     Raises:
-        TableError: there would be none of one.
+        TableError: one of the tables would have no rows.
     """
     if "SUB_DATASET" not in data:
         return data.iloc[:limit]
@@ -141,9 +140,10 @@ def first_rows(data: Any, limit: int) -> Any:
 
 
 def _check_media(dataset: Any, job: dict[str, Any], sources: Any) -> None:
-    """Names the first video that is not there, before a model is loaded. Raises TableError."""
+    """Raises TableError, naming the first missing video, before a model is loaded."""
     if dataset.MODALITY != "VIDEO":
         return
+
     slow = any(
         getattr(dataset, name, False)
         for name in ("use_subtitle", "with_subtitle", "load_into_video_and_process")
@@ -152,16 +152,16 @@ def _check_media(dataset: Any, job: dict[str, Any], sources: Any) -> None:
         for part in prompt:
             if part["type"] not in ("text", "image", "video") or not isinstance(part["value"], str):
                 raise TableError(
-                    f"{job['data']} gives {part['type']}; these models take text, pictures and videos in "
-                    "files"
+                    f"{job['data']} gives {part['type']}; these models take text, and pictures and videos "
+                    "from files"
                 )
             if part["type"] != "text" and not Path(part["value"]).is_file():
                 path = vlmevalkit.real(sources, part["value"])
-                raise TableError(f"--data {job['data']}: {path} is missing, or leads out of its folder")
+                raise TableError(f"--data {job['data']}: {path} is missing or leads outside its folder")
 
 
 def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]) -> None:
-    """Writes what this worker's questions are answered by each checkpoint, and logits on the first worker."""
+    """Writes each checkpoint's answers to this worker's questions; the first worker also writes logits."""
     import torch
 
     from toolkit.evaluate.model import Checkpoint
@@ -185,10 +185,11 @@ def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]
 
 
 def _line(row: Any, prompt: Any, model: Any) -> dict[str, Any]:
-    """A question and its answer; of a dialogue, the list of all answers."""
+    """A question and its answer; for a dialogue, the list of all answers."""
     from toolkit.evaluate.model import is_dialogue, turns
 
-    parts = [part for turn in turns(prompt) if turn["role"] == "user" for part in turn["content"]]
+    of_user = [turn for turn in turns(prompt) if turn["role"] == "user"]
+    parts = [part for turn in of_user for part in turn["content"]]
     return {
         "index": str(row["index"]),
         "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),
@@ -200,18 +201,18 @@ def _line(row: Any, prompt: Any, model: Any) -> dict[str, Any]:
 
 
 def _prompts(dataset: Any, numbers: range) -> Iterator[Any]:
-    """VLMEvalKit's own prompts: native videos where a data set has them, as its Qwen-VL models take them.
-    Raises TableError."""
+    """VLMEvalKit's own prompts, with native videos where a data set has them, as for its Qwen-VL
+    models. Raises TableError."""
     for number in numbers:
         if number >= len(dataset.data):
             return
-        random.seed(number)  # VDC draws its question: all checkpoints are asked the same
+        random.seed(number)  # VDC draws its question; all checkpoints must get the same one
         if dataset.MODALITY != "VIDEO":
             yield dataset.build_prompt(dataset.data.iloc[number])
             continue
         try:
             prompt = dataset.build_prompt(number, video_llm=True)
-        except ImportError as error:  # MoviePy, which VLMEvalKit does not ask for
+        except ImportError as error:  # MoviePy, which VLMEvalKit does not declare
             raise TableError(f"VLMEvalKit cannot make a prompt of row {number + 1}: {error}") from error
         if prompt is None:
             raise TableError(f"VLMEvalKit makes no prompt of row {number + 1}")
@@ -219,8 +220,8 @@ def _prompts(dataset: Any, numbers: range) -> Iterator[Any]:
 
 
 def _sampled(part: dict[str, Any], dataset: Any) -> dict[str, Any]:
-    """A video with what its data set's name says about frames (``_8frame``, ``_1fps``), unless the part says
-    it itself."""
+    """A video with the frame settings of its data set's name (``_8frame``, ``_1fps``), unless it
+    has its own."""
     if part["type"] != "video" or "nframes" in part or "fps" in part:
         return part
     if dataset.nframe > 0:
@@ -238,7 +239,7 @@ def _write_logits(work: Path, measured: list[dict[str, Any]]) -> None:
 
 
 def read_answers(work: Path) -> list[dict[str, Any]]:
-    """All workers' lines of one checkpoint, in the order of the table."""
+    """The lines of all workers for one checkpoint, in the order of the table."""
     lines = [
         json.loads(line)
         for file in sorted(work.glob("answers_*.jsonl"))
@@ -256,7 +257,8 @@ def score(job: dict[str, Any], dataset: Any, sources: Sources) -> None:
     for name in job["checkpoints"]:
         answers = {line["index"]: line["answer"] for line in read_answers(work / name)}
         finished = {index: answers[str(index)] for index in dataset.data["index"] if str(index) in answers}
-        # Where its inference keeps the answers of rank 0 of 1; when all are there it builds no model.
+        # VLMEvalKit keeps the answers of rank 0 of 1 in this file; if all answers are there, it builds
+        # no model.
         stem = (
             job["data"]
             if dataset.MODALITY != "VIDEO"
@@ -267,7 +269,7 @@ def score(job: dict[str, Any], dataset: Any, sources: Sources) -> None:
     run.build_dataset = lambda *_, **__: _fresh(dataset, job, sources)
     if job["judge"] == vlmevalkit.NO_JUDGE:
         vlmevalkit.without_judge(work / JUDGED)
-    # A set of several tables puts their names in the place of its own, anywhere in its results' path.
+    # A set of several tables replaces its own name by theirs, anywhere in the path of its results.
     os.chdir(work)
     sys.argv = [
         "vlmeval",
@@ -289,23 +291,23 @@ def score(job: dict[str, Any], dataset: Any, sources: Sources) -> None:
         ]
     run.main()
     if cage.DENIED:
-        print(f"wanted of the network, and refused: {', '.join(sorted(set(cage.DENIED)))}", flush=True)
+        print(f"refused network connections: {', '.join(sorted(set(cage.DENIED)))}", flush=True)
 
 
 def _fresh(dataset: Any, job: dict[str, Any], sources: Sources) -> Any:
-    """A data set that VLMEvalKit may change while it scores one checkpoint."""
-    random.seed(
-        0
-    )  # where an answer holds no option some data sets draw one: the same ones for all checkpoints
+    """A copy of the data set that VLMEvalKit may change while it scores one checkpoint."""
+    # Some data sets draw an option where an answer has none: the same one for all checkpoints.
+    random.seed(0)
     try:
         return copy.deepcopy(dataset)
-    except TypeError:  # it holds what cannot be copied
+    except TypeError:  # the data set holds something that cannot be copied
         return build(job, sources)
 
 
 def run_job(job: dict[str, Any], rank: int) -> None:
-    """What a worker is there for. Raises TableError."""
-    work, sources = Path(job["work"]), sources_of(job)
+    """Does the work of one worker. Raises TableError."""
+    work = Path(job["work"])
+    sources = sources_of(job)
     dataset = build(job, sources)
     if rank == 0:
         (work / QUESTIONS).write_text(str(len(dataset.data)))

@@ -1,5 +1,5 @@
-"""Text for pictures, videos and prompts from Megatron weights, under any tensor x pipeline x expert layout.
+"""Generates text from pictures, videos and prompts with Megatron weights in any tensor x pipeline
+x expert layout.
 
-``prompts`` turns conversations into prompts, ``worker`` is what each process of the group does, ``answers``
-starts them.
+``answers`` turns conversations into prompts and starts the processes; ``worker`` is what each of them runs.
 """

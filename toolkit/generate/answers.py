@@ -1,4 +1,4 @@
-"""``megatron-vl generate``: reads prompts, starts the processes, turns tokens into text."""
+"""``megatron-vl generate``: reads prompts, starts the processes and turns tokens into text."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from toolkit.samples import SampleEncoder, write_samples
 from .worker import GenerateJob, write_job
 
 TOLD = 10
-"""Unusable records that are named; the rest is counted."""
+"""Number of unusable records that are named; the others are only counted."""
 
 Prompt = tuple[Conversation, Path, str]
-"""A conversation, the folder that its media lie in, links followed, and its file and line for messages
-(empty: --prompt)."""
+"""A conversation, the resolved folder of its media, and its file and line for messages
+(empty for --prompt)."""
 
 
 @dataclass
 class GenerateRequest:
-    """What the command was asked for."""
+    """The options of one call of the command."""
 
     hf: Path
     checkpoint: Path
@@ -60,7 +60,8 @@ def run_generate(
     encoder = SampleEncoder(request.hf, request.data)
     spec = WeightReader(request.checkpoint).spec
     if spec.differences(encoder.spec):
-        raise UserError(f"--checkpoint {request.checkpoint} holds another model than --hf {request.hf}")
+        raise UserError(f"--checkpoint {request.checkpoint} holds a different model than --hf {request.hf}")
+
     layout = make_layout(spec, **request.layout)
     samples = _encode(encoder, request.conversations)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
@@ -81,13 +82,14 @@ def run_generate(
         write_job(job, work / "job.json")
         ranks = layout.tp * layout.pp * layout.least_dp
         say(
-            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks}"
-            f" process{'es' if ranks > 1 else ''}"
+            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} "
+            f"process{'es' if ranks > 1 else ''}"
         )
         done = run_group("toolkit.generate.worker", [work / "job.json", work / "answers.json"], ranks)
         if done.returncode:
             raise UserError(f"the processes failed:\n{end_of(done)}")
         answers: list[list[int]] = json.loads((work / "answers.json").read_text())
+
     decode = encoder.chat.tokenizer.decode
     return [
         {"text": decode(tokens, skip_special_tokens=True), "tokens": tokens, "prompt_tokens": len(sample)}
@@ -96,8 +98,9 @@ def run_generate(
 
 
 def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
-    """Raises UserError, which names the prompts that the model cannot be given."""
-    samples, wrong = [], _Wrong()
+    """Encodes the prompts. Raises UserError, which names the prompts that the model cannot take."""
+    samples = []
+    wrong = _Wrong()
     for conversation, root, place in prompts:
         try:
             media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
@@ -109,7 +112,7 @@ def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
 
 
 class _Wrong:
-    """Records that cannot be used."""
+    """Collects records that cannot be used."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -123,7 +126,7 @@ class _Wrong:
             self.lines.append(": ".join(said))
 
     def tell(self) -> None:
-        """Raises UserError when there is one."""
+        """Raises UserError if there are any."""
         if self.count == 1:
             raise UserError(self.lines[0])
         if self.count:
@@ -132,7 +135,7 @@ class _Wrong:
 
 
 def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Conversation:
-    """A user's turn with pictures, videos, then the text."""
+    """Makes a user's turn of pictures, videos, then the text."""
     parts: list[dict[str, Any]] = [{"type": "image", "image": str(path.resolve())} for path in images]
     parts += [{"type": "video", "video": str(path.resolve())} for path in videos]
     return read_prompt(
@@ -141,14 +144,14 @@ def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Con
 
 
 def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
-    """The conversations of JSON or JSON-lines files; a last turn that is the assistant's is left out.
+    """Reads the conversations of JSON or JSON-lines files; leaves out a final assistant turn.
 
     Args:
-        files: each with the folder that its media lie in, links followed.
+        files: each file with the resolved folder of its media.
 
     Raises:
-        UserError: records cannot be used, or their media are not there; the message names the first ten and
-            counts them all.
+        UserError: records cannot be used, or their media are missing; the message names the first ten and
+            counts all of them.
     """
     prompts: list[Prompt] = []
     wrong = _Wrong()
@@ -161,14 +164,14 @@ def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
                     prompts.append((_conversation(record, root), root, place))
                 except RecordError as error:
                     wrong.add(place, error)
-        except ReadError as error:  # names its file, which cannot be read on
+        except ReadError as error:  # the message names the file, of which no more can be read
             wrong.add("", error)
     wrong.tell()
     return prompts
 
 
 def _conversation(record: Any, root: Path) -> Conversation:
-    """Raises RecordError: it cannot be used, or a file that it names is not inside ``root``."""
+    """Converts a record. Raises RecordError if it is unusable or names a file outside ``root``."""
     if isinstance(record, BadLine):
         raise RecordError(record.reason, str(record))
     conversation = read_prompt(record)

@@ -1,4 +1,4 @@
-"""``megatron-vl generate``: answers of a Megatron checkpoint to pictures, videos and text."""
+"""``megatron-vl generate``: answers pictures, videos and text with a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import GenerateOptions
 
 
 def generate(options: GenerateOptions) -> int:
-    """Answers the prompts and prints what was said."""
+    """Answers the prompts and prints the answers. Returns the exit code."""
     from megatron_vl.config import DataConfig
 
     from .answers import GenerateRequest, one_conversation, read_prompt_files, run_generate
@@ -59,5 +59,5 @@ def generate(options: GenerateOptions) -> int:
 
 
 def _shown(text: str) -> str:
-    """For a terminal: without control characters, which could be commands to it."""
+    """Removes control characters, which a terminal could execute as commands."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -11,41 +11,41 @@ from toolkit.options import exactly_one, option
 from toolkit.video_rules import VideoRuleOptions
 
 NOTES = """
-The answer is greedy: the likeliest token each time, until a token that ends a turn
-(generation_config.json) or --max-new-tokens. In float32 it is that of transformers'
-generate(do_sample=False, repetition_penalty=1.0), token for token. Keys and values of earlier
-tokens are kept on each rank (memory: 4 x layers x key/value heads x head dimension bytes a token in
-bfloat16, divided by tp x pp); pictures are encoded once. Prompts are answered --batch at a time; a
-model of another layout on disk needs no splitting. One process a rank is started on this machine:
-with GPUs, tp x pp of them, and where the experts are spread further (--ep, --etp), as many times
-more as they need; each of these replicas answers its share of the prompts.
+The answer is greedy: it takes the likeliest token each time, until a token ends the turn
+(generation_config.json) or --max-new-tokens is reached. In float32 it equals that of transformers'
+generate(do_sample=False, repetition_penalty=1.0), token for token. Each rank keeps the keys and
+values of earlier tokens (4 x layers x key/value heads x head dimension bytes per token in bfloat16,
+divided by tp x pp) and encodes each picture once. Prompts are answered --batch at a time. A
+checkpoint in another layout need not be split first. The command starts one process per rank on
+this machine. With GPUs these are tp x pp processes, or a multiple of that if the experts are spread
+further (--ep, --etp); each of these replicas answers its share of the prompts.
 """
 
 
 @dataclass(kw_only=True)
 class GenerateOptions(VideoRuleOptions):
-    """Answer pictures, videos and text with Megatron weights, under any tensor x pipeline x expert layout."""
+    """Answer pictures, videos and text with Megatron weights in any tensor x pipeline x expert layout."""
 
     epilog: ClassVar[str] = NOTES
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
-    folders."""
+    """Megatron weights in any layout, a training run's folder (its latest step), or one of
+    its step folders."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
-    """Hugging Face folder of origin: tokenizer, chat template, processor."""
+    """Hugging Face folder of origin; gives tokenizer, chat template and processor."""
     prompt: list[str] = option([], metavar="TEXT", repeat=True)
-    """What the user says after the pictures and videos (one prompt; several go into a --prompt-file)."""
+    """What the user says after the pictures and videos. For several prompts, use --prompt-file."""
     prompt_file: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
-    """JSON or JSON lines of conversations, OpenAI messages or ShareGPT. Each gets its next turn answered (a
-    last turn of the assistant's is left out). May be repeated."""
+    """JSON or JSON lines of conversations, in OpenAI or ShareGPT style. The next turn of each is answered; a
+    final assistant turn is left out. May be repeated."""
     image: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
     """Picture for --prompt. May be repeated."""
     video: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
     """Video for --prompt. May be repeated."""
     media_root: Path | None = option(None, metavar="DIR", shown_default="the file's folder")
-    """Where the media of --prompt-file lie."""
+    """Folder with the media of --prompt-file."""
     max_new_tokens: int = option(128, metavar="N", least=1)
-    """Most tokens of an answer."""
+    """Generate at most N tokens per answer."""
     tp: int = option(1, metavar="T", least=1)
     """Tensor parallel size in ranks."""
     pp: int = option(1, metavar="P", least=1)
@@ -53,29 +53,29 @@ class GenerateOptions(VideoRuleOptions):
     ep: int = option(1, metavar="E", least=1)
     """Expert parallel size in ranks, for models with experts."""
     etp: int = option(1, metavar="R", least=1)
-    """Expert tensor parallel size in ranks: each expert's matrices are cut."""
+    """Expert tensor parallel size in ranks; each expert's matrices are split."""
     layers: list[int] | None = option(None, metavar="6,8,8,6", shown_default="even")
     """Decoder layers of each stage."""
     batch: int = option(8, metavar="N", least=1)
-    """Prompts answered together."""
+    """Answer N prompts together."""
     dtype: Literal["float32", "bfloat16"] | None = option(
         None, shown_default="bfloat16 on GPUs, float32 on CPU"
     )
-    """Type of the computation."""
+    """Data type of the computation."""
     platform: Literal["auto", "cpu", "cuda"] = option("auto", shown_default="cuda where there is a GPU")
     """Where the ranks run."""
     video_fps: float = option(2.0, metavar="F")
-    """Frames a second taken from a video."""
+    """Frames per second to take from a video."""
     video_max_frames: int = option(32, metavar="N", least=1)
-    """Most frames of a video."""
+    """Take at most N frames of a video."""
     json: bool = False
-    """Print JSON: text, tokens and prompt_tokens of each answer."""
+    """Print JSON with text, tokens and prompt_tokens of each answer."""
 
     def check(self) -> None:
         exactly_one(self, "prompt", "prompt_file")
         if len(self.prompt) > 1:
             raise UserError("--prompt is given more than once; several prompts go into a --prompt-file")
         if self.prompt and not (self.prompt[0].strip() or self.image or self.video):
-            raise UserError("--prompt is empty; say something, or give a picture or video (--image, --video)")
+            raise UserError("--prompt is empty; give a text, or a picture or video (--image, --video)")
         if self.prompt_file and (self.image or self.video):
-            raise UserError("--image and --video go with --prompt; a --prompt-file names its own")
+            raise UserError("--image and --video need --prompt; records of a --prompt-file name their media")

@@ -1,4 +1,4 @@
-"""What each process of a generation does.
+"""The program of each process of a generation.
 
     torchrun --nproc-per-node 4 -m toolkit.generate.worker JOB.json OUT.json
 
@@ -35,12 +35,12 @@ ROW_UNIT = 64
 
 @dataclass
 class GenerateJob:
-    """What to generate, and under which layout."""
+    """What to generate, and in which layout."""
 
     hf: str
     checkpoint: str
     samples: str
-    """File of :func:`toolkit.samples.write_samples`: the prompts."""
+    """File of prompts written by :func:`toolkit.samples.write_samples`."""
     layout: dict[str, Any]
     """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
     max_new_tokens: int
@@ -50,7 +50,7 @@ class GenerateJob:
     batch: int = 8
     """Prompts that are answered together."""
     video_positions: VideoPositions = "released"
-    """As in ``data.video_positions`` of a run."""
+    """Like ``data.video_positions`` of a run."""
 
 
 def main(argv: list[str]) -> int:
@@ -63,16 +63,17 @@ def main(argv: list[str]) -> int:
 
 
 def answer(job: GenerateJob, samples: list[Sample]) -> list[list[int]]:
-    """The new tokens of each prompt. Collective over all ranks."""
+    """Generates the new tokens of each prompt. Collective over all ranks."""
     platform = get_platform(job.platform)
     spec = read_spec(job.hf)
     layout = make_layout(spec, **job.layout)
     init_distributed(platform)
     grid = make_grid(layout)
-    attention: Any = "sdpa" if job.dtype == "float32" else "auto"  # the fused kernels of GPUs take no float32
+    # The fused GPU kernels do not support float32.
+    attention: Any = "sdpa" if job.dtype == "float32" else "auto"
     config = TrainConfig(
         model=ModelConfig(hf=job.hf, vision_attention=attention, language_attention=attention),
-        # Of a model with experts each rank routes tokens of its own.
+        # In a model with experts, each rank routes its own tokens.
         parallel=ParallelConfig(
             **job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None
         ),
@@ -83,8 +84,8 @@ def answer(job: GenerateJob, samples: list[Sample]) -> list[list[int]]:
     answers: list[list[int]] = []
     for start in range(0, len(samples), job.batch):
         given = samples[start : start + job.batch]
-        # Where experts are spread over more ranks than a replica has, every replica answers its share, as
-        # many as the others.
+        # If experts are spread over more ranks than a replica has, every replica answers an equal number
+        # of prompts.
         shared = given + given[-1:] * (-len(given) % grid.dp)
         share = shared[grid.dp_rank :: grid.dp]
         prompts = prepare(share, spec, job.video_positions) if grid.owns_loader else None
@@ -92,6 +93,7 @@ def answer(job: GenerateJob, samples: list[Sample]) -> list[list[int]]:
             chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop)
         )
         answers += _all_answers(mine, grid)[: len(given)]
+
     return answers
 
 
@@ -108,7 +110,7 @@ def _all_answers(mine: list[list[int]], grid: ProcessGrid) -> list[list[int]]:
 def prepare(
     samples: list[Sample], spec: ModelSpec, video_positions: VideoPositions = "released"
 ) -> list[Prompt]:
-    """Prompts as rows of one length."""
+    """Converts prompts into rows of one length."""
     length = ROW_UNIT * math.ceil(max(map(len, samples)) / ROW_UNIT)
     rows = [pack_row([sample], spec, length, video_positions=video_positions) for sample in samples]
     return [Prompt(row, len(sample)) for row, sample in zip(rows, samples, strict=True)]

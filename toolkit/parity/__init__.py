@@ -1,7 +1,7 @@
-"""Any layout against ``transformers``: loss, logits, what each layer gives, gradients; or a short training.
+"""Compares any layout with ``transformers``: loss, logits, layer outputs and gradients; or a short training.
 
-``compare`` prepares pictures, weights and the reference and starts the groups. ``batches`` draws samples,
-``reference`` runs them one by one through the Hugging Face model (``stored``: in a process of its own),
-``worker`` runs them packed through the real multi-process program and compares, ``training`` takes optimizer
-steps. ``activations`` watches layers on both sides, ``places`` names them.
+``compare`` prepares pictures, weights and the reference and starts the groups. ``batches`` draws samples.
+``reference`` runs them one by one through the Hugging Face model (``stored`` does so in a separate process).
+``worker`` runs them packed through the real multi-process program and compares. ``training`` takes optimizer
+steps. ``activations`` records layer outputs on both sides, and ``places`` names the layers.
 """

@@ -1,10 +1,9 @@
-"""What every layer gives, ours against ``transformers``, so that the first layer that departs can be named.
+"""Compares the output of every layer with ``transformers``, so that the first departing layer can be named.
 
-Both sides are watched with hooks while they do what they do for the loss; nothing is recomputed. Patches are
-in the tower's order (windows, where the family has them), which is that of ``transformers`` too. Tokens are
-those of the samples one behind the other, without the padded tails of rows. Logits are compared for the
-tokens that the trainer computes them for: those that bear loss (:func:`megatron_vl.data.row.loss_index`), and
-a few more.
+Hooks on both sides record what the computation of the loss produces; nothing is recomputed. Patches are in
+the tower's order (windows, where the family has them), as in ``transformers``. Tokens are those of the
+samples one after another, without the padding of rows. Logits are compared for the tokens for which the
+trainer computes them, those with loss (:func:`megatron_vl.data.row.loss_index`), and for a few more.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDI
 
 Keep = Callable[[str, Any], None]
 VISUAL = (PATCH, MERGER, "vision layer", "DeepStack merger")
-"""What the names of places in the vision tower begin with."""
+"""How the names of places in the vision tower begin."""
 SELECTED = "selected"
-"""Beside the places: the tokens whose logits a row has."""
+"""An additional entry beside the places: the tokens whose logits a row has."""
 
 
 def relative_error(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -42,7 +41,7 @@ def relative_error(got: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 class Watch:
-    """Hooks on modules; what is watched is copied to the host as it comes, in the order of the calls."""
+    """Hooks on modules; each output is copied to the host at once, in the order of the calls."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[Tensor]] = {}
@@ -50,7 +49,7 @@ class Watch:
 
     def keep(self, place: str, value: Any) -> None:
         value = value[0] if isinstance(value, tuple) else value
-        # A copy in any case: pipeline stages free the memory of what they have sent.
+        # Always copy: pipeline stages free the memory of what they have sent.
         self.kept.setdefault(place, []).append(value.detach().to("cpu", copy=True))
 
     def output(self, module: nn.Module, place: str) -> None:
@@ -67,12 +66,11 @@ class Watch:
             handle.remove()
 
 
-# -------------------------------------------------------------------------------------------------
-# transformers
+# --- transformers -------------------------------------------------------------------------------------------
 
 
 class HfWatch(Watch):
-    """Watches a model of ``transformers`` that runs samples one by one."""
+    """Records a model of ``transformers`` that runs samples one by one."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class HfWatch(Watch):
         for k in range(len(spec.vision.deepstack_layers)):
             self.output(tower.deepstack_merger_list[k], f"DeepStack merger {k}")
         self.output(tower.merger, MERGER)
-        # What DeepStack adds comes behind a layer: hence the input of the next one.
+        # DeepStack adds its features after a layer, so the input of the next layer is recorded.
         places = [EMBEDDED, *(f"decoder layer {i}" for i in range(spec.language.num_layers))]
         for module, place in zip([*language.layers, language.norm], places, strict=True):
             self.input(module, place)
@@ -91,19 +89,19 @@ class HfWatch(Watch):
         self.output(model.lm_head, LOGITS)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Place -> [patches, tokens or merge units, width] of all samples."""
+        """Maps each place to a tensor [patches, tokens or merge units, width] of all samples."""
         return {
             place: torch.cat([t.reshape(-1, t.shape[-1]) for t in parts])
             for place, parts in self.kept.items()
         }
 
 
-# ---------------------------------------------------------------------------------------------------- this
-# side
+# --- This project -------------------------------------------------------------------------------------------
 
 
 class Recorder(Watch):
-    """Watches this rank's chunks during one step and compares on rank 0 with what ``transformers`` gave."""
+    """Records this rank's chunks during one step and compares them on rank 0 with
+    those of ``transformers``."""
 
     def __init__(self, wrapped: list[Any], layout: Layout, grid: ProcessGrid) -> None:
         super().__init__()
@@ -133,26 +131,28 @@ class Recorder(Watch):
             self.output(chunk.language_model.output_layer, LOGITS)
 
     def compare(self, data: StepData, folder: str, dtype: str) -> dict[str, Any]:
-        """Collective. On rank 0: {"activations": relative L2 by place, "departs": the first place that is too
-        far off, or ""}.
+        """Collective. On rank 0: {"activations": relative L2 by place, "departs": the first place with too
+        large an error, or ""}.
 
         Args:
-            data: the rows of the step. folder: what :mod:`toolkit.parity.stored` wrote.
+            data: the rows of the step. folder: output of :mod:`toolkit.parity.stored`.
         """
         self.close()
-        grid, length = self.grid, data.rows[0].tokens.numel()
+        grid = self.grid
+        length = data.rows[0].tokens.numel()
         mine: dict[str, Tensor] = {}
         for place, rows in self.kept.items():
             if not self._mine(place):
                 continue
             for number, value in enumerate(rows):
                 if place.startswith(VISUAL):
-                    if data.vision_lengths[number][0]:  # else the dummy of a text-only row
+                    if data.vision_lengths[number][0]:  # otherwise it is the dummy of a text-only row
                         mine[f"{place}/{number}"] = value.reshape(-1, value.shape[-1])
                     continue
-                # Levels of DeepStack travel behind the hidden state.
+                # The levels of DeepStack travel after the hidden state.
                 tokens = length // grid.tp if self.sequence_parallel and place != LOGITS else length
                 mine[f"{place}/{number}"] = value.reshape(-1, value.shape[-1])[:tokens]
+
         self.kept.clear()
         if mine:
             mine["lengths"] = torch.tensor([sum(lengths) for lengths in data.segment_lengths])
@@ -161,18 +161,19 @@ class Recorder(Watch):
                 for i, row in enumerate(data.rows)
                 if row.loss_index is not None
             }
+
         parts = gather_on_first({(grid.dp_rank, grid.pp_rank, grid.tp_rank): mine} if mine else {}, grid)
         return compare_places(parts, Path(folder), dtype) if grid.rank == 0 else {}
 
     def _mine(self, place: str) -> bool:
-        """Whether this rank brings a part of a place: of what all tensor-parallel ranks have, the first
-        brings it."""
+        """Whether this rank contributes to a place; the first tensor-parallel rank contributes what all
+        of them have."""
         split = place == LOGITS or self.sequence_parallel and not place.startswith(VISUAL)
         return split or self.grid.tp_rank == 0
 
 
 def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str, Any]:
-    """Relative L2 errors of all places and the first that departs."""
+    """Relative L2 errors of all places, and the first place that departs."""
     facts, want = (
         json.loads((folder / "reference.json").read_text()),
         StoredTensors(folder / "activations.safetensors"),
@@ -185,10 +186,13 @@ def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str,
             stop = start + tokens
             wanted = want.part(place, start, stop)
             both = relative_error(got, wanted if computed is None else wanted[computed])
-            difference, scale, start = difference + both[0], scale + both[1], stop
+            difference = difference + both[0]
+            scale = scale + both[1]
+            start = stop
         error = math.sqrt(difference / scale) if scale else math.sqrt(difference)
         complete = start == want[place].shape[0]
         errors[place] = error if complete and math.isfinite(error) else math.inf
+
     limit = partial(activation_limit, noise=facts["activation_noise"], dtype=dtype)
     ordered = [place for place in facts["order"] if place in errors]
     return {
@@ -198,7 +202,7 @@ def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str,
 
 
 def activation_limit(place: str, *, noise: dict[str, float], dtype: str) -> float:
-    """How far a place may be from the fp32 reference."""
+    """The largest error that a place may have against the fp32 reference."""
     return (
         ACTIVATION_TOLERANCE
         if dtype == "float32"
@@ -207,18 +211,18 @@ def activation_limit(place: str, *, noise: dict[str, float], dtype: str) -> floa
 
 
 def joined(parts: dict[Any, Any], place: str) -> Iterator[tuple[Tensor, int, Tensor | None]]:
-    """The rows of a place in the order of the samples, from (dp, pp, tp) -> tensors.
+    """Yields the rows of a place in the order of the samples, from (dp, pp, tp) -> tensors.
 
-    Of each row: what was computed, [tokens or patches, width]; how many it has; which of them were computed,
-    None: all.
+    For each row: the computed values [tokens or patches, width]; how many the row has; which of them were
+    computed (None: all).
     """
     for dp in sorted({key[0] for key in parts}):
         ranks = [parts[key] for key in sorted(key for key in parts if key[0] == dp)]
         holders = [rank for rank in ranks if any(name.startswith(f"{place}/") for name in rank)]
-        names = sorted(
-            {n for rank in holders for n in rank if n.startswith(f"{place}/")},
-            key=lambda n: int(n.split("/")[1]),
-        )
+        found = {name for rank in holders for name in rank}
+        rows = [name for name in found if name.startswith(f"{place}/")]
+        names = sorted(rows, key=lambda name: int(name.split("/")[1]))
+
         for name in names:
             row, number = (
                 torch.cat([rank[name] for rank in holders], dim=-1 if place == LOGITS else 0),

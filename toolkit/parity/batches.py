@@ -1,4 +1,4 @@
-"""Seeded samples of every kind: text, images, videos and mixtures, as small as windows and packing allow."""
+"""Seeded samples of every kind (text, images, videos, mixtures), as small as windows and packing allow."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 IMAGE_A, IMAGE_B = (1, 10, 14), (1, 4, 6)
-"""Grids in patches: one that fills several 112-pixel windows (with ragged edges), one smaller than a
-window."""
+"""Grids in patches: one fills several 112-pixel windows (with ragged edges), one is smaller than a window."""
 VIDEO = (2, 6, 10)
 SECONDS = 3.75
-"""Of a frame group. In Qwen2.5-VL, time then reaches further than rows and columns do."""
+"""Seconds per frame group. In Qwen2.5-VL, time positions then reach further than rows and columns."""
 
 KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "text": ["text"],
@@ -26,12 +25,12 @@ KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "mixed": ["short", ("image", IMAGE_B), "short", ("video", VIDEO), ("image", IMAGE_A), "text"],
     "without_loss": [("image", IMAGE_B), "question"],
 }
-"""Name -> what the sample is made of, in order."""
+"""Maps each kind to the parts of a sample, in order."""
 
 
 def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
-    """A sample of ``kind`` with random tokens and pixels; about half of its text is learnt, of a question
-    nothing."""
+    """Makes a sample of ``kind`` with random tokens and pixels. About half of its text is learnt, none
+    of a question."""
     generator = torch.Generator().manual_seed(seed * 1000 + sorted(KINDS).index(kind))
     tokens: list[torch.Tensor] = []
     learnt: list[torch.Tensor] = []
@@ -48,6 +47,7 @@ def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
             media.append(item)
         tokens.append(ids)
         learnt.append(mask)
+
     return Sample(token_ids=torch.cat(tokens), loss_mask=torch.cat(learnt), media=media)
 
 
@@ -77,4 +77,5 @@ def _medium(
             *([pad] * run.tokens(v.spatial_merge_size)),
             spec.vision_end_token_id,
         ]
+
     return torch.tensor(ids), MediaItem(grid=grid, planes=planes)

@@ -1,4 +1,4 @@
-"""One layout to compare: what a case says, and the model that it builds."""
+"""One layout to compare: its settings, and the model that it builds."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Case:
 
     name: str
     hf: str
-    """HF folder of the small model."""
+    """Hugging Face folder of the small model."""
     weights: str
-    """Its Megatron weights (any layout)."""
+    """Megatron weights of the model (in any layout)."""
     steps: list[list[list[str]]]
     """[step][row][sample kind]; rows go to data-parallel ranks in order, an equal number each."""
     tp: int = 1
@@ -54,34 +54,32 @@ class Case:
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
     balanced: bool = False
-    """Rows may change data-parallel ranks."""
+    """Whether rows may move between data-parallel ranks."""
     distributed_optimizer: bool = True
     overlap: bool = False
     seq_len: int = 256
     bucket_size: int | None = None
     freeze: list[str] = field(default_factory=list)
-    """Of vision, merger, language."""
+    """Parts to freeze: vision, merger, language."""
     recompute: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     """float32 or bfloat16."""
     aux_loss: float = 0.0
-    """Coefficient of the experts' load-balancing loss, which ``transformers`` leaves out unless asked for
-    it."""
+    """Coefficient of the experts' load-balancing loss, which ``transformers`` computes only on request."""
     train: bool = False
-    """Take real optimizer steps and compare losses, weights and Adam's moments with a training of
-    ``transformers``."""
+    """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
     samples: str = ""
     """File of :func:`toolkit.samples.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
     reference: str = ""
-    """Folder that :mod:`toolkit.parity.stored` wrote; empty: rank 0 computes the reference while the others
-    wait."""
+    """Folder written by :mod:`toolkit.parity.stored`; if empty, rank 0 computes the reference
+    while others wait."""
     activations: bool = False
-    """Compare what layers give, and logits, too. Needs ``reference``; samples without videos, each step one
-    forward pass."""
+    """Also compare layer outputs and logits. Needs ``reference``, samples without videos, and one forward
+    pass per step."""
     optimizer: bool = True
-    """Off: no optimizer state is allocated, and what overlaps with an optimizer step is not tried."""
+    """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
-    """Attention backend of tower and language model; the fused ones on GPUs take no float32."""
+    """Attention backend of tower and language model; the fused GPU kernels do not support float32."""
 
     @property
     def config(self) -> TrainConfig:
@@ -119,7 +117,7 @@ class Case:
 
 @dataclass
 class BuiltCase:
-    """A case built in this process group, with the weights loaded."""
+    """A case built in this process group, with its weights loaded."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -127,7 +125,7 @@ class BuiltCase:
     grid: ProcessGrid
     wrapped: list[Any]
     optimizer: Any
-    """None when the case does without."""
+    """None if the case has no optimizer."""
     tensors: list[LiveTensor]
 
     def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
@@ -151,8 +149,9 @@ def build(case: Case, platform: Platform) -> BuiltCase:
 
 
 def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> list[list[Sample]]:
-    """Samples of one step's rows; equal for every way of spreading the same kinds over rows."""
-    drawn, number = [], 0
+    """Draws the samples of one step's rows; equal for every distribution of the same kinds over rows."""
+    drawn = []
+    number = 0
     stored = read_samples(Path(given)) if given else []
     for row in rows:
         drawn.append(

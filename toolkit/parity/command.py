@@ -1,5 +1,4 @@
-"""``megatron-vl parity``: loss, logits, activations and gradients of parallel layouts against
-``transformers``."""
+"""``megatron-vl parity``: compares loss, logits, activations and gradients with ``transformers``."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from .options import ParityOptions
 
 
 def parity(options: ParityOptions) -> int:
-    """Compares the layouts and shows the table; exit code 1 when one departs."""
+    """Compares the layouts and prints the table. Returns exit code 1 if a layout departs."""
     from rich.console import Console
 
     from .compare import ParityRequest, run_parity
@@ -49,7 +48,7 @@ def parity(options: ParityOptions) -> int:
 
 
 def show(report: dict[str, Any], console: Any) -> None:
-    """The table, and a line for each layout that departs."""
+    """Prints the table, and a line for each layout that departs."""
     from rich.table import Table
 
     from .compare import by_component, first_departure
@@ -66,14 +65,15 @@ def show(report: dict[str, Any], console: Any) -> None:
     what = (
         "relative error after a training"
         if training
-        else "relative L2 error of what it gives, and below of its gradients"
+        else "relative L2 error of outputs, and below of gradients"
     )
     table = Table(title=f"{report['hf']}, {report['dtype']}: {what}")
     for heading in ("layout", "loss", "transformers", *kinds, ""):
         table.add_column(heading, overflow="fold")
     for name, result in report["layouts"].items():
         steps = result.get("steps") or [{}]
-        last, mark = steps[-1], "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]"
+        last = steps[-1]
+        mark = "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]"
         cells = [f"{last['loss']:.6f}", f"{last['reference']:.6f}"] if "loss" in last else ["", ""]
         if training:
             state = result.get("state", {})
@@ -94,7 +94,7 @@ def show(report: dict[str, Any], console: Any) -> None:
             console.print(f"[bold red]{name}: the first layer that departs is {place}[/]")
             for tensor in result.get("tensors", []):
                 console.print(
-                    f"  {tensor} is not what conversion of the Hugging Face folder gives", soft_wrap=True
+                    f"  {tensor} differs from a conversion of the Hugging Face folder", soft_wrap=True
                 )
         elif not result["ok"]:
             console.print(f"[bold red]{name}: {json.dumps(result.get('state', {}), default=str)[:300]}[/]")

@@ -1,5 +1,5 @@
-"""``megatron-vl parity``: prepares pictures, weights and the reference, runs the layouts, tells what came of
-it."""
+"""``megatron-vl parity``: prepares pictures, weights and the reference, runs the layouts,
+returns the results."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ from .stored import ReferenceJob, write_job
 from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
 
 PHOTOGRAPHS = ("astronaut", "two_images", "image_between_texts", "text_only")
-"""Of the demo's conversations, those that are compared when no pictures are given."""
+"""The demo conversations that are compared if no pictures are given."""
 QUESTION, ANSWER = "<image>\nWhat is in this picture?", "This is what one can see in the picture."
 
 
 @dataclass
 class ParityRequest:
-    """What the command was asked for."""
+    """The options of one call of the command."""
 
     layouts: list[LayoutSpec]
     hf: Path | None = None
     family: str = ""
-    """Instead of ``hf``: a small model of this family with random weights."""
+    """Use a small model of this family with random weights instead of ``hf``."""
     checkpoint: Path | None = None
-    """Megatron weights to compare instead of a fresh conversion of ``hf``."""
+    """Compare these Megatron weights instead of a fresh conversion of ``hf``."""
     images: list[Path] = field(default_factory=list)
     dtype: str = "float32"
     platform: str = "cpu"
     steps: int = 0
     reference_device: str = ""
-    """Device of ``transformers``; empty: that of the platform."""
+    """Device of ``transformers``; empty: the platform's device."""
 
 
 def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Compares every layout with ``transformers``.
 
     Args:
-        say: gets a line of text before each longer part.
+        say: receives a line of text before each longer part.
 
     Returns:
         {"ok", "hf", "dtype", "tokens", "inputs", "layouts": {layout: result of the case}}.
@@ -79,8 +79,8 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
         say(
-            f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens,"
-            f" {request.dtype}"
+            f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, "
+            f"{request.dtype}"
         )
         job = ReferenceJob(
             hf=str(hf),
@@ -101,6 +101,7 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
         if request.checkpoint:
             for result in results.values():
                 result["tensors"] = differing_tensors(request, hf, result, work)
+
     ok = (
         not inputs["tokens_differ"]
         and inputs["pixel_error"] <= 1e-5
@@ -118,12 +119,12 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
 
 
 def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
-    """Raises UserError, in the words of the command line, where this model cannot be laid out so."""
+    """Raises UserError, in command-line terms, if this model cannot have the layout."""
     if spec.language.moe and layout.tp > 1 and not layout.sequence_parallel:
         sizes, colon, layers = layout.text.partition(":")
         raise UserError(
-            f"--layouts {layout.text}: with experts, tensor parallelism needs sequence parallelism (each rank"
-            f" routes tokens of its own); write {sizes}sp{colon}{layers}"
+            f"--layouts {layout.text}: with experts, tensor parallelism needs sequence parallelism "
+            f"(each rank routes its own tokens); write {sizes}sp{colon}{layers}"
         )
     try:
         run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
@@ -140,7 +141,7 @@ def _family(name: str) -> str:
 def _weights(
     request: ParityRequest, hf: Path, spec: ModelSpec, work: Path, say: Callable[[str], None]
 ) -> Path:
-    """The Megatron weights that are compared."""
+    """Returns the Megatron weights to compare, converting them if needed."""
     if request.checkpoint is None:
         say(f"converting {hf}")
         convert(hf, work / "weights")
@@ -148,24 +149,24 @@ def _weights(
     reader = WeightReader(request.checkpoint)
     if reader.spec.differences(spec):
         raise UserError(
-            f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than --hf"
-            f" {hf}"
+            f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than "
+            f"--hf {hf}"
         )
     return request.checkpoint
 
 
 def _count(layouts: list[LayoutSpec]) -> int:
-    """Rows of a step: the same for every layout, so that the reference is computed once."""
+    """Rows of a step: the same for all layouts, so that the reference is computed only once."""
     multiple = math.lcm(*(layout.rows for layout in layouts))
     return multiple * -(-2 // multiple)
 
 
 def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list[Sample]:
-    """At least as many samples as ``rows``, of the pictures or of the demo's photographs; also as the files
-    of a :class:`ReferenceJob`.
+    """Makes at least ``rows`` samples of the pictures or the demo's photographs; also writes them as files
+    for a :class:`ReferenceJob`.
 
     Raises:
-        RecordError, FileNotFoundError: a picture cannot be used.
+        RecordError, FileNotFoundError: a picture is unusable or missing.
     """
     if images:
         turns = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
@@ -181,8 +182,11 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
         root = Path("/")
     else:
         records, root = _photographs(work)
+
     records = list(itertools.islice(itertools.cycle(records), max(len(records), rows)))
-    encoder, samples, described = SampleEncoder(hf), [], []
+    encoder = SampleEncoder(hf)
+    samples = []
+    described = []
     for record in records:
         conversation = read_conversation(record)
         paths = [root / reference for _, reference in conversation.media]
@@ -192,6 +196,7 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
         ]
         samples.append(encoder.sample(conversation.messages, media))
         described.append({"messages": conversation.messages, "images": [str(path) for path in paths]})
+
     write_samples(samples, work / "samples.safetensors")
     (work / "conversations.json").write_text(json.dumps(described))
     return samples
@@ -212,7 +217,7 @@ def run_layouts(
     work: Path,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Layout -> result; one group of processes for each number of ranks."""
+    """Maps each layout to its result; starts one group of processes for each number of ranks."""
     rows = spread(len(samples), _count(request.layouts))
     longest = max(sum(len(samples[i]) for i in row) for row in rows)
     unit = math.lcm(64, *(layout.tp for layout in request.layouts))
@@ -246,20 +251,21 @@ def run_layouts(
         for layout in group:
             missing = {"ok": False, "error": f"the processes ended before this layout:\n{end_of(done)}"}
             results[layout.text] = found.get(layout.text, missing)
+
     return {layout.text: results[layout.text] for layout in request.layouts}
 
 
 def spread(samples: int, rows: int) -> list[list[int]]:
-    """Sample numbers of each row, in order, as evenly as can be."""
+    """Distributes sample numbers over rows, in order and as evenly as possible."""
     bounds = [samples * i // rows for i in range(rows + 1)]
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def first_departure(result: dict[str, Any]) -> str:
-    """The first place that departs: in forward order by what it gives; else, in backward order, by its
-    gradients.
+    """Names the first place that departs: in forward order by output, otherwise in backward
+    order by gradient.
 
-    Empty when every place agrees.
+    Empty if every place agrees.
     """
     for step in result.get("steps", []):
         if step.get("departs"):
@@ -276,7 +282,7 @@ def first_departure(result: dict[str, Any]) -> str:
 
 
 def by_component(places: dict[str, float]) -> dict[str, float]:
-    """The worst error of each component."""
+    """The largest error of each component."""
     worst: dict[str, float] = {}
     for place, error in places.items():
         worst[component_of(place)] = max(worst.get(component_of(place), 0.0), error)
@@ -284,15 +290,15 @@ def by_component(places: dict[str, float]) -> dict[str, float]:
 
 
 def differing_tensors(request: ParityRequest, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
-    """Tensors of the first place that departs which are not what conversion makes of the Hugging Face
-    folder."""
+    """Names tensors of the first departing place that differ from a conversion of the Hugging Face folder."""
     place = first_departure(result).removeprefix("gradient of ")
     if not place or request.checkpoint is None:
         return []
     fresh = work / "converted"
     if not fresh.exists():
         convert(hf, fresh)
-    ours, theirs = WeightReader(request.checkpoint), WeightReader(fresh)
+    ours = WeightReader(request.checkpoint)
+    theirs = WeightReader(fresh)
     return [
         n
         for n in tensor_table(ours.spec)

@@ -1,4 +1,4 @@
-"""Tensors of all ranks on rank 0, over files of this machine."""
+"""Gathers tensors of all ranks on rank 0 through files of this machine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_vl.parallel.grid import ProcessGrid
 def gather_on_first(
     mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: ProcessGrid
 ) -> dict[tuple[int, ...], StoredTensors]:
-    """What each rank brings, by place, on rank 0; empty on the others. Collective.
+    """Maps each place to the tensors of all ranks, on rank 0; empty on other ranks. Collective.
 
-    It goes over files of this machine, each tensor read when it is looked at: all ranks' gradients of a
+    The tensors go through files and each is read when it is accessed, because all ranks' gradients of a
     released model would not fit into one process.
     """
     folder: list[Any] = [tempfile.mkdtemp(prefix="parity-gathered-") if grid.rank == 0 else None]
@@ -35,7 +35,7 @@ def gather_on_first(
         dist.barrier()
         if grid.rank:
             return {}
-        # Opened files stay readable when their names are gone.
+        # Open files stay readable after their names are deleted.
         files = sorted(Path(folder[0]).glob("*.safetensors"))
         return {tuple(map(int, file.stem.split("_"))): StoredTensors(file) for file in files}
     finally:
@@ -44,7 +44,7 @@ def gather_on_first(
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is looked at."""
+    """The tensors of a safetensors file; each is read when it is accessed."""
 
     def __init__(self, path: Path) -> None:
         self.file = safe_open(path, framework="pt")
@@ -62,12 +62,12 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self.held)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of a tensor."""
+        """Reads rows ``start`` to ``stop`` of a tensor."""
         return self.file.get_slice(name)[start:stop]
 
 
 class StoredParts(Mapping[int, Tensor]):
-    """The parts of one tensor by number, each read when it is looked at."""
+    """The parts of one tensor by number; each is read when it is accessed."""
 
     def __init__(self, places: Mapping[int, tuple[StoredTensors, str]]) -> None:
         self.places = places

@@ -1,5 +1,4 @@
-"""The parts of a model in forward order, by names that people read, and the components that they belong
-to."""
+"""Names the places of a model in forward order, and the components that they belong to."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _LAYERS = (
 
 
 def location_of(tensor: str) -> str:
-    """The place that a canonical tensor belongs to; layers count from 0."""
+    """The place of a canonical tensor; layers count from 0."""
     for pattern, place in _LAYERS:
         if match := pattern.match(tensor):
             return f"{place} {match[1]}"
@@ -32,7 +31,7 @@ def location_of(tensor: str) -> str:
 
 
 def component_of(place: str) -> str:
-    """The entry of :data:`COMPONENTS` that a place belongs to."""
+    """The entry of :data:`COMPONENTS` for a place."""
     if place in (PATCH, EMBEDDED):
         return place
     if place in (NORM, LOGITS):
@@ -43,7 +42,7 @@ def component_of(place: str) -> str:
 
 
 def forward_order(spec: ModelSpec) -> list[str]:
-    """All places of a model, in the order in which a forward pass gets there."""
+    """All places of a model in the order of a forward pass."""
     places = [PATCH]
     for layer in range(spec.vision.num_layers):
         places.append(f"vision layer {layer}")

@@ -1,8 +1,7 @@
-"""The reference: samples one by one through the Hugging Face model, gradients in canonical form.
+"""The reference: runs samples one by one through the Hugging Face model, with gradients in canonical form.
 
-Gradients go through the converters' own rules (they are permutations and zero padding, so they apply to
-gradients as to weights); the padded rows and columns of the reference are zero, and so must the trained
-model's be.
+The converters' rules are permutations and zero padding, so they apply to gradients as they do to weights. The
+padded rows and columns of the reference are zero, so those of the trained model must be zero too.
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ from toolkit.hf import load_model
 
 
 def load_hf(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.Module:
-    """The Hugging Face model with SDPA attention, in training mode (Qwen-VL has no dropout by default)."""
+    """Loads the Hugging Face model with SDPA attention in training mode (Qwen-VL has no
+    dropout by default)."""
     return load_model(hf_dir, dtype).to(device).train()
 
 
 def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "cpu") -> dict[str, Any]:
-    """The keyword arguments of the Hugging Face model for one sample.
+    """The Hugging Face model's keyword arguments for one sample.
 
-    ``mm_token_type_ids`` must be given: without it transformers 5.17 silently falls back to plain positions.
-    So must the positions of a sample with videos: transformers 5.3 to 5.23 lets text go on within a video,
-    other than the released models.
+    ``mm_token_type_ids`` is required: without it, transformers 5.17 silently uses plain positions. Samples
+    with videos also need explicit positions, because transformers 5.3 to 5.23 lets text continue within a
+    video, unlike the released models.
     """
     ids = sample.token_ids[None]
     types = (ids == spec.image_token_id).int() + 2 * (ids == spec.video_token_id).int()
@@ -65,23 +65,21 @@ def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "c
 
 
 def hf_pixels(item: MediaItem, spec: ModelSpec, norm: PixelNorm) -> Tensor:
-    """``pixel_values`` [patches, channels * time * patch * patch] of one medium, as the HF processor gives
-    them."""
+    """``pixel_values`` [patches, channels * time * patch * patch] of one medium, as from the HF processor."""
     v = spec.vision
     frames = item.planes
     wanted = item.grid.t * v.temporal_patch_size
     if frames.shape[0] < wanted:
         frames = torch.cat([frames, frames[-1:].expand(wanted - frames.shape[0], -1, -1)])
-    pixels = norm.apply(frames).view(
-        item.grid.t, v.temporal_patch_size, -1, v.in_channels, v.patch_size**2
-    )  # [t, T, hw, C, pp]
+    # [t, T, hw, C, pp]
+    pixels = norm.apply(frames).view(item.grid.t, v.temporal_patch_size, -1, v.in_channels, v.patch_size**2)
     return pixels.permute(0, 2, 3, 1, 4).reshape(-1, v.patch_dim)
 
 
 def reference(
     hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module
 ) -> tuple[float, dict[str, Tensor]]:
-    """(mean loss over all loss tokens, canonical gradients) of samples run one by one."""
+    """Returns (mean loss over all loss tokens, canonical gradients) of samples run one by one."""
     spec, norm = read_spec(hf_dir), read_pixel_norm(hf_dir)
     loss = backward(model, samples, spec, norm)
     grads = {
@@ -97,10 +95,10 @@ def backward(
     norm: PixelNorm,
     inputs: list[dict[str, Tensor]] | None = None,
 ) -> float:
-    """Fills the gradients of the mean loss over all loss tokens of samples run one by one; returns the loss.
+    """Computes gradients of the mean loss over all loss tokens, sample by sample; returns the loss.
 
     Args:
-        inputs: the model's keyword arguments for each sample, where a processor made them.
+        inputs: the model's keyword arguments for each sample, if a processor made them.
     """
     device = str(next(model.parameters()).device)
     model.zero_grad(set_to_none=True)
@@ -117,11 +115,12 @@ def backward(
         loss = (losses * sample.loss_mask[1:].to(device)).sum()
         (loss / count).backward()
         total += float(loss)
+
     return total / count
 
 
 def fingerprint(samples: list[Sample]) -> str:
-    """Equal for samples that :func:`backward` computes the same of: digest of tokens, loss mask and media."""
+    """A digest of tokens, loss mask and media; equal if :func:`backward` gives equal results."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(repr([(item.grid, tuple(item.planes.shape)) for item in sample.media]).encode())
@@ -131,13 +130,13 @@ def fingerprint(samples: list[Sample]) -> str:
 
 
 KEPT = 12
-"""References that are remembered; those of small models take some megabytes each."""
+"""Number of references to remember; those of small models take a few megabytes each."""
 _known: dict[tuple[str, ...], Any] = {}
 
 
 def remembered(key: tuple[str, ...], compute: Callable[[], Any]) -> Any:
-    """What ``compute`` gave for this key, which many layouts of one model and batch share; the latest used
-    ones are kept."""
+    """Caches the result of ``compute`` for ``key``, which many layouts of one model and batch share. The most
+    recently used results are kept."""
     value = _known.pop(key) if key in _known else compute()
     _known[key] = value
     while len(_known) > KEPT:
@@ -146,8 +145,8 @@ def remembered(key: tuple[str, ...], compute: Callable[[], Any]) -> Any:
 
 
 def canonical(tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tensor]:
-    """One tensor for each parameter of the Hugging Face model (gradients, moments) under canonical names,
-    fp32 on the host."""
+    """One fp32 host tensor for each parameter of the Hugging Face model (gradient, moment),
+    by canonical name."""
     folder = Path(tempfile.mkdtemp(prefix="parity-gradients-"))
     try:
         hf = folder / "hf"

@@ -1,5 +1,5 @@
-"""The reference in a process of its own: computed once for all layouts, and its memory is free before theirs
-is needed.
+"""Computes the reference in a separate process, once for all layouts; its memory is free before
+theirs is needed.
 
     python -m toolkit.parity.stored JOB.json
 
@@ -41,16 +41,16 @@ class ReferenceJob:
 
     hf: str
     samples: str
-    """File of :func:`toolkit.samples.write_samples`."""
+    """File written by :func:`toolkit.samples.write_samples`."""
     conversations: str
-    """JSON: for each sample its HF messages and the files of its pictures."""
+    """JSON file with each sample's HF messages and picture files."""
     out: str
-    """Folder to write ``reference.json``, ``gradients.safetensors`` and ``activations.safetensors`` into; for
-    a training ``training.safetensors`` instead."""
+    """Folder for ``reference.json``, ``gradients.safetensors`` and ``activations.safetensors``; for a
+    training, ``training.safetensors`` instead."""
     dtype: str = "float32"
     device: str = "cpu"
     steps: int = 0
-    """Optimizer steps of a training over all samples each; 0: one forward and backward pass."""
+    """Number of optimizer steps of a training, each over all samples; 0: one forward and backward pass."""
 
 
 def main(argv: list[str]) -> int:
@@ -64,8 +64,8 @@ def main(argv: list[str]) -> int:
 
 
 def one_pass(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
-    """Loss, gradients and activations in fp32; for bf16 the loss in bf16, and how far bf16 alone takes the
-    others."""
+    """Loss, gradients and activations in fp32; for bf16, the loss in bf16 and how far bf16 alone
+    changes the others."""
     spec, out = read_spec(job.hf), Path(job.out)
     given, inputs = processed(job, samples, spec)
     loss, gradients, activations = run(job, samples, given, spec, torch.float32)
@@ -86,6 +86,7 @@ def one_pass(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
         exact["activation"] = StoredTensors(out / "activations.safetensors")
         for kind, ours in (("gradient", gradients), ("activation", activations)):
             facts[f"{kind}_noise"] = {name: _distance(ours[name], exact[kind][name]) for name in ours}
+
     return facts
 
 
@@ -101,7 +102,7 @@ def run(
     spec: ModelSpec,
     dtype: torch.dtype,
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """(loss, canonical gradients, what each layer gives) of ``transformers`` in ``dtype``."""
+    """Returns (loss, canonical gradients, layer outputs) of ``transformers`` in ``dtype``."""
     model = load_hf(job.hf, dtype, job.device)
     watch = HfWatch(model, spec)
     loss = backward(model, samples, spec, read_pixel_norm(job.hf), inputs)
@@ -115,14 +116,16 @@ def run(
 def processed(
     job: ReferenceJob, samples: list[Sample], spec: ModelSpec
 ) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
-    """What the checkpoint's own processor makes of the conversations, and how ours differs from it.
+    """Runs the checkpoint's own processor on the conversations and compares its output with ours.
 
     Returns:
         (keyword arguments of the model for each sample, {"tokens_differ": samples whose tokens differ,
         "pixel_error": largest difference of a normalised pixel}).
     """
     processor, norm = load_processor(job.hf), read_pixel_norm(job.hf)
-    given, differ, pixel_error = [], [], 0.0
+    given = []
+    differ = []
+    pixel_error = 0.0
     for number, (sample, conversation) in enumerate(
         zip(samples, json.loads(Path(job.conversations).read_text()), strict=True)
     ):
@@ -132,33 +135,32 @@ def processed(
         ours = hf_inputs(sample, spec, norm)
         if not torch.equal(theirs["input_ids"], ours["input_ids"]):
             differ.append(number)
-            theirs = ours  # their loss would be of other tokens; the difference is reported
+            theirs = ours  # the loss would be of other tokens; report the difference
         elif images:
             pixel_error = max(
                 pixel_error, float((theirs["pixel_values"].float() - ours["pixel_values"]).abs().max())
             )
         given.append({name: theirs[name] for name in ours})
+
     return given, {"tokens_differ": differ, "pixel_error": pixel_error}
 
 
 def _opened(path: str) -> Any:
-    """A picture as ``transformers.image_utils.load_image`` gives it, of the formats that this project
-    opens."""
+    """Opens a picture like ``transformers.image_utils.load_image``, in the formats that
+    this project opens."""
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(open_image(Path(path).read_bytes())).convert("RGB")
 
 
 def train(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
-    """Losses and gradient norms of a training; weights and moments at its end into
-    ``training.safetensors``."""
+    """Trains; returns losses and gradient norms, writes final weights and
+    moments to ``training.safetensors``."""
     losses, norms, state = reference_training(job.hf, [samples] * job.steps, job.device)
-    tensors = {
-        f"{kind}/{name}": tensor
-        for kind, part in state.items()
-        if kind != "main"
-        for name, tensor in part.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for kind, part in state.items():
+        if kind != "main":
+            tensors |= {f"{kind}/{name}": tensor for name, tensor in part.items()}
     save_file(tensors, Path(job.out) / "training.safetensors")
     inputs = processed(job, samples, read_spec(job.hf))[1]
     return {"losses": losses, "norms": norms, "inputs": inputs, "tokens": sum(map(len, samples))}

@@ -1,8 +1,9 @@
-"""A short training, optimizer included, against ``transformers`` with torch's AdamW on the same samples.
+"""Compares a short training, including the optimizer, with ``transformers`` and torch's AdamW on
+the same samples.
 
-The moments are compared as a checkpoint holds them: saved by the trainer's own saver in the case's layout and
-read back as full tensors. That shows at once that the optimizer steps right and that nothing is lost or
-misplaced on disk.
+The moments are compared as a checkpoint holds them: the trainer's own saver writes them in the case's layout,
+and they are read back as full tensors. This checks both that the optimizer steps correctly and that nothing
+is lost or misplaced on disk.
 """
 
 from __future__ import annotations
@@ -36,16 +37,15 @@ from .reference import backward, canonical, fingerprint, load_hf, remembered
 from .tolerances import LOSS_TOLERANCE
 
 STATE_TOLERANCE = 2.5e-4
-"""Relative L2 of a tensor's moments after some steps: Adam turns rounding in tiny gradients into whole steps
-of tiny weights. ``transformers`` alone in fp32 ends up to 1.2e-4 from the same training in fp64 (small
+"""Relative L2 of a tensor's moments after some steps. Adam turns rounding errors of tiny gradients into whole
+steps of tiny weights: ``transformers`` in fp32 departs by up to 1.2e-4 from the same training in fp64 (small
 Qwen3-VL; 4e-5 for Qwen2.5-VL)."""
 WEIGHT_TOLERANCE = 2.5e-4
 """Relative L2 of a weight after some steps."""
 
 
 def run_training(case: Case, platform: Platform) -> dict[str, Any]:
-    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": errors by
-    kind}."""
+    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state"}."""
     live = build(case, platform)
     results: list[dict[str, Any]] = []
     batches = [draw(rows, live.spec, number, case.samples) for number, rows in enumerate(case.steps)]
@@ -54,19 +54,23 @@ def run_training(case: Case, platform: Platform) -> dict[str, Any]:
         set_learning_rates(live.optimizer, live.config, number)
         result = train_step(live.wrapped, live.optimizer, data.rows, live.grid, case.seq_len)
         results.append({"loss": result.loss, "grad_norm": result.grad_norm, "ok": result.updated})
+
     state = saved_state(live, len(batches))
     if live.grid.rank != 0:
         return {"ok": True}
+
     flat = [[s for row in batch for s in row] for batch in batches]
     if case.reference:
         want_losses, want_norms, want = stored_training(Path(case.reference))
     else:
         key = ("training", case.hf, *map(fingerprint, flat))
         want_losses, want_norms, want = remembered(key, lambda: reference_training(case.hf, flat))
+
     for line, loss, norm in zip(results, want_losses, want_norms, strict=True):
         line |= {"reference": loss, "loss_error": abs(line["loss"] - loss) / loss}
         line |= {"norm_error": abs(line["grad_norm"] - norm) / norm}
         line["ok"] &= line["loss_error"] <= LOSS_TOLERANCE and line["norm_error"] <= 1e-4
+
     errors = {kind: worst(state[kind], want[kind]) for kind in want}
     limits = {kind: WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE for kind in want}
     near = all(error <= limits[kind] for kind, (_, error) in errors.items())
@@ -74,7 +78,7 @@ def run_training(case: Case, platform: Platform) -> dict[str, Any]:
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, float]:
-    """The tensor that differs most and its relative L2 error; infinite where a tensor is missing."""
+    """The tensor with the largest relative L2 error, and that error; infinite for a missing tensor."""
     if ours.keys() != theirs.keys():
         return sorted(ours.keys() ^ theirs.keys())[0], math.inf
     errors = {
@@ -86,7 +90,7 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, floa
 
 
 def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
-    """Kind -> name -> full tensor, read back from a checkpoint of this layout; on rank 0. Collective."""
+    """Maps kind -> name -> full tensor, read back from a checkpoint of this layout; on rank 0. Collective."""
     place: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
     dist.broadcast_object_list(place)
     folder = Path(place[0])
@@ -127,7 +131,7 @@ def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
 
 
 def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
-    """Optimizer state of a whole tensor."""
+    """Reads the optimizer state of a whole tensor."""
     one = info.shape[1:] if info.experts else info.shape
     pieces = [
         reader.get(info, kind, 0, WHOLE, 0, torch.Size(one).numel(), expert)
@@ -137,7 +141,7 @@ def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
 
 
 def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
-    """What :mod:`toolkit.parity.stored` wrote of :func:`reference_training`."""
+    """Reads what :mod:`toolkit.parity.stored` wrote of :func:`reference_training`."""
     facts, tensors = (
         json.loads((folder / "reference.json").read_text()),
         StoredTensors(folder / "training.safetensors"),
@@ -152,8 +156,8 @@ def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, d
 def reference_training(
     hf: str, batches: list[list[Sample]], device: str = "cpu"
 ) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
-    """(losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW and
-    clipping."""
+    """Returns (losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW
+    and gradient clipping."""
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     model = load_hf(hf, device=device)
     named = dict(model.named_parameters())
@@ -167,13 +171,14 @@ def reference_training(
         losses.append(backward(model, samples, spec, norm))
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
-                # The tower in a step without pictures: torch leaves it out, Megatron-core's optimizer goes on
-                # by its moments.
+                # In a step without pictures, torch skips the vision tower, while Megatron-core's optimizer
+                # continues with its moments.
                 parameter.grad = torch.zeros_like(parameter)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.clip_grad)))
         for group in adam.param_groups:
             group["lr"] = ADAM.lr * min(1.0, (number + 1) / ADAM.warmup_steps)
         adam.step()
+
     state = {"weights": canonical({name: p.detach() for name, p in named.items()}, hf)}
     state["main"] = state["weights"]
     for kind in ("exp_avg", "exp_avg_sq"):

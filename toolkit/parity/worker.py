@@ -1,10 +1,10 @@
-"""Runs named cases in a real process group and compares each with the reference.
+"""Runs cases in a real process group and compares each with the reference.
 
     torchrun --nproc-per-node 4 -m toolkit.parity.worker CASES.json OUT.json [cpu|cuda]
 
 ``CASES.json`` is a list of :class:`Case` fields. Every case runs the trainer's own schedule, DDP and gradient
-finalisation; nothing of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run it
-alike; the reference is computed by rank 0, or (:mod:`toolkit.parity.stored`) was before the group started.
+finalisation; no part of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run the
+same code. The reference is computed by rank 0, or before the group starts (:mod:`toolkit.parity.stored`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,14 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
 
         return run_training(case, platform)
     live = build(case, platform)
-    spec, grid, wrapped, optimizer = live.spec, live.grid, live.wrapped, live.optimizer
+    spec = live.spec
+    grid = live.grid
+    wrapped = live.wrapped
+    optimizer = live.optimizer
     if optimizer is not None:
         for group in optimizer.param_groups:
             group["lr"] = group["weight_decay"] = (
-                0.0  # the weights stay, so every step can be compared with the reference
+                0.0  # the weights must not change, so that every step matches the reference
             )
     models = make_reference(case, platform) if grid.rank == 0 else None
     results = []
@@ -84,11 +87,11 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
 def collect_gradients(
     wrapped: list[Any], tensors: list[LiveTensor], grid: ProcessGrid, spec: ModelSpec
 ) -> dict[str, list[Mapping[int, Tensor]]]:
-    """Name -> for each copy (of a tied tensor: one on each of two stages) -> part (see :meth:`Cut.part`) ->
-    gradient.
+    """Maps name -> copy (a tied tensor has one on each of two stages) -> part (see
+    :meth:`Cut.part`) -> gradient.
 
-    Of ranks that hold the same part for different data, the first gives its own. With the distributed
-    optimizer each rank holds only its reduced slice of every bucket; the slices are joined first.
+    Of ranks that hold the same part for different data, the first contributes its own. With the distributed
+    optimizer, each rank holds only its reduced slice of every bucket; the slices are joined first.
     """
     for chunk in wrapped:
         if chunk.ddp_config.use_distributed_optimizer:
@@ -97,6 +100,7 @@ def collect_gradients(
                 for bucket in buffer.buckets:
                     shards = bucket.grad_data.chunk(group.size())
                     dist.all_gather(list(shards), shards[group.rank()].clone(), group=group)
+
     table = tensor_table(spec)
     mine: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -105,10 +109,11 @@ def collect_gradients(
         if not parameter.requires_grad or not grid.is_first_copy(table[name]):
             continue
         if expert is not None:
-            stacks.setdefault(name, []).append(_main_grad(parameter))  # in the order of their numbers
+            stacks.setdefault(name, []).append(_main_grad(parameter))  # in the order of the experts
             continue
         copy = copies[name] = copies.get(name, -1) + 1
         mine[f"{grid.pp_rank}/{copy}/{grid.part(table[name])}/{name}"] = _main_grad(parameter)
+
     mine |= {
         f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack)
         for name, stack in stacks.items()
@@ -118,6 +123,7 @@ def collect_gradients(
         for key in given:
             stage, copy_number, part, name = key.split("/")
             places.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
+
     return {name: [StoredParts(parts) for parts in held.values()] for name, held in places.items()}
 
 
@@ -135,18 +141,19 @@ def compare(
     samples: list[Sample],
     models: Any,
 ) -> dict[str, Any]:
-    """Loss and every gradient against the reference; every copy of a replicated or tied tensor is
-    compared."""
+    """Compares loss and gradients with the reference, including every copy of a replicated or tied tensor."""
     want_loss, want, noise = models(samples)
     errors: dict[str, float] = {}
     table = tensor_table(spec)
     for name, copies in gradients.items():
-        info, scale = table[name], want[name].norm().item()
+        info = table[name]
+        scale = want[name].norm().item()
         for parts in copies:
             shards = [parts[part] for part in range(layout.cut.parts(info))]
             for candidate in shards if info.split == "replicated" else [unshard(shards, info, layout.cut)]:
                 error = (candidate - want[name]).norm().item() / scale if scale else candidate.norm().item()
                 errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
+
     trained = {name for name in table if part_of(name) not in case.freeze}
     missing = sorted(trained - set(errors)) + sorted(set(errors) - trained)
     worst = sorted(errors, key=errors.__getitem__, reverse=True)[:3]
@@ -173,7 +180,7 @@ def compare(
 
 
 def by_place(errors: dict[str, float]) -> dict[str, float]:
-    """The worst error of the tensors of each layer."""
+    """The largest error among the tensors of each layer."""
     places: dict[str, float] = {}
     for name, error in errors.items():
         places[location_of(name)] = max(places.get(location_of(name), 0.0), error)
@@ -181,28 +188,29 @@ def by_place(errors: dict[str, float]) -> dict[str, float]:
 
 
 def make_reference(case: Case, platform: Platform) -> Any:
-    """What gives (loss, fp32 gradients, bf16 noise) of samples: computed here, or read where it is stored."""
+    """Returns a function from samples to (loss, fp32 gradients, bf16 noise), which computes or reads them."""
     return StoredReference(Path(case.reference)) if case.reference else ComputedReference(case, platform)
 
 
 class StoredReference:
-    """What :mod:`toolkit.parity.stored` computed, for the samples it computed it for."""
+    """Reads what :mod:`toolkit.parity.stored` computed, for the samples that it used."""
 
     def __init__(self, folder: Path) -> None:
         self.facts = json.loads((folder / "reference.json").read_text())
         self.gradients = StoredTensors(folder / "gradients.safetensors")
 
     def __call__(self, samples: list[Sample]) -> tuple[float, Mapping[str, Tensor], dict[str, float]]:
-        """As :meth:`ComputedReference.__call__`."""
+        """Like :meth:`ComputedReference.__call__`."""
         return self.facts["loss"], self.gradients, self.facts["gradient_noise"]
 
 
 class ComputedReference:
-    """``transformers`` for one case: the loss in the case's type, gradients in fp32, and how far bf16 alone
-    takes them."""
+    """``transformers`` for one case: the loss in the case's data type, fp32 gradients, and the error
+    of bf16 alone."""
 
     def __init__(self, case: Case, platform: Platform) -> None:
-        self.case, self.device = case, str(platform.device)
+        self.case = case
+        self.device = str(platform.device)
 
     @cached_property
     def exact(self) -> torch.nn.Module:
@@ -213,8 +221,8 @@ class ComputedReference:
         return load_hf(self.case.hf, torch.bfloat16, self.device)
 
     def __call__(self, samples: list[Sample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-        """(loss, fp32 gradients, relative error of the bf16 gradients of transformers by tensor; empty in
-        fp32)."""
+        """Returns (loss, fp32 gradients, relative error of transformers' bf16 gradients by tensor;
+        empty in fp32)."""
         key = (self.case.hf, self.case.dtype, self.device, fingerprint(samples))
         return remembered(key, lambda: self._compute(samples))
 
@@ -231,8 +239,7 @@ class ComputedReference:
 
 
 def main(argv: list[str]) -> int:
-    """Runs all cases of a file; a case that raises is reported and the next one runs where that is
-    possible."""
+    """Runs all cases of a file. A case that raises is reported, and the next one runs if that is possible."""
     platform = get_platform(argv[2] if len(argv) > 2 else "cpu")
     torch.set_num_threads(1)
     faulthandler.enable()
@@ -249,6 +256,7 @@ def main(argv: list[str]) -> int:
         if dist.get_rank() == 0:
             Path(argv[1]).write_text(json.dumps(results, indent=1))
             print(case.name, "ok" if results[case.name]["ok"] else "FAILED", flush=True)
+
     end_distributed()
     return 0 if all(result["ok"] for result in results.values()) else 1
 

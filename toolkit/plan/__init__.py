@@ -1,1 +1,1 @@
-"""What can be known of a run before it starts: its memory, and whether its model can be built."""
+"""Estimates a run's memory before it starts, and checks that its model can be built."""

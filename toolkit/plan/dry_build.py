@@ -2,8 +2,8 @@
 
     python -m toolkit.plan.dry_build --world-size 32 --config RUN.yaml [--section.field value ...]
 
-Modules are made on torch's meta device and process groups are torch's fake ones, which every rank can be
-asked to be. What is built is otherwise what the trainer builds, with the modules of the CPU platform.
+Modules are made on torch's meta device, and the process groups are torch's fake ones, which can take the role
+of every rank. Apart from that, it builds what the trainer builds, with the modules of the CPU platform.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class _MetaPlatform(Platform):
 
 
 _FACTORIES = (torch.empty, torch.zeros, torch.ones)
-"""What parameters are made with. Constants that are computed (rotary frequencies, say) stay real."""
+"""The functions that create parameters. Computed constants (such as rotary frequencies) stay real."""
 
 
 class _OnMeta(TorchFunctionMode):
-    """Parameters are made on the meta device and stay there, whatever device is named."""
+    """Creates parameters on the meta device and keeps them there, whatever device is named."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -58,11 +58,11 @@ class _OnMeta(TorchFunctionMode):
 
 
 def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[list[BuiltTensor]]:
-    """The parameters of tensor rank 0 of each pipeline stage, as the real modules have them.
+    """The parameters of tensor rank 0 of each pipeline stage, taken from the real modules.
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.
-        RuntimeError: modules and tensor table disagree, or a process group exists already.
+        RuntimeError: modules and tensor table disagree, or a process group already exists.
     """
     validate(config, world_size)
     p = config.parallel
@@ -72,7 +72,7 @@ def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[lis
 
 
 def without_cuda(config: TrainConfig) -> TrainConfig:
-    """The run without what only CUDA has and what changes no parameter, as the CPU platform refuses it."""
+    """The run without CUDA-only settings that change no parameter, because the CPU platform refuses them."""
     recompute = config.recompute
     modules = [module for module in recompute.language_modules if module != "layernorm"]
     return replace(
@@ -112,10 +112,10 @@ def _build_rank(
 
 
 def main(argv: list[str]) -> int:
-    """Prints the parameters of a rank of each stage as JSON; 1 and the reason on the last line when it cannot
-    be built."""
+    """Prints the parameters of a rank of each stage as JSON; returns 1, with the reason on the last
+    line, on failure."""
     parser = argparse.ArgumentParser(
-        prog="python -m toolkit.plan.dry_build", description="Builds a run's model without memory."
+        prog="python -m toolkit.plan.dry_build", description="Build a run's model without allocating memory."
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the whole run")
     args, options = parser.parse_known_args(argv)

@@ -1,10 +1,6 @@
-"""GPU memory of each pipeline stage of a run, estimated before anything is allocated.
+"""Estimates the GPU memory of each pipeline stage of a run before anything is allocated.
 
 Parameters are counted from the tensor table, so weights, gradients and optimizer state are exact. Activations
-are what the modules keep for their backward pass. Elements for each token (or patch) of a layer of width
-``h`` and FFN width ``f``:
-
-    ====================================  ==========
     ================================================================== input and output of both norms        4
     h         shared over tensor-parallel ranks only under sequence parallelism,
                                                       which the vision tower does not have
@@ -22,6 +18,23 @@ holds the logits twice, because Transformer Engine's cross entropy copies them, 
 row that is all answers. Experts are taken to be evenly loaded; FP8 is not modelled. Not counted, hence
 :data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. The measurements
 that the formula was compared with are in ``docs/log/2026-11.md``.
+=======
+are what the modules keep for their backward pass. Each token (or patch) of a layer of width ``h`` and FFN
+width ``f`` keeps these elements:
+
+- Input and output of both norms: 4 h. Tensor-parallel ranks share them only under sequence parallelism, which
+  the vision tower does not have.
+- q and k after RoPE, v and attention: the widths of heads and key/value heads. With Transformer Engine, v is
+  a copy. FlashAttention's v is a view that keeps the whole fused QKV output. Window layers keep that and the
+  output; our kernels for full attention keep a rotated copy of it and the output.
+- MLP, linear and activation: 3 f with a gate, 2 f without one; for experts ``top_k`` times that, and their
+  inputs.
+
+The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
+the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
+in a row that consists of answers only. Experts are assumed to be evenly loaded, and FP8 is not modelled. The
+CUDA context, NCCL's buffers and memory that the allocator cannot use are not counted; :data:`RESERVE_GIB`
+leaves room for them. ``docs/log/2026-11.md`` compares the formula with measurements.
 """
 
 from __future__ import annotations
@@ -39,12 +52,12 @@ from megatron_vl.spec.tensors import EMBEDDING, TensorInfo, part_of, tensor_tabl
 
 GIB = 2**30
 GPU_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
-"""What CUDA reports as the memory of a GPU."""
+"""The memory of a GPU that CUDA reports."""
 RESERVE_GIB = 8.0
-"""Memory of a GPU that an estimate must leave free."""
+"""GPU memory that an estimate must leave free."""
 WORKSPACE_GIB = 0.5
-"""cuBLAS's and Transformer Engine's workspaces and small tensors: what measurements on one GPU had above the
-formula."""
+"""Workspaces of cuBLAS and Transformer Engine and small tensors: the measured excess over the formula
+on one GPU."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +67,21 @@ class StageMemory:
     stage: int
     weights: float = 0.0
     gradients: float = 0.0
-    """Main gradients: float32."""
+    """Main gradients in float32."""
     optimizer: float = 0.0
-    """Master weights and two moments: float32, over data-parallel ranks with ``distributed_optimizer``."""
+    """float32 master weights and two moments; ``distributed_optimizer`` splits them
+    over data-parallel ranks."""
     activations: float = 0.0
-    """Of the decoder layers and the embedding, all micro-batches in flight."""
+    """Activations of the decoder layers and the embedding, for all micro-batches in flight."""
     vision: float = 0.0
-    """Activations of the vision tower, all micro-batches in flight."""
+    """Activations of the vision tower, for all micro-batches in flight."""
     logits: float = 0.0
     rows: float = 0.0
-    """Rows of a whole step as the loader hands them over."""
+    """Rows of a whole step in the form that the loader delivers."""
     workspace: float = WORKSPACE_GIB * GIB
     in_flight: int = 0
-    """Most micro-batches whose activations are held at once (of virtual chunks: chunk-micro-batches)."""
+    """Largest number of micro-batches whose activations are held at once (with
+    virtual chunks: chunk-micro-batches)."""
 
     @property
     def total(self) -> float:
@@ -89,11 +104,11 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "vision", "logits",
 def estimate(
     config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
 ) -> list[StageMemory]:
-    """Peak memory of each pipeline stage, first stage first.
+    """Estimates the peak memory of each pipeline stage, first stage first.
 
     Args:
         patches: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
-            every token a merged feature).
+            as many as fill every token with a merged feature).
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.
@@ -109,7 +124,7 @@ def estimate(
 
 
 def peak_gib(stages: list[StageMemory]) -> float:
-    """The fullest stage's estimate in GiB."""
+    """The estimate for the fullest stage in GiB."""
     return max(stage.total for stage in stages) / GIB
 
 
@@ -127,10 +142,12 @@ def _stage(
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
     vision = sizes.vision() if stage == 0 else _Held()
     order = play_schedule(layout.pp, layout.vpp, stage, micro_batches)
-    # Chunk 0 of stage 0 also holds the tower's activations; the peak is that of both together.
+
+    # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
     weight = [c.kept + (vision.kept if v == 0 else 0.0) for v, c in enumerate(chunks)]
     held = max(order, key=lambda held: sum(n * w for n, w in zip(held, weight, strict=True)))
     activations = sum(n * c.kept for n, c in zip(held, chunks, strict=True))
+
     # A decoder layer and a vision layer are never recomputed at the same time.
     recomputed = max(c.transient for c in chunks)
     last = stage == layout.pp - 1
@@ -144,12 +161,11 @@ def _stage(
     )
 
 
-# --- Parameters
-# -----------------------------------------------------------------------------------------------------
+# --- Parameters ---------------------------------------------------------------------------------------------
 
 
 def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:
-    """The tensors that live on a pipeline stage; a tied embedding is also on the last one."""
+    """The tensors on a pipeline stage; a tied embedding is also on the last one."""
     table = tensor_table(spec)
     own = [info for info in table.values() if layout.stage_of(info) == stage]
     if spec.language.tied_embeddings and layout.pp > 1 and stage == layout.pp - 1:
@@ -166,7 +182,7 @@ def _parameters(
     offloaded = config.optimizer.cpu_offload_fraction if config.optimizer.cpu_offload else 0.0
     for info in stage_tensors(spec, layout, stage):
         n = math.prod(info.shard_shape(layout.cut))
-        # Experts have a data-parallel group of their own: the ranks of a stage that hold the same ones.
+        # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
         copies = layout.tp * dp // layout.cut.parts(info) if info.experts else dp
         shards = copies if config.parallel.distributed_optimizer else 1
         weights += element * n
@@ -182,14 +198,13 @@ def _trained(config: TrainConfig, name: str) -> bool:
     return not frozen[part_of(name)]
 
 
-# --- Activations
-# ----------------------------------------------------------------------------------------------------
+# --- Activations --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Bytes of one micro-batch: kept until its backward pass, and needed only while one layer is
-    recomputed."""
+    """Bytes of one micro-batch: those kept until its backward pass, and those needed while a
+    layer is recomputed."""
 
     kept: float = 0.0
     transient: float = 0.0
@@ -197,7 +212,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of the activations of one micro-batch on one rank."""
+    """Computes the bytes of the activations of one micro-batch on one rank."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -207,17 +222,21 @@ class _Sizes:
 
     @property
     def _shared(self) -> int:
-        """Ranks that share what lies between the linears of a decoder layer."""
+        """Number of ranks that share what lies between the linears of a decoder layer."""
         return self.layout.tp if self.config.parallel.sequence_parallel else 1
 
     def chunk(self, stage: int, v: int) -> _Held:
-        """One chunk's part of the language model."""
-        m, layout, recompute = self.spec.language, self.layout, self.config.recompute
-        first, last = stage + v == 0, stage == layout.pp - 1 and v == layout.vpp - 1
+        """The share of one chunk of the language model."""
+        m = self.spec.language
+        layout = self.layout
+        recompute = self.config.recompute
+        first = stage + v == 0
+        last = stage == layout.pp - 1 and v == layout.vpp - 1
         token = self.element * self.config.data.seq_len
         hidden = token * m.hidden_size / self._shared
         layers = [token * self._decoder_layer(m, layer) for layer in layout.chunk_layers(stage, v)]
-        # What comes in: the stage's input with room for levels of DeepStack, or the embedding and its copy
+
+        # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
         levels = len(self.spec.vision.deepstack_layers)
         ends = (
@@ -225,14 +244,17 @@ class _Sizes:
         )
         if recompute.language == "full":
             return _Held(len(layers) * hidden + ends, max(layers, default=0.0))
+
         return _Held(sum(layers) + ends)
 
     def _decoder_layer(self, m: LanguageSpec, layer: int) -> float:
-        """Elements of one token, with the log-sum-exp and the router's numbers in the elements' size."""
+        """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         tp, r = self.layout.tp, self.config.recompute
         modules = set(r.language_modules) if r.language == "selective" else set()
-        # A rank holds whole key/value heads: above their number they are copied.
-        heads, kv = m.num_heads * m.head_dim / tp, max(m.num_kv_heads / tp, 1.0) * m.head_dim
+
+        # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
+        heads = m.num_heads * m.head_dim / tp
+        kv = max(m.num_kv_heads / tp, 1.0) * m.head_dim
         v = kv if self.config.model.language_attention in ("auto", "te") else heads + 2 * kv
         attention = heads + kv + v + heads + m.num_heads * 4 / self.element / tp
         norms = 4 * m.hidden_size / self._shared
@@ -242,27 +264,33 @@ class _Sizes:
                 + attention
                 + ("mlp" not in modules) * self._experts(m.hidden_size, m.moe, "activation" in modules)
             )
+
         mlp = (2 if "activation" in modules else 3) * m.ffn_hidden_size / tp
         if "mlp" in modules:
-            mlp, norms = 0.0, norms - m.hidden_size / self._shared
+            mlp = 0.0
+            norms = norms - m.hidden_size / self._shared
         return norms + attention + mlp
 
     def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
-        """Elements of one token: router logits, probabilities and the map in float32; inputs of the experts,
-        their linear and activation. A token becomes ``top_k`` rows; evenly loaded, a rank's experts have as
-        many rows as its own tokens become, for each rank that it shares its experts' matrices with."""
+        """Elements of one token: router logits, probabilities and the map in float32; inputs of the
+        experts, their linear and activation. A token becomes ``top_k`` rows. With an even load, a
+        rank's experts process as many rows as its own tokens become, times the number of ranks that
+        share its experts' matrices."""
         inside = moe.top_k * (
             self.layout.etp * hidden_size + (2 if activation_again else 3) * moe.ffn_hidden_size
         )
         return (inside + 3 * moe.num_experts * 4 / self.element) / self._shared
 
     def vision(self) -> _Held:
-        """The tower on one row's patches: it is tensor-parallel without sequence parallelism."""
-        v, model, tp = self.spec.vision, self.config.model, self.layout.tp
+        """The tower on one row's patches; it is tensor-parallel without sequence parallelism."""
+        v = self.spec.vision
+        model = self.config.model
+        tp = self.layout.tp
         patch = self.element * self.patches
         layers = [patch * self._vision_layer(v, layer) for layer in range(v.num_layers)]
-        # Pixels as float32 and twice as patches; mergers keep their norm's output, the linear's and the
-        # activation's.
+
+        # Pixels are kept as float32 and twice as patches; mergers keep the outputs of their norm, linear
+        # and activation.
         pixels = self.patches * v.patch_dim * (2 + 2 * self.element)
         mergers = (
             (1 + len(v.deepstack_layers))
@@ -273,6 +301,7 @@ class _Sizes:
             return _Held(0.0 if model.freeze_merger else mergers, max(layers) + pixels)
         if self.config.recompute.vision == "full":
             return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, max(layers))
+
         return _Held(sum(layers) + mergers + pixels)
 
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
@@ -289,40 +318,41 @@ class _Sizes:
         return 4 * v.hidden_size + (attention + mlp * v.padded_ffn_hidden_size) / tp
 
     def _own_kernels(self, v: VisionSpec) -> bool:
-        """Whether ``auto`` is ``triton`` on GPUs, as :func:`megatron_vl.models.attention.choose_backend` has
-        it, whose module takes seconds to import."""
+        """Whether ``auto`` means ``triton`` on GPUs, like
+        :func:`megatron_vl.models.attention.choose_backend`, whose module takes seconds to import."""
         return self.element == 2 and kernels_are_fastest(v.head_dim)
 
     def row(self, pixels: bool) -> float:
-        """One row on the device: 68 bytes a token (int32 buffers and int64 copies), and uint8 planes of every
-        patch."""
+        """One row on the device: 68 bytes per token (int32 buffers and int64 copies), and uint8 planes
+        of every patch."""
         v = self.spec.vision
         return 68.0 * self.config.data.seq_len + (
             self.patches * (v.patch_dim / v.temporal_patch_size + 32) if pixels else 0.0
         )
 
 
-# --- Schedule
-# -------------------------------------------------------------------------------------------------------
+# --- Schedule -----------------------------------------------------------------------------------------------
 
 
 def warm_up_passes(pp: int, vpp: int, stage: int, micro_batches: int) -> int:
-    """Forward passes of a stage before its first backward pass."""
+    """Number of forward passes of a stage before its first backward pass."""
     passes = (pp - stage - 1) * 2 + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
     return min(passes, micro_batches * vpp)
 
 
 def play_schedule(pp: int, vpp: int, stage: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Micro-batches whose activations each chunk of a stage holds, after every forward pass of a step.
+    """The micro-batches whose activations each chunk of a stage holds, after every forward pass of a step.
 
     The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up
-    forwards, then one forward and one backward by turns, then the backwards that are left. Interleaved,
-    chunks take ``pp`` micro-batches each by turns, in the backward passes from the last chunk to the first.
+    forward passes, then alternating forward and backward passes, then the remaining backward passes. With
+    interleaving, the chunks take turns of ``pp`` micro-batches each, in the backward passes from the last
+    chunk to the first.
     """
     total = micro_batches * vpp
     turns = [(i // pp) % vpp for i in range(total)] if vpp > 1 else [0] * total
     warm_up = warm_up_passes(pp, vpp, stage, micro_batches)
-    held, seen = [0] * vpp, []
+    held = [0] * vpp
+    seen = []
     for forward, chunk in enumerate(turns):
         held[chunk] += 1
         seen.append(tuple(held))

@@ -1,10 +1,9 @@
-"""Tokens per second of a run, estimated from FLOPs of its model and from what was measured on H200
-(``docs/log/2026-11.md``, 2026-11-21).
+"""Estimates a run's tokens per second from its model's FLOPs and measurements on
+H200 (``docs/log/2026-11.md``, 2026-11-21).
 
 The rows are those of ``megatron-vl bench``: pictures of 640 x 480 pixels, each with 150 tokens of text, as
-many as a row holds. The share of the peak (MFU) that the model's FLOPs reach is the measured one of the
-nearest layout, times what recomputation and an idle pipeline leave of it. What a network between nodes costs
-is not in it.
+many as fit into a row. The assumed share of the peak (MFU) is the one measured for the nearest layout,
+reduced by recomputation and an idle pipeline. The cost of a network between nodes is not included.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PEAK = 989e12
 PICTURE = (640, 480)
 """Width and height in pixels."""
 TEXT = 150
-"""Tokens of text of each picture, and two that frame it; the second half bears loss."""
+"""Tokens of text per picture, and two that frame it; the second half has loss."""
 DENSE = 0.50
 """Qwen2.5-VL-7B, data parallel alone, image rows: 50.1 %."""
 DENSE_NARROW = 0.46
@@ -35,11 +34,11 @@ EXPERTS_LONG = 0.34
 
 @dataclass(frozen=True)
 class Speed:
-    """An estimate."""
+    """An estimated speed."""
 
     mfu: float
     tokens_per_second: float
-    """Of the whole run."""
+    """Tokens per second of the whole run."""
 
     @property
     def hours_per_billion_tokens(self) -> float:
@@ -47,7 +46,7 @@ class Speed:
 
 
 def estimate_speed(config: TrainConfig, spec: ModelSpec, world_size: int) -> Speed:
-    """Speed on H200 in bfloat16.
+    """Estimates the speed on H200 in bfloat16.
 
     Raises:
         RunConfigError: the run is impossible.
@@ -65,7 +64,7 @@ def estimate_speed(config: TrainConfig, spec: ModelSpec, world_size: int) -> Spe
 
 
 def _measured(config: TrainConfig, spec: ModelSpec) -> float:
-    """MFU of the nearest run that was measured, without recomputation and without an idle pipeline."""
+    """MFU of the nearest measured run, without recomputation and without an idle pipeline."""
     tensor = DENSE_TENSOR / DENSE if config.parallel.tp > 1 else 1.0
     if spec.language.moe is not None:
         return tensor * (EXPERTS_LONG if config.data.seq_len >= 32768 else EXPERTS)
@@ -73,8 +72,7 @@ def _measured(config: TrainConfig, spec: ModelSpec) -> float:
 
 
 def _row(config: TrainConfig, spec: ModelSpec) -> tuple[list[int], list[int], list[int], int]:
-    """Document lengths, patches of each picture, patches of each window, and tokens that bear loss, of one
-    row."""
+    """Document lengths, patches of each picture, patches of each window, and loss tokens of one row."""
     v = spec.vision
     unit = v.patch_size * v.spatial_merge_size
     width, height = (round(side / unit) for side in PICTURE)

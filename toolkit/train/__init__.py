@@ -1,2 +1,1 @@
-"""``megatron-vl train``: starts the ranks of a training, or is one of them; or says what the training would
-be."""
+"""``megatron-vl train``: starts the ranks of a run, acts as one of them, or prints its plan."""

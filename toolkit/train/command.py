@@ -1,5 +1,4 @@
-"""``megatron-vl train``: starts the ranks of a training, or is one of them; or says what the training would
-be."""
+"""``megatron-vl train``: starts the ranks of a run, acts as one of them, or prints its plan."""
 
 from __future__ import annotations
 
@@ -14,22 +13,23 @@ from .environment import Surroundings, read
 from .options import TrainOptions
 
 FOR_GPUS = {
-    # Core wants one work queue for overlap of communication with tensor parallelism.
+    # Overlapping communication with tensor parallelism requires a single work queue.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Sizes of pictures differ from row to row, which fragments the GPU's memory without it.
+    # Sizes of pictures differ from row to row, which otherwise fragments the GPU's memory.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "OMP_NUM_THREADS": "1",
 }
-"""Variables of the ranks where the user has not set them."""
+"""Environment variables of the ranks, unless the user has set them."""
 
 
 def train(options: TrainOptions) -> int:
-    """Exit code of the training: 0 done or stopped by a signal, 1 stopped with a message."""
+    """Returns the exit code of the training: 0 if done or stopped by a signal, 1 if stopped
+    with a message."""
     surroundings = read(os.environ)
     if surroundings.variables and options.nproc_per_node and not options.dry_run:
         raise UsageError(
-            "this Slurm step has several tasks a node, one for each rank: leave --nproc-per-node out, "
-            "or start one task a node (srun --ntasks-per-node 1)"
+            "this Slurm step has several tasks per node, one for each rank: leave out --nproc-per-node, "
+            "or start one task per node (srun --ntasks-per-node 1)"
         )
     if surroundings.is_rank and not options.dry_run:
         return _be_a_rank(options.fields, surroundings.variables)
@@ -43,7 +43,7 @@ def train(options: TrainOptions) -> int:
 
     nnodes = options.nnodes or surroundings.nnodes
     per_node = options.nproc_per_node or _gpus_here()
-    validate(config, nnodes * per_node)  # refused here, once, before any process starts
+    validate(config, nnodes * per_node)  # refuse once, before any process starts
     for name, value in FOR_GPUS.items():
         os.environ.setdefault(name, value)
     if nnodes * per_node == 1:
@@ -53,7 +53,7 @@ def train(options: TrainOptions) -> int:
 
 def _config(fields: list[str]) -> TrainConfig:
     if not fields:
-        raise UsageError("give the run: megatron-vl train --config RUN.yaml (--help explains every field)")
+        raise UsageError("no run is given: megatron-vl train --config RUN.yaml (--help explains every field)")
     try:
         return parse_config(fields)
     except RunConfigError as error:
@@ -61,7 +61,7 @@ def _config(fields: list[str]) -> TrainConfig:
 
 
 def _be_a_rank(fields: list[str], variables: object) -> int:
-    """Trains in this process."""
+    """Trains in this process as one rank."""
     os.environ.update(dict(variables))  # type: ignore[call-overload]
     from megatron_vl.train import main
 
@@ -69,7 +69,7 @@ def _be_a_rank(fields: list[str], variables: object) -> int:
 
 
 def _alone() -> dict[str, str]:
-    """What torchrun would set for a single rank."""
+    """The variables that torchrun would set for a single rank."""
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return one | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 

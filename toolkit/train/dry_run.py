@@ -1,5 +1,4 @@
-"""What a training would be: its layout, its schedule, and the memory of each pipeline stage. Needs neither
-GPU nor torch."""
+"""Plans a run without a GPU or torch: its layout, its schedule, and the memory of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from toolkit.plan.speed import estimate_speed
 
 
 def show(config: TrainConfig, per_node: int | None, nnodes: int, as_json: bool) -> None:
-    """Prints the plan. Raises as :func:`plan`."""
+    """Prints the plan. Raises like :func:`plan`."""
     world = nnodes * (per_node or len(list_gpus()) or _least_ranks(config, nnodes))
     facts = plan(config, world)
     if as_json:
@@ -37,6 +36,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         raise RunConfigError(
             "model.hf is empty; give a Hugging Face folder, or a config.json, for the model's sizes"
         )
+
     spec = read_spec(config.model.hf)
     layout = run_layout(spec, config.parallel)
     micro_batches = config.global_batch_size // dp
@@ -58,13 +58,13 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
 
 
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
-    """Ranks of a node when nobody says how many: as few as the layout needs."""
+    """Number of ranks per node if none is given: as few as the layout needs."""
     p = config.parallel
     return max(1, -(-p.pp * math.lcm(p.tp, p.ep * p.etp) // nnodes))
 
 
 def _contents(spec: ModelSpec, layout: Layout, stage: int) -> list[str]:
-    """What lives on a stage, in the order of the model."""
+    """The contents of a stage, in the order of the model."""
     found = ["vision tower", "embedding"] if stage == 0 else []
     for v in range(layout.vpp):
         layers = list(layout.chunk_layers(stage, v))
@@ -77,7 +77,7 @@ def _contents(spec: ModelSpec, layout: Layout, stage: int) -> list[str]:
 
 
 def _schedule(layout: Layout, micro_batches: int) -> dict[str, Any]:
-    """Passes of each stage, in micro-batches (of virtual chunks: chunk-micro-batches)."""
+    """The passes of each stage, in micro-batches (with virtual chunks: chunk-micro-batches)."""
     passes = micro_batches * layout.vpp
     warm_up = [warm_up_passes(layout.pp, layout.vpp, stage, micro_batches) for stage in range(layout.pp)]
     return {
@@ -90,7 +90,7 @@ def _schedule(layout: Layout, micro_batches: int) -> dict[str, Any]:
 
 
 def _speed(config: TrainConfig, spec: ModelSpec, world: int) -> dict[str, float]:
-    """On H200, image rows."""
+    """The estimated speed on H200 with image rows."""
     speed = estimate_speed(config, spec, world)
     return {
         "mfu": round(speed.mfu, 3),
@@ -120,10 +120,10 @@ def _print(facts: dict[str, Any]) -> None:
     if sizes["pp"] > 1:
         for stage, (first, steady) in enumerate(zip(schedule["warm_up"], schedule["steady"], strict=True)):
             print(f"  stage {stage}: {first} forward, {steady} x (forward, backward), {first} backward")
-        print(f"  idle: {schedule['idle_share']:.1%} of a step, if every stage takes equally long")
+        print(f"  idle: {schedule['idle_share']:.1%} of a step, if all stages take equally long")
 
     table = Table(
-        "stage", "in flight", *PARTS, "total", title="Memory of a GPU of each pipeline stage, GiB, estimated"
+        "stage", "in flight", *PARTS, "total", title="Memory per GPU of each pipeline stage in GiB (estimate)"
     )
     for stage in facts["memory_gib"]:
         table.add_row(*map(str, stage.values()))
@@ -131,13 +131,13 @@ def _print(facts: dict[str, Any]) -> None:
     Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
     fits = ", ".join(facts["fits"]) or f"none of {', '.join(GPU_GIB)}"
     print(
-        f"fullest GPU: {facts['peak_gib']} GiB, with a row that is all pictures; "
-        f"{RESERVE_GIB:.0f} more should stay free"
+        f"fullest GPU: {facts['peak_gib']} GiB, with a row full of pictures; "
+        f"{RESERVE_GIB:.0f} GiB more should stay free"
     )
     print(f"fits: {fits}")
     speed = facts["speed"]
     rate = f"{speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
     print(
-        f"speed on H200, image rows, estimated: {rate}, "
+        f"estimated speed on H200 with image rows: {rate}, "
         f"{speed['hours_per_billion_tokens']} hours per billion tokens"
     )

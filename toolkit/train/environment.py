@@ -1,5 +1,4 @@
-"""What the environment says about this process: a rank of torchrun or of Slurm, one of several nodes, or none
-of it."""
+"""Reads from the environment whether this process is a rank of torchrun or Slurm, or one of several nodes."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ class Surroundings:
     """Where the command was started."""
 
     is_rank: bool = False
-    """Another program has started one process a rank; this is one of them."""
+    """Another program has started one process per rank, and this is one of them."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What torchrun would have set, where Slurm started the ranks."""
+    """The variables that torchrun would have set, if Slurm started the ranks."""
     nnodes: int = 1
     master_addr: str = ""
     master_port: int = DEFAULT_PORT
@@ -26,10 +25,10 @@ class Surroundings:
 
 
 def read(environ: Mapping[str, str]) -> Surroundings:
-    """Looks at torchrun's variables, then at those of a Slurm step (``srun``).
+    """Reads torchrun's variables, then those of a Slurm step (``srun``).
 
-    A step with more tasks than nodes has one task a rank. A step with one task a node starts the ranks of its
-    node. A batch script without ``srun`` is not in a step: it is like a shell on that node.
+    A step with more tasks than nodes has one task per rank. A step with one task per node starts the ranks of
+    its node. A batch script without ``srun`` is not in a step and counts as a shell on that node.
     """
     if all(name in environ for name in TORCHRUN):
         return Surroundings(is_rank=True)
@@ -40,7 +39,7 @@ def read(environ: Mapping[str, str]) -> Surroundings:
     nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
     job = environ.get("SLURM_JOB_ID", "0")
     host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "localhost")
-    port = 20000 + int(job) % 10000  # two jobs that share a node do not meet
+    port = 20000 + int(job) % 10000  # two jobs on one node get different ports
     if tasks <= nodes:
         return Surroundings(nnodes=nodes, master_addr=host, master_port=port, job_id=job)
 
@@ -56,7 +55,7 @@ def read(environ: Mapping[str, str]) -> Surroundings:
 
 
 def first_host(nodelist: str) -> str:
-    """The first of Slurm's ``gpu[003-006,010],login1``: ``gpu003``."""
+    """The first host of a Slurm list: ``gpu[003-006,010],login1`` gives ``gpu003``."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
-    assert match is not None  # every part may be empty
+    assert match is not None  # all parts may be empty
     return (match[1] or "") + (match[2] or "") + (match[3] or "")

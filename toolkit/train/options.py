@@ -11,31 +11,32 @@ from toolkit.options import CommandOptions, option
 
 @dataclass(kw_only=True)
 class TrainOptions(CommandOptions):
-    """Train a model: start one rank a GPU, or, under torchrun or srun with a task a GPU, be a rank.
+    """Train a model: start one rank per GPU or, under torchrun or srun with one task per GPU, act as a rank.
 
-    SIGTERM or SIGUSR1 makes all ranks save after the step under way and end with exit code 0. The same
-    command again goes on from the latest checkpoint.
+    On SIGTERM or SIGUSR1 all ranks finish the current step, save and exit with code 0. Run the same command
+    again to continue from the latest checkpoint.
     """
 
     run_fields: ClassVar[bool] = True
 
     nproc_per_node: int | None = option(None, metavar="N", least=1, shown_default="the GPUs of this node")
-    """Ranks to start on this node; also on CPU."""
+    """Start N ranks on this node; works on CPU too."""
     nnodes: int | None = option(None, metavar="N", least=1, shown_default="1, or those of the Slurm step")
-    """Nodes of the run; start the same command on each of them."""
+    """Number of nodes of the run; start the same command on each of them."""
     master_addr: str = option("", metavar="HOST", shown_default="the first node of the Slurm step")
-    """Host name of one of the nodes, the same on all."""
+    """Host name of one of the nodes; give the same one on all nodes."""
     master_port: int | None = option(
-        None, metavar="PORT", least=1, shown_default="29500, or by the Slurm job's number"
+        None, metavar="PORT", least=1, shown_default="29500, or derived from the Slurm job's number"
     )
-    """A free port there."""
+    """A free port on that host."""
     job_id: str = option("", metavar="WORD", shown_default="megatron-vl, or the Slurm job's number")
-    """Any word that tells this run from others on the same nodes."""
+    """Any word that distinguishes this run from others on the same nodes."""
     dry_run: bool = False
-    """Start nothing: print layout, schedule and the memory of each pipeline stage. Needs no GPU."""
+    """Start nothing; print layout, schedule, memory of each pipeline stage and estimated speed.
+    Needs no GPU."""
     json: bool = False
-    """With --dry-run: print JSON."""
+    """Print JSON; needs --dry-run."""
 
     def check(self) -> None:
         if self.json and not self.dry_run:
-            raise UsageError("--json goes with --dry-run")
+            raise UsageError("--json needs --dry-run")

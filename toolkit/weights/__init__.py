@@ -1,2 +1,1 @@
-"""``megatron-vl convert | split | merge | export | verify``: weights between Hugging Face and Megatron, in
-any layout."""
+"""``megatron-vl convert | split | merge | export | verify``: converts weights between all layouts."""

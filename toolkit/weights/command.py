@@ -1,5 +1,4 @@
-"""``megatron-vl convert | split | merge | export | verify``: weights between Hugging Face and Megatron, in
-any layout."""
+"""``megatron-vl convert | split | merge | export | verify``: converts weights between all layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from .options import (
 
 
 def convert(options: ConvertOptions) -> int:
-    """Hugging Face -> Megatron."""
+    """Converts Hugging Face weights to Megatron weights."""
     from converters.convert import convert
 
     how: dict[str, Any] = {"workers": options.workers, "force": options.force}
@@ -31,7 +30,7 @@ def convert(options: ConvertOptions) -> int:
 
 
 def split(options: SplitOptions) -> int:
-    """Megatron -> Megatron in another layout; without one, a single file."""
+    """Writes Megatron weights in another layout; without a layout, as a single file."""
     from converters.convert import reshard
 
     layout = options.layout or ONE_RANK
@@ -40,7 +39,7 @@ def split(options: SplitOptions) -> int:
 
 
 def merge(options: MergeOptions) -> int:
-    """Megatron -> unsplit Megatron."""
+    """Merges Megatron weights into unsplit ones."""
     from converters.convert import reshard
 
     how: dict[str, Any] = {"workers": options.workers, "force": options.force}
@@ -48,7 +47,7 @@ def merge(options: MergeOptions) -> int:
 
 
 def export(options: ExportOptions) -> int:
-    """Megatron -> Hugging Face."""
+    """Exports Megatron weights to a Hugging Face folder."""
     from converters.convert import export
 
     how: dict[str, Any] = {"workers": options.workers, "force": options.force}
@@ -58,7 +57,7 @@ def export(options: ExportOptions) -> int:
 
 
 def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = None) -> int:
-    """Runs a conversion and prints what was written."""
+    """Runs a conversion and prints a report of what was written."""
     from megatron_vl.weights.manifest import UNFINISHED
 
     try:
@@ -67,7 +66,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
         if isinstance(error, FileExistsError) or not (options.out / UNFINISHED).is_file():
             raise
         raise UserError(
-            f"{error}\n{options.out} keeps what was written: the same command goes on from there"
+            f"{error}\n{options.out} keeps what was written; run the same command again to continue"
         ) from error
     if options.json:
         result = dataclasses.asdict(report) | {
@@ -76,13 +75,15 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
         }
         print(json.dumps(result))
         return 0
-    size, rate = report.bytes / 1e9, report.bytes / max(report.seconds, 1e-9) / 1e9
+    size = report.bytes / 1e9
+    rate = report.bytes / max(report.seconds, 1e-9) / 1e9
     print(
         f"{report.out}: {report.tensors} tensors in {report.files} files, "
         f"{size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
     )
     if report.kept_tensors:
-        print(f"went on: {report.kept_files} of {report.files} files kept from before the interruption")
+        kept = f"{report.kept_files} of {report.files} files were kept from before the interruption"
+        print(f"continued: {kept}")
     if report.layout:
         layers = ",".join(map(str, report.layout.layers))
         experts = (
@@ -105,7 +106,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
 
 
 def verify(options: VerifyOptions) -> int:
-    """Two checkpoints, or weights and their hashes."""
+    """Compares two checkpoints, or weights with their hashes. Returns 1 if something differs."""
     from converters.verify import check_hashes, compare
 
     if options.b:
@@ -115,7 +116,7 @@ def verify(options: VerifyOptions) -> int:
     if options.json:
         print(json.dumps(dataclasses.asdict(result)))
     elif not result.differences:
-        print(f"identical: {result.tensors} tensors" + ("" if options.b else ", as in the manifest"))
+        print(f"identical: {result.tensors} tensors" + ("" if options.b else ", equal to the manifest"))
     else:
         print(f"different: {len(result.differences)} of {result.tensors} tensors")
         for difference in result.differences[: options.show]:
@@ -125,10 +126,10 @@ def verify(options: VerifyOptions) -> int:
         if len(result.differences) == result.tensors and all(
             found.how.startswith("missing") for found in result.differences
         ):
-            print("note: not one name in common; these are different models")
+            print("note: the two have no name in common; they are different models")
     if result.renamed and not options.json:
         print(
-            f"note: {result.renamed} names differ by naming style only, which transformers reads alike: "
+            f"note: {result.renamed} names differ only in naming style, which transformers reads alike: "
             f"{result.example}"
         )
     return 1 if result.differences else 0

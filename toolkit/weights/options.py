@@ -14,22 +14,22 @@ ONE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "layers": None}
 
 @dataclass(kw_only=True)
 class LayoutOptions(CommandOptions):
-    """How weights are cut."""
+    """Options that say how weights are split."""
 
     config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
-    """Take the layout from the parallel section of a run; the options below override it."""
+    """Take the layout from the parallel section of this run; the options below override it."""
     tp: int | None = option(None, metavar="T", shown_default="1")
     """Tensor parallel size in ranks."""
     pp: int | None = option(None, metavar="P", shown_default="1")
     """Pipeline parallel size in stages."""
     vpp: int | None = option(None, metavar="V", shown_default="1")
-    """Virtual chunks of each pipeline stage."""
+    """Virtual pipeline chunks per stage."""
     layers: list[int] | None = option(None, metavar="6,8,8,6", shown_default="even")
     """Decoder layers of each of the pp x vpp chunks, in model order."""
     ep: int | None = option(None, metavar="E", shown_default="1")
     """Expert parallel size in ranks, for models with experts."""
     etp: int | None = option(None, metavar="R", shown_default="1")
-    """Expert tensor parallel size in ranks: each expert's matrices are cut."""
+    """Expert tensor parallel size in ranks; each expert's matrices are split."""
 
     @property
     def layout(self) -> dict[str, Any] | None:
@@ -50,28 +50,28 @@ class LayoutOptions(CommandOptions):
 
 @dataclass(kw_only=True)
 class WorkOptions(CommandOptions):
-    """What all commands about weights take."""
+    """Options of all commands about weights."""
 
     workers: int = option(0, metavar="N", shown_default="one a core, at most 8")
-    """Threads that read and write."""
+    """Read and write with N threads."""
     json: bool = False
     """Print the result as JSON."""
 
 
 @dataclass(kw_only=True)
 class OutOptions(WorkOptions):
-    """What all commands that write weights take."""
+    """Options of all commands that write weights."""
 
     out: Path = option(metavar="DIR")
     """Folder to write. It must not exist, or be empty, or hold what the same command left when it was
-    interrupted: the command then goes on."""
+    interrupted; the command then continues from there."""
     force: bool = False
-    """Replace the checkpoint, or another unfinished conversion, that is in --out."""
+    """Replace the checkpoint or unfinished conversion that is in --out."""
 
 
 @dataclass(kw_only=True)
 class ConvertOptions(OutOptions, LayoutOptions):
-    """Convert a Hugging Face folder to Megatron weights, unsplit, or split when a layout is given."""
+    """Convert a Hugging Face folder to Megatron weights, unsplit or, if a layout is given, split."""
 
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face checkpoint folder (safetensors)."""
@@ -79,11 +79,11 @@ class ConvertOptions(OutOptions, LayoutOptions):
 
 @dataclass(kw_only=True)
 class SplitOptions(OutOptions, LayoutOptions):
-    """Split Megatron weights of any layout into one file for each tensor or expert x pipeline rank."""
+    """Split Megatron weights of any layout into one file per tensor or expert x pipeline rank."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
-    folders."""
+    """Megatron weights in any layout, a training run's folder (its latest step), or one of
+    its step folders."""
 
 
 @dataclass(kw_only=True)
@@ -91,19 +91,19 @@ class MergeOptions(OutOptions):
     """Merge Megatron weights of any layout into unsplit Megatron weights."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
-    folders."""
+    """Megatron weights in any layout, a training run's folder (its latest step), or one of
+    its step folders."""
 
 
 @dataclass(kw_only=True)
 class ExportOptions(OutOptions):
-    """Export Megatron weights of any layout to a Hugging Face folder like the one of origin."""
+    """Export Megatron weights of any layout to a Hugging Face folder with the same files as the original."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights of any layout, or a training run's folder (its latest step), or one of its step
-    folders."""
+    """Megatron weights in any layout, a training run's folder (its latest step), or one of
+    its step folders."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
-    """Hugging Face folder that the weights came from. It gives tensor names, types and files; config,
+    """Hugging Face folder that the weights came from. It determines tensor names, types and files; config,
     tokenizer, processor and chat template are copied from it."""
 
 
@@ -114,8 +114,7 @@ class VerifyOptions(WorkOptions):
     a: Path = option(metavar="A", positional=True, must_exist=True)
     """Hugging Face folder, or Megatron weights of any layout."""
     b: Path | None = option(None, metavar="B", positional=True, must_exist=True)
-    """A folder of the same kind to compare with, of Hugging Face under either of its naming styles
-    (model.layers, model.language_model.layers). Without it, Megatron weights A are checked against their
-    hashes."""
+    """Second folder of the same kind; Hugging Face folders may differ in naming style (model.layers,
+    model.language_model.layers). Without it, the Megatron weights A are checked against their hashes."""
     show: int = option(10, metavar="N")
-    """Differing tensors to name."""
+    """Name at most N differing tensors."""

@@ -1,9 +1,9 @@
-"""Dispatch to experts and back against every token's experts computed where the token is; prints the largest
+"""Compares dispatch to experts and back with computing every expert where its tokens are; prints the largest
 errors as JSON.
 
-Four ranks on CPU with TRITON_INTERPRET=1, with our kernels and with torch; with --gpu as many as there are
-GPUs, in bf16 (``torchrun --standalone --nproc-per-node N -m tests.models.moe.dispatch_checks --gpu``). An
-expert here is tanh of its own scale times the row, so that the exchange is all there is to it.
+It runs on four CPU ranks with TRITON_INTERPRET=1, with our kernels and with torch. With --gpu it runs in bf16
+on all GPUs (``torchrun --standalone --nproc-per-node N -m tests.models.moe.dispatch_checks --gpu``). An
+expert here is tanh of its own scale times the row, so that only the exchange matters.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_vl.kernels.token_copies import positions  # noqa: E402
 from megatron_vl.models.moe.dispatch import OncePerRankDispatcher, PaddingDispatcher  # noqa: E402
 from megatron_vl.parallel.grid import init_distributed  # noqa: E402
-from tests.kernels.triton_checks import mend_interpreter  # noqa: E402
+from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
 
 GPU = PLATFORM.name == "cuda"
 HIDDEN, EXPERTS, TOP_K = (2048, 32, 8) if GPU else (40, 8, 3)
 TOKENS = {"uneven": [9, 7, 12, 1], "a rank without tokens": [6, 0, 5, 4]}
-"""Of each rank."""
+"""Tokens of each rank."""
 if GPU:
     TOKENS = {name: [20 * tokens for tokens in each] * 2 for name, each in TOKENS.items()}
 ROUTINGS = (
@@ -49,8 +49,8 @@ ROUTINGS = (
 
 
 def tokens_of(rank: int, tokens: int, routing: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x [T, H], probs [T, E], map [T, E], gradient of the output [T, H]), the same on every rank that
-    asks."""
+    """(x [T, H], probs [T, E], map [T, E], gradient of the output [T, H]), the same on every
+    rank that asks."""
     draw = torch.Generator().manual_seed(rank * 100 + tokens)
     x, dy = (torch.randn(tokens, HIDDEN, generator=draw) for _ in range(2))
     logits = torch.randn(tokens, EXPERTS, generator=draw)
@@ -78,8 +78,8 @@ def scales() -> Tensor:
 
 
 def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
-    """Output and gradients of tokens and probabilities of one rank, and its part of the gradient of all
-    experts' scales."""
+    """Output and gradients of one rank's tokens and probabilities, and its share of the gradient
+    of all scales."""
     x, probs, chosen, dy = tokens_of(rank, tokens, routing)
     x, probs, scale = x.float().requires_grad_(), probs.requires_grad_(), scales().requires_grad_()
     weights = torch.where(chosen, probs, 0)
@@ -90,7 +90,7 @@ def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
 
 @contextmanager
 def exchanged_rows() -> Iterator[list[int]]:
-    """Rows of H columns that this rank hands to exchanges while it lasts."""
+    """Collects the rows of H columns that this rank passes to exchanges."""
     exchange, rows = dist.all_to_all_single, []
 
     def counting(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def exchanged_rows() -> Iterator[list[int]]:
 def through(
     dispatcher: MoETokenDispatcher, x: Tensor, probs: Tensor, chosen: Tensor, scale: Tensor
 ) -> Tensor:
-    """The way that core's layer goes. What lies after the experts' rows may hold anything."""
+    """Goes the way of core's layer. The memory after the experts' rows may hold anything."""
     dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
     if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
         probs, chosen = probs.masked_fill(~chosen.any(1, keepdim=True), 0), dispatcher.with_a_row(chosen)
@@ -124,8 +124,8 @@ def through(
 
 
 def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
-    """Of the output and of all gradients, relative to each one's largest value; we exchange as few rows as
-    can be."""
+    """Largest relative error of the output and all gradients; also checks that as few rows
+    as possible travel."""
     group, rank, device = dispatcher.ep_group, dist.get_rank(), PLATFORM.device
     members, local = dist.get_process_group_ranks(group), dispatcher.num_local_experts
     x, probs, chosen, dy = (t.to(device) for t in tokens_of(rank, tokens[rank], routing))
@@ -153,8 +153,8 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
 
 
 def without_harm(dispatcher: OncePerRankDispatcher) -> float:
-    """NaN in one rank's tokens and probabilities: no rank hangs, and all others compute what they would
-    have."""
+    """With NaN in one rank's tokens and probabilities, no rank hangs and all others compute what
+    they would have."""
     rank, device = dist.get_rank(), PLATFORM.device
     members, local = dist.get_process_group_ranks(dispatcher.ep_group), dispatcher.num_local_experts
     x, probs, chosen, _ = (t.to(device) for t in tokens_of(rank, TOKENS["uneven"][rank], "random"))
@@ -169,8 +169,8 @@ def without_harm(dispatcher: OncePerRankDispatcher) -> float:
 
 
 def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
-    """Of core's dispatcher, as it serves experts that Transformer Engine computes or that are cut
-    themselves."""
+    """Errors of core's dispatcher, which serves experts of Transformer Engine and experts that
+    are cut themselves."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -188,7 +188,7 @@ def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
 
 
 def on_all(value: float) -> float:
-    """The largest of all ranks; NaN if one is."""
+    """The largest value of all ranks; NaN if one is NaN."""
     values = torch.empty(dist.get_world_size(), device=PLATFORM.device)
     dist.all_gather_into_tensor(values, torch.tensor([value], device=PLATFORM.device))
     return float(values.max())
@@ -205,7 +205,7 @@ def positions_by_counting(chosen: Tensor) -> Tensor:
 
 def main() -> None:
     if not GPU:
-        mend_interpreter()
+        fix_interpreter()
     init_distributed(PLATFORM)
     torch.manual_seed(0)
     chosen = torch.rand(50, 5) < 0.3

@@ -1,7 +1,8 @@
-"""Grouped experts against per-expert torch, alone and in core's DDP; prints the largest errors as JSON.
+"""Compares grouped experts with torch expert by expert, alone and in core's DDP; prints the largest
+errors as JSON.
 
-Two ranks, with TRITON_INTERPRET=1. Transformer Engine's linears need a GPU; theirs are the weights here, and
-no more.
+It runs on two ranks with TRITON_INTERPRET=1. Transformer Engine's linears need a GPU; only their weights
+are imitated here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear  # noqa: E402
 from megatron_vl.parallel.ddp import ReplicaDDP  # noqa: E402
 from megatron_vl.parallel.grid import init_distributed  # noqa: E402
-from tests.kernels.triton_checks import mend_interpreter  # noqa: E402
+from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
 
 HIDDEN, FFN, EXPERTS = 32, 24, 4
 CONFIG = TransformerConfig(
@@ -49,7 +50,7 @@ MICROBATCHES = [
     [[0, 0, 5, 1], [2, 0, 1, 0]],
     [[1, 0, 2, 3], [0, 0, 0, 4]],
 ]
-"""Rows of each expert, by microbatch and rank: a rank without rows, and an expert that never has any."""
+"""Rows of each expert by microbatch and rank; one rank has no rows, and one expert never has any."""
 
 
 class Weights(nn.Module):
@@ -65,11 +66,11 @@ class Weights(nn.Module):
 
 
 class Linear(PlannedLinear, Weights):
-    """Weights with our products."""
+    """The weights, multiplied by our products."""
 
 
 class Layer(nn.Module):
-    """A dense linear (what precedes experts), then experts."""
+    """A dense linear (which stands for what precedes experts), then experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Layer(nn.Module):
         )[0]
 
     def reference(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
-        """The same, expert by expert."""
+        """Computes the same, expert by expert."""
         parts, outs = zip(self.dense(x).split(counts), probs.split(counts), strict=True), []
         for expert, (rows, weight) in enumerate(parts):
             gate, up = F.linear(rows, getattr(self.experts.linear_fc1, f"weight{expert}")).chunk(2, -1)
@@ -103,14 +104,14 @@ class Layer(nn.Module):
         return torch.cat(outs)
 
     def fuse(self) -> None:
-        """Weight gradients go to ``main_grad``."""
+        """Makes weight gradients go to ``main_grad``."""
         self.experts.linear_fc1.fuse_wgrad_accumulation = self.experts.linear_fc2.fuse_wgrad_accumulation = (
             True
         )
 
 
 def difference(ours: list[Tensor], reference: list[Tensor]) -> float:
-    """The largest, relative to each reference's largest value."""
+    """The largest difference, relative to each reference's largest value."""
     each = [
         (a - b).abs().max() / b.abs().max().clamp(min=1e-6)
         for a, b in zip(ours, reference, strict=True)
@@ -124,9 +125,9 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 
 
 def layer_error(*, main_grad: bool, recompute: bool, behind: int = 0) -> float:
-    """Output and all gradients of a layer without DDP; ``main_grad`` holds something already.
+    """Output and all gradients of a layer without DDP; ``main_grad`` is not empty before.
 
-    What lies after the experts' rows, and its gradient, is NaN.
+    The memory after the experts' rows, and its gradient, is NaN.
     """
     layer, counts = Layer(), [3, 0, 130, 7]
     layer.experts.activation_recompute = recompute
@@ -172,7 +173,7 @@ def expected(chunks: list[Layer], step: int) -> list[Tensor]:
 
 
 def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -> float:
-    """Two chunks of two ranks, three microbatches, two steps (DDP learns in the first).
+    """Runs two chunks of two ranks, three microbatches, two steps (DDP learns in the first).
 
     Returns the largest error of reduced gradients; each must have been reduced once.
     """
@@ -210,8 +211,8 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
 
 
 def run_step(wrapped: list[ReplicaDDP], groups: list, step: int) -> Counter:
-    """Forward and backward of all microbatches. Returns how often each group of buckets started a reduction,
-    which goes on."""
+    """Runs forward and backward of all microbatches. Returns how often each bucket group
+    started a reduction."""
     started: Counter = Counter()
     for group in groups:
         start = type(group).start_grad_sync
@@ -236,7 +237,7 @@ def run_step(wrapped: list[ReplicaDDP], groups: list, step: int) -> Counter:
 
 
 def main() -> None:
-    mend_interpreter()
+    fix_interpreter()
     init_distributed(get_platform("cpu"))
     mpu.initialize_model_parallel()
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""Grouped experts and their weights in DDP (tests/models/moe/expert_checks.py), tokens on their way to them
-(dispatch_checks.py).
+"""Tests grouped experts and their weights in DDP (expert_checks.py), and their tokens on
+the way (dispatch_checks.py).
 
-Values, gradients, one reduction of each weight's gradient, and no more rows exchanged than there are tokens
-for each rank.
+They check values, gradients, one reduction of each weight's gradient, and that no more rows are exchanged
+than there are tokens for each rank.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def test_grouped_experts_equal_one_expert_after_another() -> None:
 
 
 def test_dispatched_tokens_come_back_as_if_they_had_stayed() -> None:
-    """Over 1, 2 and 4 ranks, uneven ones and one without tokens among them; each token once to a rank, and
-    once back.
+    """Covers 1, 2 and 4 ranks, uneven ones and one without tokens; each token goes to a rank once,
+    and back once.
 
-    Padding goes nowhere, in core's dispatcher neither.
+    Padding is not sent, not by core's dispatcher either.
     """
     errors = errors_of("dispatch_checks", ranks=4, **ON_CPU)
     assert len(errors) == 3 * 2 * (2 * 6 + 1) + 6
@@ -46,7 +46,7 @@ def test_dispatched_tokens_come_back_as_if_they_had_stayed() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_dispatched_tokens_on_gpus() -> None:
-    """In bf16, over as many GPUs as there are: 1, 2, 4 or 8."""
+    """Runs in bf16 on 1, 2, 4 or 8 GPUs, as many as there are."""
     ranks = max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())
     errors = errors_of("dispatch_checks", "--gpu", ranks=ranks)
     assert len(errors) == ranks.bit_length() * (2 * 6 + 1 + 6)

@@ -1,5 +1,4 @@
-"""Experts: what the parity table leaves out. The load-balancing loss, the counts of the routers, and
-names."""
+"""Tests of experts beyond the parity table: load-balancing loss, counts of the routers, and names."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from tests.models.programs import gradients_of_cases
 from tests.support.ranks import call
 
 KINDS = ["mixed", "text", "video", "image"]
-"""One sample a row, of four lengths, with tails of four lengths."""
+"""One sample per row, of four lengths, so the tails have four lengths too."""
 SEQ_LEN = 256
 COEFFICIENT = 0.3
-"""Large, so that its gradient is a good part of the router's."""
+"""Large, so that its gradient is a good part of the router's gradient."""
 
 
 def gradients(cases: dict[str, dict], ranks: int, out: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -41,10 +40,10 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict
 
 
 def reference(hf: str) -> dict[str, torch.Tensor]:
-    """``transformers``: mean loss over all loss tokens, and each sample's load-balancing loss by its share of
-    the tokens.
+    """``transformers``: mean loss over all loss tokens, and each sample's load-balancing loss by its
+    share of tokens.
 
-    The latter of a row that is padded as ours, with the attention mask that leaves its tail out.
+    The latter comes from a row padded like ours, with an attention mask that leaves out its tail.
     """
     import torch.nn.functional as F
     from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
@@ -89,8 +88,8 @@ def measured(
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 + SP", "TP2 + SP, ETP2", "DP2", "EP2", "full recompute"])
 def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured, layout: str) -> None:
-    """Four rows with tails, of which two ranks have two each, or each half of all: the scale depends on
-    neither."""
+    """Of four rows with tails, two ranks have two each, or half of each; the scale must not
+    depend on that."""
     want, ours = reference(one_layer["hf"]), measured[layout]
     without = measured["off"]
     router = "language_model.decoder.layers.0.mlp.router.weight"
@@ -102,8 +101,8 @@ def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["TP2 + SP", "TP2 + SP, ETP2", "EP2", "full recompute"])
 def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> None:
-    """Padding is not, wherever it lies: of the shortest rows a rank's whole half under sequence
-    parallelism."""
+    """Padding is not counted, wherever it is: a rank's whole half of the shortest rows
+    with sequence parallelism."""
     from toolkit.parity.batches import make_sample
 
     spec = read_spec(one_layer["hf"])
@@ -123,8 +122,8 @@ def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> N
             {},
             0.0,
             (
-                "none (output_router_logits is not true in model.hf's config.json; --model.moe_aux_loss 0.02"
-                " adds it)"
+                "none (output_router_logits is not true in model.hf's config.json; --model.moe_aux_loss 0.02 "
+                "adds it)"
             ),
         ),
         ({"output_router_logits": False}, {}, 0.0, "none (output_router_logits"),
@@ -168,7 +167,7 @@ def test_tensor_parallel_without_sequence_parallel_is_refused(tiny_checkpoint) -
 
 
 def test_names_of_both_kinds_of_experts() -> None:
-    """Local modules list experts, grouped ones number weights; the norm before experts stays apart."""
+    """Local modules list experts, grouped ones number weights; the norm before experts has its own name."""
     from megatron_vl.models.names import canonical_name
 
     layer = "language_model.decoder.layers.1."
