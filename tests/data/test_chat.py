@@ -196,7 +196,7 @@ def test_media_that_do_not_match_the_text_are_refused(encoder):
         ours.encode(messages, [])
     with pytest.raises(ChatError, match="the conversation has video"):
         ours.encode(messages, [GridTHW(1, 4, 4, "video")])
-    with pytest.raises(ChatError, match="placeholders for image, the conversation"):
+    with pytest.raises(ChatError, match="placeholders for image; the conversation"):
         ours.encode([{"role": "user", "content": "a literal <|image_pad|> in the text"}], [])
 
 

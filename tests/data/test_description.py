@@ -222,10 +222,7 @@ def test_states_of_earlier_versions_go_on_with_a_line(folder):
     again = loader(folder / "meta.yaml")
     again.load_state_dict(former(state, "meta.yaml"))
     assert keys(again, 30) == wanted
-    assert (
-        "it says meta.yaml and no more" in again.notes[-1]
-        and "--checkpoint.restart_data true" in again.notes[-1]
-    )
+    assert "it says only meta.yaml" in again.notes[-1] and "--checkpoint.restart_data true" in again.notes[-1]
     assert any("before the shuffle buffer had a limit in bytes" in note for note in again.notes)
     with pytest.raises(StateError, match=r"'other.yaml', this loader reads 'meta.yaml'"):
         loader(folder / "meta.yaml").load_state_dict(former(state, "other.yaml"))
