@@ -1,8 +1,10 @@
-"""The processes that another one has started."""
+"""The processes that another one has started, and what they need to find the tools."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 
 import psutil
 
@@ -16,3 +18,16 @@ def children(parent: int) -> dict[int, tuple[str, ...]]:
             with contextlib.suppress(psutil.NoSuchProcess):  # a dead one that nobody waited for, too
                 found[process.pid] = tuple(process.cmdline())
     return found
+
+
+def tools_folder() -> Path:
+    """The folder that holds ``toolkit``."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_tools"
+    return installed if installed.is_dir() else package.parent
+
+
+def python_path_with_tools() -> str:
+    """``PYTHONPATH`` of a process that is to find the tools."""
+    paths = [str(tools_folder()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.pathsep.join(dict.fromkeys(paths))
