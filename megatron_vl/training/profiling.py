@@ -42,7 +42,7 @@ class StepProfiler:
             return
         if self._trace is None:
             self._began = step
-            self._trace = profile(activities=_activities())
+            self._trace = profile(activities=_activities(), acc_events=True)  # one cycle; else it warns
             self._trace.start()
 
         self._step = record_function(f"step {step}")
