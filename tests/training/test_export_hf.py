@@ -259,12 +259,12 @@ def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: 
 def test_a_finished_run_makes_up_for_its_last_export(prepared: dict[str, Path]) -> None:
     """Asked for after the end of the run, or lost by a kill: the same command again is enough."""
     run = prepared["folder"] / "afterwards"
-    done = train(prepared, run, ranks=1, steps=2)
+    done = train(prepared, run, ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-4000:]
-    done = train(prepared, run, "--checkpoint.export_hf", "last", ranks=1, steps=2)
+    done = train(prepared, run, "--checkpoint.export_hf", "last", ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "nothing to do" in done.stdout and "step 2 is exported" in done.stdout
-    assert names(run / "hf") == ["step_00000002"]
+    assert "nothing to do" in done.stdout and "step 3 is exported" in done.stdout
+    assert names(run / "hf") == ["step_00000003"]
 
 
 def names_of_steps(run: Path) -> list[str]:

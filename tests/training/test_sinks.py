@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,11 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """What was logged, a dictionary for each call."""
-    found = []
+    """What was logged, a dictionary for each call. W&B's service completes the file after the run's end."""
+    deadline, found = time.monotonic() + 60, []
+    while not any(record.WhichOneof("record_type") == "exit" for record in records(path)):
+        assert time.monotonic() < deadline, f"{path} is not complete"
+        time.sleep(0.1)
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
@@ -125,7 +129,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path: Path) -> 
     (tmp_path / "wandb").mkdir()
     importlib.invalidate_caches()
     with pytest.raises(
-        RunConfigError, match=r"wandb.project mine needs .* pip install 'megatron-vl\[wandb\]'"
+        RunConfigError, match=r"wandb.project mine needs .*\(pip install 'megatron-vl\[wandb\]'"
     ):
         check_wandb("mine")
     check_wandb("")
