@@ -149,7 +149,9 @@ class Wandb(Sink):
                 resume="allow",
                 config=asdict(config),
                 allow_val_change=True,
-                settings=wandb.Settings(**finish_s),
+                # Its copy of the console raises in the loader's forked workers: a sample whose decoder warns
+                # would be dropped.
+                settings=wandb.Settings(console="off", **finish_s),
             )
             self.run.define_metric("step")
             self.run.define_metric("*", step_metric="step")

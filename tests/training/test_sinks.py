@@ -146,8 +146,8 @@ def test_wandb_holds_what_can_be_drawn(tmp_path: Path) -> None:
     assert logged["loss"] == 1.5 and logged["updated"] is True and "mfu" not in logged
     assert logged["lr/vision"] == 1e-5 and logged["validation_loss"] == 2.5
     assert (logged["expert_load/layer_00"], logged["expert_load/layer_02"]) == (1.5, 1.0)
-    assert logged["expert_load/all"]["_type"] == "histogram"
-    table = json.loads((path.parent / "files" / logged["answers"]["path"]).read_text())
+    assert logged["expert_load/all/_type"] == "histogram"
+    table = json.loads((path.parent / "files" / logged["answers/path"]).read_text())
     assert table["data"] == [["a", "What?", "A cat.", "A dog."]]
 
     kinds = [record.WhichOneof("record_type") for record in records(path)]
