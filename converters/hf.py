@@ -23,6 +23,7 @@ from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.tensors import EMBEDDING
 from megatron_vl.weights.blocks import Block, gather
 from megatron_vl.weights.manifest import UNFINISHED
+from megatron_vl.weights.run_folder import EXPORTED
 from megatron_vl.weights.tensor_files import Region, TensorReader, WeightsError, read_header, row_regions
 
 from . import rules_for
@@ -129,6 +130,8 @@ class TensorFolder:
             folders[:] = [name for name in folders if name not in (".git", ".cache")]
             for name in names:
                 path = (Path(folder) / name).relative_to(self.path)
+                if str(path) == EXPORTED:  # says of which step another export was made
+                    continue
                 weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json")) and str(path) != INDEX
                 (other if weights else keep).append(path)
         self._check_links(keep)

@@ -10,14 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from pathlib import Path
 
-
-def tools_folder() -> Path:
-    """The folder that holds ``toolkit``."""
-    package = Path(__file__).resolve().parent
-    installed = package / "_tools"
-    return installed if installed.is_dir() else package.parent
+from megatron_vl.processes import python_path_with_tools, tools_folder
 
 
 def main() -> int:
@@ -25,8 +19,7 @@ def main() -> int:
     folder = str(tools_folder())
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    paths = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    os.environ["PYTHONPATH"] = python_path_with_tools()
     return importlib.import_module("toolkit.cli").main()
 
 

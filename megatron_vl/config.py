@@ -251,6 +251,13 @@ class CheckpointConfig:
     """Raise this number to apply step or restart_data once more."""
     background: bool = True
     """Writes checkpoints while training continues. Off: wait until each is written."""
+    export_hf: int | Literal["last"] = 0
+    """Steps between exports to a Hugging Face folder, dir/hf/step_NNNNNNNN, with config, tokenizer, processor
+    and chat template of model.hf: a multiple of interval. The last step is exported too. last: export only
+    the last step. 0: export none. A separate process on the node of rank 0 makes each export from the saved
+    step while training continues; the run waits for it at the end. A failed export does not stop the run.
+    The next start makes up for a missing export as long as its checkpoint exists; keep deletes no checkpoint
+    before its export."""
 
 
 @dataclass
@@ -280,12 +287,46 @@ class LogConfig:
     in the least even layer, the busiest expert gets 3.44 times the mean number of tokens
     (1: even; padding is not counted)."""
     tensorboard: str = ""
-    """Folder for TensorBoard events. Empty: write none."""
+    """Folder for TensorBoard events. Empty: write none. The section wandb configures Weights & Biases."""
     samples: bool = False
     """Writes the keys of each step's samples to samples.jsonl in checkpoint.dir."""
     peak_tflops: float = 0.0
     """Peak of one accelerator in TFLOP/s, for MFU.
     0: look it up by the device's name (989 for H100 and H200 in bf16)."""
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases, beside metrics.jsonl and TensorBoard; needs the extra `wandb`."""
+
+    project: str = ""
+    """Project that the run belongs to; empty: nothing is sent to Weights & Biases. A resumed run goes on in
+    the same W&B run, whose id is in wandb.json in checkpoint.dir; delete that file, or set checkpoint.resume
+    to false, to begin another one."""
+    entity: str = ""
+    """User or team that the project belongs to; empty: the default of the account."""
+    name: str = ""
+    """Name that W&B shows; empty: that of the folder checkpoint.dir."""
+    mode: Literal["online", "offline"] | None = None
+    """online; offline (files for `wandb sync`, no network needed); empty: as $WANDB_MODE says, else
+    online."""
+    dir: str = ""
+    """Folder in which W&B makes its folder wandb/; empty: checkpoint.dir, else as W&B decides."""
+
+
+@dataclass
+class ProfileConfig:
+    """Traces of some steps by torch.profiler, for Perfetto (ui.perfetto.dev) or TensorBoard. Numbers stay the
+    same."""
+
+    steps: list[int] | None = None
+    """First and last step to trace, both included, as in [5, 7]. Steps are counted from 1 over the whole run,
+    as printed, also after a resume. Empty: none. A step of a large model takes about 100 MB of host memory
+    and 10 MB of disk."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that write a trace, each one of its own."""
+    dir: str = ""
+    """Folder for the traces, rank_NNNNN_steps_A_to_B.pt.trace.json.gz; empty: profile/ in checkpoint.dir."""
 
 
 @dataclass
@@ -300,6 +341,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 100
     """Optimizer steps of the whole run. The schedule ends here."""
@@ -561,6 +604,8 @@ def validate(config: TrainConfig, world_size: int) -> int:
             f"checkpoint.branch {c.branch} needs checkpoint.step, the step of that branch to go back to"
         )
 
+    _check_export(config)
+    _check_profile(config, world_size)
     low, high = config.data.min_pixels, config.data.max_pixels
     if min(low, high) > 0 and low > high:
         raise RunConfigError(f"data.min_pixels {low} must not be above data.max_pixels {high}")
@@ -571,6 +616,45 @@ def validate(config: TrainConfig, world_size: int) -> int:
             "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false"
         )
     return dp
+
+
+def _check_export(config: TrainConfig) -> None:
+    c = config.checkpoint
+    if not c.export_hf:
+        return
+    if not c.dir:
+        raise RunConfigError(
+            f"checkpoint.export_hf {c.export_hf} needs checkpoint.dir: what is exported is a saved step"
+        )
+    if c.export_hf == "last":
+        return
+    if c.export_hf < 0:
+        raise RunConfigError(f"checkpoint.export_hf {c.export_hf} must be at least 0, or last")
+    if not c.interval or c.export_hf % c.interval:
+        raise RunConfigError(
+            f"checkpoint.export_hf {c.export_hf} must be a multiple of checkpoint.interval {c.interval}, as"
+            " saved steps alone can be exported; or give last"
+        )
+
+
+def _check_profile(config: TrainConfig, world_size: int) -> None:
+    profile = config.profile
+    if not profile.steps:
+        return
+
+    steps = profile.steps
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= config.steps:
+        raise RunConfigError(
+            f"profile.steps {steps} must be the first and the last step to trace, as in [5, 7], between 1 and"
+            f" steps {config.steps}"
+        )
+    strange = [rank for rank in profile.ranks if not 0 <= rank < world_size]
+    if strange or not profile.ranks:
+        raise RunConfigError(
+            f"profile.ranks {profile.ranks} must be ranks of this run, 0 to {world_size - 1}, at least one"
+        )
+    if not (profile.dir or config.checkpoint.dir):
+        raise RunConfigError("profile.steps needs profile.dir or checkpoint.dir, to write the traces to")
 
 
 _RANGES: tuple[tuple[float, float, str], ...] = (

@@ -1,8 +1,10 @@
-"""The child processes of a process."""
+"""The child processes of a process, and what they need to find the tools."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 
 import psutil
 
@@ -18,3 +20,16 @@ def children(parent: int) -> dict[int, tuple[str, ...]]:
             with contextlib.suppress(psutil.NoSuchProcess):  # also raised for a zombie
                 found[process.pid] = tuple(process.cmdline())
     return found
+
+
+def tools_folder() -> Path:
+    """The folder that holds ``toolkit``."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_tools"
+    return installed if installed.is_dir() else package.parent
+
+
+def python_path_with_tools() -> str:
+    """``PYTHONPATH`` of a process that is to find the tools."""
+    paths = [str(tools_folder()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.pathsep.join(dict.fromkeys(paths))

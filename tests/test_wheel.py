@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_vl.__main__ import tools_folder
+from megatron_vl.processes import tools_folder
 from toolkit.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,7 +166,7 @@ def test_every_command_explains_itself(program, installed):
 TINY = """
 import json
 from pathlib import Path
-from megatron_vl.__main__ import tools_folder
+from megatron_vl.processes import tools_folder
 import sys
 sys.path.insert(0, str(tools_folder()))
 from toolkit.demo.data import write_raw_data

@@ -47,6 +47,7 @@ from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.optimizer_state import (
     INDEX,
     OptimizerReader,
@@ -172,6 +173,7 @@ class CheckpointSaver:
         keep_every: checkpoints of multiples of this step are never deleted; 0: none.
         lineage: lineage of what is saved (see :func:`megatron_vl.weights.run_folder.choose`);
             None: a new branch.
+        exporter: receives each complete checkpoint and holds those that it still needs; on rank 0.
     """
 
     def __init__(
@@ -183,9 +185,11 @@ class CheckpointSaver:
         keep: int,
         keep_every: int = 0,
         lineage: Lineage | None = None,
+        exporter: HfExporter | None = None,
     ) -> None:
         self.folder, self.spec, self.layout, self.grid = folder, spec, layout, grid
         self.keep, self.keep_every = keep, keep_every
+        self.exporter = exporter
         self._lineage = lineage or Lineage(branch=new_branch())
         self._thread: threading.Thread | None = None
         self._error: str | None = None
@@ -307,7 +311,9 @@ class CheckpointSaver:
             self.folder / LATEST, {"step": snapshot.step, "serial": lineage.serial, "branch": lineage.branch}
         )
         self._lineage = dataclasses.replace(lineage, parent=Point(lineage.branch, snapshot.step))
-        self._prune(snapshot.step)
+        if self.exporter is not None:
+            self.exporter.add(Saved(step_folder(self.folder, snapshot.step), snapshot.step, lineage))
+        self.prune()
 
     def _name(self, partial: Path, step: int) -> None:
         """Gives a complete checkpoint its name. A checkpoint that already has the name is renamed first."""
@@ -331,21 +337,24 @@ class CheckpointSaver:
                 return [json.loads(path.read_text()) for path in sorted(done.glob("rank_*.json"))]
             time.sleep(0.05)
 
-    def _prune(self, newest: int) -> None:
-        """Deletes those checkpoints that led to the newest one and are not to be kept."""
+    def prune(self) -> None:
+        """Deletes those checkpoints that led to the newest one and are not to be kept. On rank 0."""
+        newest = self._lineage.parent
+        held = self.exporter.held() if self.exporter is not None else set()
         try:
             saved = saved_checkpoints(self.folder)
         except CheckpointError:
             return  # the lineage is not known, so nothing is deleted; the next start reports it
-        line = sorted(
-            (s for s in saved if self._lineage.holds(newest, s.point)), key=lambda saved: saved.step
-        )
+        if newest is None:
+            return
+
+        line = sorted((s for s in saved if self._lineage.holds(newest.step, s.point)), key=lambda s: s.step)
         kept = line[-self.keep :] if self.keep else line
         for one in line:
-            if one not in kept and not (self.keep_every and one.step % self.keep_every == 0):
-                going = one.path.with_name(
-                    f"{one.path.name}.old.partial"
-                )  # a half deleted one must not look whole
+            for_good = self.keep_every and one.step % self.keep_every == 0
+            if one not in kept and one.path not in held and not for_good:
+                # A half deleted one must not look whole.
+                going = one.path.with_name(f"{one.path.name}.old.partial")
                 os.replace(one.path, going)
                 shutil.rmtree(going, ignore_errors=True)
 

@@ -16,12 +16,14 @@ from megatron_vl.errors import UserError
 from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
+from megatron_vl.parallel.groups import end_groups
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training import checkpoint
 from megatron_vl.training.evaluation import Evaluator
+from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.model import build_model
@@ -35,8 +37,9 @@ from megatron_vl.training.preflight import (
     remarks,
     run_facts,
 )
+from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
-from megatron_vl.weights.run_folder import by_branch, latest
+from megatron_vl.weights.run_folder import by_branch, latest, saved_checkpoints
 
 
 class TrainingStopped(UserError, RuntimeError):
@@ -57,6 +60,8 @@ class Run:
     loader: Any
     """The loader on the rank that owns it; None elsewhere."""
     saver: checkpoint.CheckpointSaver | None = None
+    exporter: HfExporter | None = None
+    """On rank 0, where the run exports saved steps."""
     evaluator: Evaluator | None = None
     step: int = 0
     """Optimizer steps done, including skipped ones."""
@@ -91,12 +96,14 @@ def set_up(config: TrainConfig) -> Run:
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
     if config.checkpoint.dir:
         c = config.checkpoint
+        run.exporter = build_exporter(config, start) if grid.rank == 0 else None
         run.saver = checkpoint.CheckpointSaver(
-            Path(c.dir), spec, layout, grid, c.keep, c.keep_every, start.lineage
+            Path(c.dir), spec, layout, grid, c.keep, c.keep_every, start.lineage, run.exporter
         )
     if config.eval.interval:
         run.evaluator = Evaluator(config, spec, grid, platform, facts[config.eval.split])
     resume(run, start)
+    make_up_exports(run, start)
     return run
 
 
@@ -146,6 +153,24 @@ def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, fa
 
     ranks = {"dp_rank": grid.dp_rank, "dp_size": grid.dp}
     return build_loader(config.data, spec, config.model.hf, **ranks, split="train", facts=facts)
+
+
+def build_exporter(config: TrainConfig, start: Start) -> HfExporter | None:
+    """What exports saved steps, where the run asks for it. On rank 0."""
+    c = config.checkpoint
+    if not c.export_hf:
+        return None
+    return HfExporter(Path(c.dir), Path(config.model.hf), c.export_hf, _last_step(config))
+
+
+def make_up_exports(run: Run, start: Start) -> None:
+    """Begins the exports that an earlier start of the run has left out; on rank 0."""
+    source = start.source
+    if run.exporter is None or source is None:
+        return
+    saved = saved_checkpoints(Path(run.config.checkpoint.dir))
+    line = [one for one in saved if start.lineage.holds(source.step, one.point)]
+    run.exporter.make_up(sorted(line, key=lambda one: one.step))
 
 
 def resume(run: Run, start: Start) -> None:
@@ -291,8 +316,11 @@ def train(config: TrainConfig) -> None:
             f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to"
             " go on",
         )
+    profiler = StepProfiler(config, run.grid.rank)
+    done = False
     try:
-        signalled = _steps(run, log)
+        signalled = _steps(run, log, profiler)
+        profiler.finish()
         if run.saver is not None:
             run.saver.wait()
         dist.barrier()  # no rank leaves before rank 0 has named the checkpoint
@@ -306,17 +334,33 @@ def train(config: TrainConfig) -> None:
             )
             say(run.grid, f"stopped after step {run.step} of {config.steps}, as a signal asked; {then}")
         failures.stop()
+        done = True
     finally:
-        log.close()
+        if not done:
+            profiler.drop()
+            if run.exporter is not None:
+                run.exporter.stop()
+        log.close(failed=not done)
         if run.loader is not None:
             run.loader.close()
+    finish_exports(run)
+
+
+def finish_exports(run: Run) -> None:
+    """Waits for the exports on rank 0, when all other ranks may have ended. A signal ends the wait."""
+    if run.exporter is None:
+        return
+    end_groups()  # first, because ending them may wait for all ranks
+    run.exporter.wait(asked_to_stop)
+    assert run.saver is not None
+    run.saver.prune()  # what stayed for its export
 
 
 def _last_step(config: TrainConfig) -> int:
     return min(config.steps, config.stop_after or config.steps)
 
 
-def _steps(run: Run, log: MetricsLog) -> bool:
+def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
     """Runs the remaining steps and saves their checkpoints. Returns whether a signal ended them early."""
     config, grid, c = run.config, run.grid, run.config.checkpoint
     feed = Feed(
@@ -327,6 +371,7 @@ def _steps(run: Run, log: MetricsLog) -> bool:
     if run.step == 0:
         evaluate(run, log, last)
     while run.step < last:
+        profiler.begin(run.step + 1)
         data = feed.next_step()
         rates = set_learning_rates(run.optimizer, config, run.step)
         failed = run.saver.error() is not None if run.saver is not None else False
@@ -336,6 +381,7 @@ def _steps(run: Run, log: MetricsLog) -> bool:
         run.step += 1
         if result.skipped:
             run.skipped[result.skipped] += 1
+        log.leave_out(profiler.end(run.step))
         log.add(data)
         ends = run.step == last or result.stop
         if run.step % config.log.interval == 0 or ends or not result.updated:

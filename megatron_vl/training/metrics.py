@@ -1,4 +1,5 @@
-"""The metrics of a run: printed lines, JSON lines and TensorBoard."""
+"""The metrics of a run: one printed line per step, and the same numbers in every sink (see
+:mod:`megatron_vl.training.sinks`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_vl.training.feed import StepData
 from megatron_vl.training.flops import peak_tflops, row_flops
 from megatron_vl.training.mailbox import Mailbox
 from megatron_vl.training.optimizer import Rates
+from megatron_vl.training.sinks import Sink, open_sinks
 from megatron_vl.training.step import SKIPPED, StepResult
 from megatron_vl.training.tally import Tally
 
@@ -53,15 +54,7 @@ class MetricsLog:
         self.meter = BadSampleMeter(config.data.max_bad_share)
         name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
         self.peak = peak_tflops(name, config.log.peak_tflops)
-        self.file = self.board = None
-        if grid.rank == 0 and config.checkpoint.dir:
-            path = Path(config.checkpoint.dir)
-            path.mkdir(parents=True, exist_ok=True)
-            self.file = (path / "metrics.jsonl").open("a")
-        if grid.rank == 0 and config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(config.log.tensorboard)
+        self.sinks: list[Sink] = open_sinks(config) if grid.rank == 0 else []
 
     def add(self, data: StepData) -> None:
         """Counts a step's rows. Only the rank of each replica that owns the loader counts,
@@ -166,22 +159,20 @@ class MetricsLog:
     def _expert_load(self, step: int, result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer.
 
-        TensorBoard gets the number of each layer.
+        The sinks get the number of each layer.
         """
         if result.expert_load is None:
             return {}
         load = result.expert_load.double().cpu()
         layers = load.sum(1).nonzero()[:, 0].tolist()
         shares = {layer: load[layer] / load[layer].mean() for layer in layers}
-        if self.board:
-            for layer, share in shares.items():
-                self.board.add_scalar(f"expert_load/layer_{layer:02d}", float(share.max()), step)
-            self.board.add_histogram("expert_load/all", torch.cat(list(shares.values())), step)
+        for sink in self.sinks:
+            sink.expert_load(step, shares)
         return {"expert_load": max(float(share.max()) for share in shares.values())}
 
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Prints and writes an evaluation. Its time does not count in the steps' speed."""
-        self.mark += result.seconds
+        self.leave_out(result.seconds)
         if self.grid.rank != 0:
             return
         print(
@@ -189,24 +180,12 @@ class MetricsLog:
             f" tokens | {result.seconds:.1f} s",
             flush=True,
         )
-        numbers = {
-            "step": step,
-            "loss": result.loss,
-            "loss_tokens": result.loss_tokens,
-            "seconds": result.seconds,
-        }
-        if self.config.checkpoint.dir:
-            with (Path(self.config.checkpoint.dir) / "eval.jsonl").open("a") as file:
-                file.write(
-                    json.dumps(numbers | {"answers": [asdict(a) for a in result.answers]}, ensure_ascii=False)
-                    + "\n"
-                )
-        if self.board:
-            self.board.add_scalar("validation_loss", result.loss, step)
-            for number, a in enumerate(result.answers):
-                text = "\n\n".join(f"**{name}**: {value}" for name, value in asdict(a).items())
-                self.board.add_text(f"answer_{number}", text, step)
-            self.board.flush()
+        for sink in self.sinks:
+            sink.evaluation(step, result)
+
+    def leave_out(self, seconds: float) -> None:
+        """Takes time out of the steps' speed that was not spent on training."""
+        self.mark += seconds
 
     def _quarantine(self, step: int, dropped: list[dict[str, str]]) -> None:
         """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints,
@@ -258,19 +237,13 @@ class MetricsLog:
         line += f" | dropped {dropped}" if dropped else ""
         line += f" | SKIPPED: {SKIPPED[skipped]}" if skipped else ""
         print(line, flush=True)
-        if self.file:
-            self.file.write(json.dumps(n) + "\n")
-            self.file.flush()
-        if self.board:
-            for name, value in n.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self.board.add_scalar(name, value, n["step"])
-            self.board.flush()
+        for sink in self.sinks:
+            sink.step(n)
 
-    def close(self) -> None:
-        for sink in (self.file, self.board):
-            if sink:
-                sink.close()
+    def close(self, failed: bool = False) -> None:
+        """``failed``: the run ends with an error."""
+        for sink in self.sinks:
+            sink.close(failed)
 
 
 def _rates(numbers: dict[str, Any]) -> str:

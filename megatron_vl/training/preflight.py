@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from megatron_vl.weights.run_folder import DataRestart, Lineage, Saved, StepMiss
 
 OWN_FILES = 512
 """Open files that a rank needs besides one connection to each peer: libraries, shards, workers, log files."""
+
+MANY_TRACED = 10
+"""From more steps in a trace on, a line says what that costs."""
 
 
 def launched_world_size() -> int:
@@ -64,6 +68,10 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     check_data_path(config.data.path)
     check_folder("checkpoint.dir", config.checkpoint.dir)
     check_folder("log.tensorboard", config.log.tensorboard)
+    check_folder("profile.dir", config.profile.dir)
+    check_folder("wandb.dir", config.wandb.dir)
+    check_wandb(config.wandb.project)
+    check_export(config)
 
     start = plan_start(config, dp)
     if start.source is not None:
@@ -149,6 +157,44 @@ def check_folder(field: str, path: str) -> None:
     )
     if path and in_the_way:
         raise RunConfigError(f"{field} {path}: {in_the_way} is a file; give a folder, which may be a new one")
+
+
+def check_wandb(project: str) -> None:
+    """Refuses W&B without its package.
+
+    Raises:
+        RunConfigError: names the extra.
+    """
+    found = find_spec("wandb") if project else None
+    # W&B keeps its files in a folder wandb/, which Python takes for a package without content.
+    if project and (found is None or found.origin is None):
+        raise RunConfigError(
+            f"wandb.project {project} needs the package wandb, which is not installed: install the extra"
+            " wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or leave"
+            " wandb.project empty"
+        )
+
+
+def check_export(config: TrainConfig) -> None:
+    """Refuses exports like a folder that has no weights to be like.
+
+    Raises:
+        RunConfigError: names the file that is missing.
+    """
+    if not config.checkpoint.export_hf:
+        return
+    folder = Path(config.model.hf)
+    index = folder / "model.safetensors.index.json"
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunConfigError(f"{index} is damaged ({error}); download it again") from error
+    missing = sorted(name for name in files or {"model.safetensors"} if not (folder / name).is_file())
+    if missing:
+        raise RunConfigError(
+            f"checkpoint.export_hf takes names and types of tensors from the weights in model.hf, and"
+            f" {folder} has no {missing[0]}; download the whole checkpoint, or set checkpoint.export_hf to 0"
+        )
 
 
 @dataclass(frozen=True)
@@ -307,6 +353,12 @@ def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[s
         found.append(
             f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}); a run"
             " that dies before loses everything. Set an interval, for instance --checkpoint.interval 500"
+        )
+    traced = config.profile.steps
+    if traced and traced[1] - traced[0] >= MANY_TRACED:
+        found.append(
+            f"profile.steps {traced} traces {traced[1] - traced[0] + 1} steps, which takes much memory and"
+            " disk on each traced rank; three to five show what there is to see"
         )
     if not config.model.checkpoint and not resumes:
         found.append("model.checkpoint is empty: weights are random")

@@ -3,6 +3,7 @@
     DIR/latest.json                       {"step": 120, "serial": 7, "branch": "1f3a9c02"}
     DIR/step_00000120/lineage.json        what this checkpoint was trained from; run.json says the same
     DIR/step_00000120.branch_9b01c2d4.5/  step 120 of an abandoned branch, set aside when it was saved again
+    DIR/hf/step_00000120/                 step 120 as a Hugging Face folder (``checkpoint.export_hf``)
 
 The saves of a folder are numbered (``serial``). **The latest checkpoint is the one saved last**, not the one
 with the largest step: after a roll-back to step 2, step 3 is newer than the abandoned step 6. The whole
@@ -32,6 +33,10 @@ from megatron_vl.json_files import manifest_digest, write_json
 
 LATEST = "latest.json"
 LINEAGE = "lineage.json"
+EXPORTS = "hf"
+"""Folder of a run in which ``checkpoint.export_hf`` leaves Hugging Face folders."""
+EXPORTED = "megatron_vl.json"
+"""In such a folder: of which saved step it was made."""
 FIRST_BRANCH = "0"
 """The branch of checkpoints of older versions."""
 
@@ -120,6 +125,11 @@ class Saved:
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
+
+
+def export_folder(folder: Path, step: int) -> Path:
+    """Where a step's Hugging Face folder lies."""
+    return folder / EXPORTS / step_folder(folder, step).name
 
 
 def folder_step(path: Path) -> int | None:

@@ -1,0 +1,271 @@
+"""Hugging Face folders of saved steps (``checkpoint.export_hf``): made while the training goes on, whole or
+not there, made up for at the next start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.convert import convert, export
+from converters.verify import compare
+from megatron_vl.config import RunConfigError, parse_config, validate
+from megatron_vl.training.export_hf import HfExporter
+from megatron_vl.training.preflight import check_export
+from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.run_folder import EXPORTED, Lineage, Saved
+from tests.training.small_run import metrics, prepare, small_checkpoint, train
+
+# --- What is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--checkpoint.export_hf", "last"], "export_hf last needs checkpoint.dir"),
+        (["--checkpoint.dir", "run", "--checkpoint.export_hf", "-2"], "must be at least 0, or last"),
+        (["--checkpoint.dir", "run", "--checkpoint.export_hf", "4"], "multiple of checkpoint.interval 0"),
+        (
+            ["--checkpoint.dir", "run", "--checkpoint.export_hf", "4", "--checkpoint.interval", "3"],
+            "4 must be a multiple of checkpoint.interval 3",
+        ),
+    ],
+)
+def test_impossible_values_are_refused_by_name(options: list[str], message: str) -> None:
+    with pytest.raises(RunConfigError, match=message):
+        validate(parse_config(["--global_batch_size", "4", *options]), 1)
+
+
+@pytest.mark.parametrize("value", ["0", "last", "6"])
+def test_possible_values_are_taken(value: str) -> None:
+    options = ["--checkpoint.dir", "run", "--checkpoint.interval", "3", "--checkpoint.export_hf", value]
+    assert validate(parse_config(["--global_batch_size", "4", *options]), 1) == 1
+
+
+def test_a_folder_of_origin_without_weights_is_refused(tmp_path: Path) -> None:
+    options = ["--model.hf", str(tmp_path), "--checkpoint.dir", "run", "--checkpoint.export_hf", "last"]
+    with pytest.raises(RunConfigError, match="has no model.safetensors;"):
+        check_export(parse_config(options))
+
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(RunConfigError, match="has no model-00002-of-00002.safetensors;"):
+        check_export(parse_config(options))
+
+    (tmp_path / "model-00002-of-00002.safetensors").touch()
+    check_export(parse_config(options))
+
+
+# --- One exporter, without a training ----------------------------------------------------------------------
+
+
+class Steps:
+    """Saved steps of a small model, whose weights differ."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hf = small_checkpoint(folder / "hf")
+        self.run = folder / "run"
+
+    def save(self, step: int, branch: str = "a", *, of: Path | None = None) -> Saved:
+        path = self.run / f"step_{step:08d}"
+        if path.exists():
+            path.rename(path.with_name(f"{path.name}.branch_before.1"))
+        convert(of or self.hf, path / "weights")
+        return Saved(path, step, Lineage(step, branch))
+
+    def exporter(self, every: int, last: int) -> HfExporter:
+        return HfExporter(self.run, self.hf, every or "last", last)
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Steps:
+    return Steps(tmp_path)
+
+
+def wait(exporter: HfExporter) -> None:
+    exporter.wait(lambda: False)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def test_which_steps_are_exported(steps: Steps) -> None:
+    assert [step for step in range(1, 11) if steps.exporter(4, 10).due(step)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if steps.exporter(0, 10).due(step)] == [10]
+
+
+def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -> None:
+    """The same files, with the same bytes; a second one is not made."""
+    exporter = steps.exporter(4, 8)
+    saved = steps.save(4)
+    exporter.add(saved)
+    assert exporter.held() == {saved.path}
+    wait(exporter)
+    assert exporter.held() == set() and "step 4 is exported" in capfd.readouterr().out
+
+    made = steps.run / "hf" / "step_00000004"
+    export(saved.path, steps.hf, tmp_path / "by_hand")
+    assert names(made) == sorted([*names(tmp_path / "by_hand"), EXPORTED])
+    for path in (tmp_path / "by_hand").iterdir():
+        assert (made / path.name).read_bytes() == path.read_bytes(), path.name
+    assert json.loads((made / EXPORTED).read_text())["step"] == 4
+
+    exporter.add(saved)
+    exporter.add(steps.save(5))  # not due
+    assert exporter.held() == set()
+
+
+def test_the_file_that_names_the_step_stays_out_of_further_exports(steps: Steps, tmp_path: Path) -> None:
+    (steps.hf / EXPORTED).write_text("{}")
+    export(steps.save(4).path, steps.hf, tmp_path / "out")
+    assert not (tmp_path / "out" / EXPORTED).exists()
+
+
+def test_the_same_step_of_another_branch_sets_the_earlier_folder_aside(steps: Steps, tmp_path: Path) -> None:
+    exporter = steps.exporter(4, 8)
+    exporter.add(steps.save(4, "a"))
+    wait(exporter)
+
+    other = tmp_path / "other"
+    shutil.copytree(steps.hf, other)
+    change_weights(other)
+    exporter.make_up([steps.save(4, "b", of=other)])
+    wait(exporter)
+    assert names(steps.run / "hf") == ["step_00000004", "step_00000004.branch_a.4"]
+    assert not compare(steps.run / "hf" / "step_00000004", other).differences
+    assert not compare(steps.run / "hf" / "step_00000004.branch_a.4", steps.hf).differences
+
+
+def change_weights(hf: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for path in hf.glob("*.safetensors"):
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def test_what_is_missing_is_made_up_for_and_what_lost_its_checkpoint_goes(steps: Steps) -> None:
+    (steps.run / "hf" / "step_00000002.partial").mkdir(parents=True)
+    exporter = steps.exporter(2, 8)
+    exporter.make_up([steps.save(4), steps.save(5), steps.save(6)])
+    wait(exporter)
+    assert names(steps.run / "hf") == ["step_00000004", "step_00000006"]
+
+
+def test_an_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capfd) -> None:
+    """A half folder never has the name. Stopped at any moment, the next start makes a whole one of it."""
+    saved = steps.save(4)
+    first = steps.exporter(4, 8)
+    first.add(saved)
+    partial = steps.run / "hf" / "step_00000004.partial"
+    deadline = time.monotonic() + 60
+    while not partial.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.wait(lambda: True)  # as after a signal
+    assert "left to the next start" in capfd.readouterr().out
+    assert "step_00000004" not in names(steps.run / "hf")
+
+    second = steps.exporter(4, 8)
+    second.make_up([saved])
+    wait(second)
+    assert names(steps.run / "hf") == ["step_00000004"]
+    assert not compare(steps.run / "hf" / "step_00000004", steps.hf).differences
+
+
+def test_a_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: Steps, capfd) -> None:
+    broken, whole = steps.save(4), steps.save(8)
+    for path in (broken.path / "weights").glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    exporter = steps.exporter(4, 12)
+    exporter.add(broken)
+    exporter.add(whole)
+    wait(exporter)
+    assert names(steps.run / "hf") == ["step_00000008"]
+    said = capfd.readouterr().out
+    assert "NOTE: step 4 could not be exported to" in said and ".safetensors" in said
+
+
+def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd, monkeypatch) -> None:
+    monkeypatch.setattr("megatron_vl.training.export_hf._size", lambda path: 1 << 60)
+    exporter = steps.exporter(4, 8)
+    exporter.add(steps.save(4))
+    wait(exporter)
+    assert "GB are left for the next checkpoint" in capfd.readouterr().out
+    assert names(steps.run / "hf") == []
+
+    exporter.add(steps.save(8))  # the last one needs no room for another
+    wait(exporter)
+    assert names(steps.run / "hf") == ["step_00000008"]
+
+
+def test_an_exporter_without_work_ends_at_once(steps: Steps) -> None:
+    exporter = steps.exporter(4, 8)
+    wait(exporter)
+    exporter.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "export-hf"]
+
+
+# --- Within a training -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("run") / "prepared"
+    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+
+
+TP2 = ["--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", "1"]
+
+
+@pytest.mark.ranks
+def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: dict[str, Path]) -> None:
+    """Every second step and the last one, although ``keep`` allows one checkpoint; transformers loads it."""
+    plain, run = prepared["folder"] / "plain", prepared["folder"] / "exports"
+    done = train(prepared, plain, *TP2, ranks=2, steps=5)
+    assert done.returncode == 0, done.stderr[-4000:]
+    done = train(prepared, run, *TP2, "--checkpoint.export_hf", "2", ranks=2, steps=5)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    assert names(run / "hf") == ["step_00000002", "step_00000004", "step_00000005"]
+    assert names_of_steps(run) == ["step_00000005"]  # what stayed for its export is gone
+    exact = ("step", "loss", "grad_norm")
+    assert [[line[k] for k in exact] for line in metrics(run)] == [
+        [line[k] for k in exact] for line in metrics(plain)
+    ]
+
+    last = run / "hf" / "step_00000005"
+    back = prepared["folder"] / "back"
+    convert(last, back)
+    ours, theirs = WeightReader(back), WeightReader(run)
+    assert all(torch.equal(ours.get(name), theirs.get(name)) for name in ours.names())
+    assert compare(last, run / "hf" / "step_00000004").differences  # each step has its own weights
+    assert compare(last, prepared["hf"]).differences
+
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    AutoTokenizer.from_pretrained(last)
+    AutoModelForImageTextToText.from_pretrained(last)
+
+
+@pytest.mark.ranks
+def test_a_finished_run_makes_up_for_its_last_export(prepared: dict[str, Path]) -> None:
+    """Asked for after the end of the run, or lost by a kill: the same command again is enough."""
+    run = prepared["folder"] / "afterwards"
+    done = train(prepared, run, ranks=1, steps=3)
+    assert done.returncode == 0, done.stderr[-4000:]
+    done = train(prepared, run, "--checkpoint.export_hf", "last", ranks=1, steps=3)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "nothing to do" in done.stdout and "step 3 is exported" in done.stdout
+    assert names(run / "hf") == ["step_00000003"]
+
+
+def names_of_steps(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("step_*"))

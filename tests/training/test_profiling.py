@@ -1,0 +1,121 @@
+"""Traces of chosen steps (the section ``profile``): the steps that were asked for, and no other effect."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_vl.config import RunConfigError, parse_config, validate
+from megatron_vl.training.preflight import remarks
+from megatron_vl.training.profiling import StepProfiler
+from tests.training.small_run import metrics, prepare, train
+
+DIR = ["--checkpoint.dir", "run"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--profile.steps", "[5]", *DIR], r"profile.steps \[5\] must be the first and the last step"),
+        (["--profile.steps", "[5,6,7]", *DIR], r"must be the first and the last step"),
+        (["--profile.steps", "[0,2]", *DIR], r"between 1 and steps 100"),
+        (["--profile.steps", "[7,5]", *DIR], r"must be the first and the last step"),
+        (["--profile.steps", "[99,101]", *DIR], r"between 1 and steps 100"),
+        (["--profile.steps", "[5,7]"], r"needs profile.dir or checkpoint.dir"),
+        (["--profile.steps", "[5,7]", *DIR, "--profile.ranks", "[0,4]"], r"ranks of this run, 0 to 3"),
+        (["--profile.steps", "[5,7]", *DIR, "--profile.ranks", "[-1]"], r"ranks of this run, 0 to 3"),
+        (["--profile.steps", "[5,7]", *DIR, "--profile.ranks", "[]"], r"at least one"),
+    ],
+)
+def test_impossible_values_are_refused_by_name(options: list[str], message: str) -> None:
+    with pytest.raises(RunConfigError, match=message):
+        validate(parse_config(options), 4)
+
+
+@pytest.mark.parametrize("steps", ["null", "[]", "[5,5]", "[1,100]"])
+def test_possible_values_are_taken(steps: str) -> None:
+    config = parse_config(["--profile.steps", steps, "--profile.dir", "traces"])
+    assert validate(config, 4) == 4
+    assert any("profile.steps" in remark for remark in remarks(config, "cuda")) == (steps == "[1,100]")
+
+
+def traced(path: Path) -> tuple[set[str], int]:
+    """The steps in a trace, and how many operations of torch."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    spans = {event["name"] for event in events if event.get("ph") == "X"}
+    operations = sum(event.get("cat") == "cpu_op" for event in events)
+    return {name for name in spans if name.startswith("step ")}, operations
+
+
+def profiler(folder: Path, steps: str, rank: int = 0) -> StepProfiler:
+    options = ["--profile.steps", steps, "--profile.dir", str(folder), "--profile.ranks", "[0,2]"]
+    return StepProfiler(parse_config(options), rank)
+
+
+def work(profiler: StepProfiler, steps: range) -> list[float]:
+    """Steps that multiply matrices. Returns the seconds of writing after each."""
+    seconds = []
+    for step in steps:
+        profiler.begin(step)
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        seconds.append(profiler.end(step))
+    return seconds
+
+
+def test_first_and_last_step_are_in_the_trace_and_no_other(tmp_path: Path) -> None:
+    seconds = work(profiler(tmp_path, "[2,4]"), range(1, 7))
+    assert [second > 0 for second in seconds] == [False, False, False, True, False, False]
+    (path,) = tmp_path.iterdir()
+    assert path.name == "rank_00000_steps_2_to_4.pt.trace.json.gz"
+    steps, operations = traced(path)
+    assert steps == {"step 2", "step 3", "step 4"} and operations > 0
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    work(profiler(tmp_path, "[2,4]", rank=1), range(1, 7))
+    assert not list(tmp_path.iterdir())
+    work(profiler(tmp_path, "[2,4]", rank=2), range(1, 7))
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_00002_steps_2_to_4.pt.trace.json.gz"]
+
+
+def test_a_run_that_begins_or_ends_between_the_steps_says_so_in_the_name(tmp_path: Path) -> None:
+    work(profiler(tmp_path, "[2,4]"), range(3, 7))
+    ends = profiler(tmp_path, "[2,4]")
+    work(ends, range(1, 3))
+    assert ends.finish() > 0 and ends.finish() == 0
+    work(profiler(tmp_path, "[2,4]"), range(5, 7))  # past them
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"rank_00000_steps_{steps}.pt.trace.json.gz" for steps in ("2_to_2", "3_to_4")]
+
+
+def test_a_folder_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, capfd) -> None:
+    (tmp_path / "file").touch()
+    work(profiler(tmp_path / "file", "[2,2]"), range(1, 4))
+    assert "could not be written" in capfd.readouterr().err
+
+
+@pytest.mark.ranks
+def test_a_trained_model_is_the_same_with_traces(tmp_path: Path, tiny_checkpoint) -> None:
+    """Two ranks; stopped within the steps and started again: traces of global steps, losses bit for bit."""
+    prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+    plain, run = tmp_path / "plain", tmp_path / "traced"
+    options = ["--profile.steps", "[2,4]", "--profile.ranks", "[1]"]
+    done = train(prepared, plain, "--parallel.tp", "2", ranks=2, steps=5)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for more in (["--stop_after", "3"], []):
+        done = train(prepared, run, "--parallel.tp", "2", *options, *more, ranks=2, steps=5)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    exact = ("step", "loss", "grad_norm", "samples")
+    assert [[line[k] for k in exact] for line in metrics(run)] == [
+        [line[k] for k in exact] for line in metrics(plain)
+    ]
+    first, second = sorted((run / "profile").iterdir())
+    assert first.name == "rank_00001_steps_2_to_3.pt.trace.json.gz"
+    assert second.name == "rank_00001_steps_4_to_4.pt.trace.json.gz"
+    assert traced(first)[0] == {"step 2", "step 3"} and traced(second)[0] == {"step 4"}
+    assert traced(first)[1] > 100

@@ -1,0 +1,233 @@
+"""Where a run's numbers go: JSON lines, TensorBoard, and Weights & Biases.
+
+What concerns W&B needs its package (the extra ``wandb``) and no network: the runs are offline, and their
+files are read back by :func:`records`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.errors import UserError
+from megatron_vl.training.evaluation import Answer, Evaluation
+from megatron_vl.training.preflight import check_wandb
+from megatron_vl.training.sinks import WANDB_FILE, JsonLines, Sink, TensorBoard, Wandb, open_sinks
+from tests.training.small_run import command, environment, metrics, prepare
+
+_found = importlib.util.find_spec("wandb")
+HAS_WANDB = _found is not None and _found.origin is not None
+needs_wandb = pytest.mark.skipif(not HAS_WANDB, reason="the extra wandb is not installed")
+
+NUMBERS: dict[str, Any] = {"step": 7, "loss": 1.5, "updated": True, "mfu": None, "lr/vision": 1e-5}
+EVALUATION = Evaluation(
+    loss=2.5, loss_tokens=20, seconds=0.5, answers=[Answer("a", "What?", "A cat.", "A dog.")]
+)
+
+
+def fill(sink: Sink) -> None:
+    """What a run tells its sinks in a step."""
+    sink.expert_load(7, {0: torch.tensor([0.5, 1.5]), 2: torch.tensor([1.0, 1.0])})
+    sink.step(NUMBERS)
+    sink.evaluation(7, EVALUATION)
+    sink.close()
+
+
+def offline(folder: Path, *options: str) -> TrainConfig:
+    wandb = ["--wandb.project", "tests", "--wandb.mode", "offline"]
+    return parse_config(["--checkpoint.dir", str(folder), *wandb, *options])
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The records of a W&B file, which is a log of LevelDB: blocks of 32 KiB, in them fragments of checksum,
+    length, kind (whole, first, middle, last) and bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record = path.read_bytes(), 7, b""  # 7 bytes: the file's own header
+    while at < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """What was logged, a dictionary for each call. W&B's service completes the file after the run's end."""
+    deadline, found = time.monotonic() + 60, []
+    while not any(record.WhichOneof("record_type") == "exit" for record in records(path)):
+        assert time.monotonic() < deadline, f"{path} is not complete"
+        time.sleep(0.1)
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            logged = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            found.append({name: value for name, value in logged.items() if not name.startswith("_")})
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of the W&B runs in a folder, in order of time."""
+    return sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+
+
+# --- Files -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_opens_the_sinks_that_it_asks_for(tmp_path: Path) -> None:
+    assert open_sinks(TrainConfig()) == []
+    options = ["--checkpoint.dir", str(tmp_path / "run"), "--log.tensorboard", str(tmp_path / "board")]
+    sinks = open_sinks(parse_config(options))
+    assert [type(sink) for sink in sinks] == [JsonLines, TensorBoard]
+    for sink in sinks:
+        sink.close()
+
+
+def test_json_lines_hold_every_number(tmp_path: Path) -> None:
+    fill(JsonLines(tmp_path))
+    assert metrics(tmp_path) == [NUMBERS]
+    (line,) = metrics(tmp_path, "eval.jsonl")
+    answer = {"key": "a", "prompt": "What?", "wanted": "A cat.", "answer": "A dog."}
+    assert line == {"step": 7, "loss": 2.5, "loss_tokens": 20, "seconds": 0.5, "answers": [answer]}
+
+
+def test_tensorboard_holds_what_can_be_drawn(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fill(TensorBoard(str(tmp_path)))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    values = {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]}
+    load = {"expert_load/layer_00": 1.5, "expert_load/layer_02": 1.0}
+    drawn = {"loss": 1.5, "updated": 1, "lr/vision": pytest.approx(1e-5), "validation_loss": 2.5}
+    assert values == drawn | load
+
+
+# --- Weights & Biases ---------------------------------------------------------------------------------------
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path: Path) -> None:
+    """A folder that W&B left where the run starts is not its package."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()
+    importlib.invalidate_caches()
+    with pytest.raises(
+        RunConfigError, match=r"wandb.project mine needs .*\(pip install 'megatron-vl\[wandb\]'"
+    ):
+        check_wandb("mine")
+    check_wandb("")
+
+
+@needs_wandb
+def test_wandb_holds_what_can_be_drawn(tmp_path: Path) -> None:
+    fill(Wandb(offline(tmp_path)))
+    (path,) = files(tmp_path)
+    logged: dict[str, Any] = {}
+    for entry in history(path):
+        assert entry["step"] == 7
+        logged |= entry
+    assert logged["loss"] == 1.5 and logged["updated"] is True and "mfu" not in logged
+    assert logged["lr/vision"] == 1e-5 and logged["validation_loss"] == 2.5
+    assert (logged["expert_load/layer_00"], logged["expert_load/layer_02"]) == (1.5, 1.0)
+    assert logged["expert_load/all/_type"] == "histogram"
+    table = json.loads((path.parent / "files" / logged["answers/path"]).read_text())
+    assert table["data"] == [["a", "What?", "A cat.", "A dog."]]
+
+    kinds = [record.WhichOneof("record_type") for record in records(path)]
+    axes = [record.metric for record in records(path) if record.WhichOneof("record_type") == "metric"]
+    assert kinds.count("run") >= 1
+    assert any(axis.glob_name == "*" and axis.step_metric == "step" for axis in axes)
+
+
+@needs_wandb
+def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
+    """Unless it begins anew, belongs to another project, or its file is deleted."""
+
+    def run_id(*options: str) -> str:
+        sink = Wandb(offline(tmp_path, *options))
+        sink.close()
+        assert json.loads((tmp_path / WANDB_FILE).read_text())["id"] == sink.run.id
+        return sink.run.id
+
+    first = run_id()
+    assert run_id() == first
+    other = run_id("--wandb.project", "others")
+    assert other != first and run_id("--wandb.project", "others") == other
+    anew = run_id("--wandb.project", "others", "--checkpoint.resume", "false")
+    assert anew != other
+    (tmp_path / WANDB_FILE).unlink()
+    assert run_id("--wandb.project", "others") != anew
+
+    (tmp_path / WANDB_FILE).write_text("[")
+    with pytest.raises(UserError, match="wandb.json is damaged .* delete it"):
+        Wandb(offline(tmp_path))
+
+
+@needs_wandb
+def test_a_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
+    """Online without a login; the package asks for a key before it looks for the network."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))
+    with pytest.raises(UserError, match="wandb.project tests: W&B says: .*wandb login.*--wandb.mode offline"):
+        Wandb(offline(tmp_path, "--wandb.mode", "online"))
+    assert not (tmp_path / WANDB_FILE).exists()
+
+
+@needs_wandb
+def test_losing_wandb_costs_its_curves_alone(tmp_path: Path, capfd) -> None:
+    sink = Wandb(offline(tmp_path))
+    sink.run.finish()  # it takes no more numbers then
+    sink.step(NUMBERS)
+    sink.step(NUMBERS)
+    sink.close()
+    assert capfd.readouterr().err.count("NOTE: nothing more is sent to W&B") == 1
+
+
+@pytest.mark.ranks
+@needs_wandb
+def test_a_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path, tiny_checkpoint) -> None:
+    """Stopped and started again, as users do it: one W&B run with every step, and losses bit for bit."""
+    prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+
+    def start(run: Path, *options: str) -> None:
+        line = command(prepared, run, *options, ranks=1, steps=4)
+        variables = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    wandb = ["--wandb.project", "tests", "--wandb.mode", "offline"]
+    start(plain)
+    start(run, *wandb, "--stop_after", "2")
+    start(run, *wandb)
+
+    exact = ("step", "loss", "grad_norm", "samples")
+    lines = metrics(run)
+    assert [[line[k] for k in exact] for line in lines] == [
+        [line[k] for k in exact] for line in metrics(plain)
+    ]
+    first, second = files(run)
+    kept = json.loads((run / WANDB_FILE).read_text())["id"]
+    assert first.name == second.name == f"run-{kept}.wandb"
+    logged = [(entry["step"], entry["loss"]) for path in (first, second) for entry in history(path)]
+    assert logged == [(line["step"], line["loss"]) for line in lines]
