@@ -153,7 +153,7 @@ def train(job: Job, samples: list[Sample]) -> dict[str, Any]:
     """Trains; returns losses and gradient norms, writes final weights and
     moments to ``training.safetensors``."""
     losses, norms, state = reference_training(job.hf, [samples] * job.steps, job.device)
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for kind, part in state.items():
         if kind != "main":
             tensors |= {f"{kind}/{name}": tensor for name, tensor in part.items()}
