@@ -72,8 +72,8 @@ def test_other_arguments_are_refused(tmp_path: Path, origin: Path, monkeypatch: 
     out = tmp_path / "out"
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT))
     for other, message in (
-        ({"tp": 4}, "layout tp was 2, now it is 4"),
-        (None, "layout was {.*}, now it is absent"),
+        ({"tp": 4}, "layout tp was 2, but is now 4"),
+        (None, "layout was {.*}, but is now absent"),
     ):
         with pytest.raises(FileExistsError, match=f"unfinished conversion, and {message}.*--force"):
             convert(origin, out, other)
