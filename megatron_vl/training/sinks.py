@@ -149,10 +149,11 @@ class Wandb(Sink):
                 resume="allow",
                 config=asdict(config),
                 allow_val_change=True,
-                # Its copy of the console raises in the loader's forked workers: a sample whose decoder warns
-                # would be dropped.
+                # Forked loader workers inherit it, and what it does there raises: samples would be dropped.
                 settings=wandb.Settings(console="off", **finish_s),
             )
+            # Its hooks on imports report to its service, which raises in forked loader workers too.
+            sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("wandb.")]
             self.run.define_metric("step")
             self.run.define_metric("*", step_metric="step")
         except Exception as error:
