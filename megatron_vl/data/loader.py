@@ -382,8 +382,7 @@ def planes_of(item: dict[str, Any], data: bytes, grid: Grid, settings: PixelSett
     )
 
 
-# ---------------------------------------------------------------------------------------------------- the
-# loader
+# --- The loader ---------------------------------------------------------------------------------------------
 
 
 WAYS_OUT = {
@@ -484,7 +483,7 @@ class RowLoader:
         note."""
         saved, now = dict(saved), self._identity
 
-        if "shuffle_buffer_gib" not in saved:
+        if "shuffle_buffer_gib" in now and "shuffle_buffer_gib" not in saved:
             saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
             if now["shuffle_buffer_gib"]:
                 self.notes.append(
@@ -584,7 +583,8 @@ def build_loader(
         "pack": data.pack,
         "packing_buffer": data.packing_buffer,
         "shuffle_buffer": data.shuffle_buffer,
-        "shuffle_buffer_gib": data.shuffle_buffer_gib,
+        # Without a buffer there is nothing to bound.
+        **({"shuffle_buffer_gib": data.shuffle_buffer_gib} if data.shuffle_buffer > 1 else {}),
         "max_patches": data.max_patches,
         # Lengths of samples follow from these, and rows from lengths.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.description import LoaderError, SplitFacts
+from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.errors import UserError
 from megatron_vl.models.build import (
     aux_loss_coefficient,
@@ -260,7 +260,7 @@ def kept_counts(run: Run, counts: dict[str, Any] | None, restarted: bool) -> dic
     a restart."""
     if counts is None or not restarted:
         return counts
-    told = [run.loader is not None and run.loader.dataset == counts.get("dataset")]
+    told = [run.loader is not None and not difference(counts.get("dataset"), run.loader.dataset)]
     if run.grid.world_size > 1:
         dist.broadcast_object_list(told)  # rank 0 owns a loader
     return counts if told[0] else None
