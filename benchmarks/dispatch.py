@@ -2,8 +2,8 @@
 alone.
 
     torchrun --standalone --nproc-per-node N benchmarks/dispatch.py [--tokens 8192,32768] [--hidden 2048]
-    [--experts 128] python benchmarks/dispatch.py                                     # one GPU: both without
-    exchange, and the kernels
+        [--experts 128]
+    python benchmarks/dispatch.py           # one GPU: both without exchange, and the kernels
 
 All ranks share the experts; each has that many tokens, which go to ``top_k`` experts at random, evenly.
 Experts hand back the rows that they get. Times are of the slowest rank. ``exchange`` is one all-to-all of the

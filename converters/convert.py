@@ -78,8 +78,7 @@ class Report:
     kept_tensors: int = 0
 
 
-# --- To Megatron
-# ----------------------------------------------------------------------------------------------------
+# --- To Megatron --------------------------------------------------------------------------------------------
 
 
 def convert(
@@ -262,8 +261,7 @@ def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWr
     return Job(writer, info.name, info.shard_shape(cut), dtype, read)
 
 
-# --- To Hugging Face
-# ------------------------------------------------------------------------------------------------
+# --- To Hugging Face ----------------------------------------------------------------------------------------
 
 
 def export(

@@ -273,8 +273,7 @@ def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-# ------------------------------------------------------------------------------------------- in the worker
-# processes
+# --- In the worker processes --------------------------------------------------------------------------------
 
 
 def _verify(
@@ -350,8 +349,7 @@ def _inspect_file(kind: str, reference: str, path: Path, root: Path, max_pixels:
     return inspect(kind, reference, read_media(str(path), root), max_pixels)
 
 
-# ----------------------------------------------------------------------------------------------- in the main
-# process
+# --- In the main process ------------------------------------------------------------------------------------
 
 
 class _Writer:

@@ -73,7 +73,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = 
     return model.eval()
 
 
-# -------------------------------------------------------------------------- videos as the models were trained
+# --- Videos as the models were trained ----------------------------------------------------------------------
 
 
 def video_text(text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPrompt = "released") -> str:

@@ -116,8 +116,7 @@ class VideoInfo:
     width: int
 
 
-# ---------------------------------------------------------------------------------------------- processor
-# settings
+# --- Processor settings -------------------------------------------------------------------------------------
 
 
 def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> PixelSettings:
@@ -249,8 +248,7 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
         )
 
 
-# ------------------------------------------------------------------------------------------------ sizes and
-# counts
+# --- Sizes and counts ---------------------------------------------------------------------------------------
 
 
 def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -355,8 +353,7 @@ def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
     return torch.arange(0, video.frames, video.frames / count).int().tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# pixels
+# --- Pixels -------------------------------------------------------------------------------------------------
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:

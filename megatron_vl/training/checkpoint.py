@@ -1,10 +1,12 @@
 """Saving and resuming one's own run.
 
-    DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.weights.run_folder`)
-    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, files with their
-    hashes, lineage DIR/step_00000120/lineage.json      what it was trained from, small enough to be read of
-    every checkpoint DIR/step_00000120/weights/          safetensors shards, read by merge, export and every
-    later run DIR/step_00000120/optimizer/        one safetensors file a rank and an index of them
+    DIR/latest.json                     the checkpoint saved last
+                                        (see :mod:`megatron_vl.weights.run_folder`)
+    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, rule for videos,
+                                        files with their hashes, lineage
+    DIR/step_00000120/lineage.json      what it was trained from; small enough to be read of every checkpoint
+    DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
+    DIR/step_00000120/optimizer/        one safetensors file a rank and an index of them
                                         (see :mod:`megatron_vl.training.optimizer_state`)
     DIR/step_00000120/loader/           one state a data-parallel replica
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import TrainConfig, video_rule
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.errors import UserError
 from megatron_vl.models.build import (
@@ -208,7 +208,10 @@ _SKIPPED_STEPS, _AUX_LOSS = "skipped_steps", "moe_aux_loss"
 
 
 def _further_facts(run: Run) -> dict[str, Any]:
-    facts: dict[str, Any] = {_SKIPPED_STEPS: dict(run.skipped)}
+    facts: dict[str, Any] = {
+        _SKIPPED_STEPS: dict(run.skipped),
+        "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
+    }
     if run.spec.language.moe is not None:
         facts[_AUX_LOSS] = aux_loss_coefficient(run.spec, run.config.model)
     return facts

@@ -170,8 +170,7 @@ def check_hash(path: Path, facts: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} is damaged: its content is not what was written (SHA-256 differs)")
 
 
-# --- Which file holds what
-# ------------------------------------------------------------------------------------------
+# --- Which file holds what ----------------------------------------------------------------------------------
 
 
 def slices_of(tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int) -> list[list[Any]]:

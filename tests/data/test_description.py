@@ -207,8 +207,7 @@ def test_a_split_that_a_mixture_lacks_is_named(folder):
         read_description(folder / "meta.yaml").facts("train")
 
 
-# ------------------------------------------------------------------------------------------- states of a
-# loader
+# --- States of a loader -------------------------------------------------------------------------------------
 
 
 def loader(path: Path, **changes: Any) -> Any:
@@ -306,8 +305,7 @@ def test_states_of_earlier_versions_go_on_with_a_line(folder):
         loader(folder / "birds").load_state_dict(former(plain.state_dict(), "another"))
 
 
-# ------------------------------------------------------------------------------------------------- many
-# shards
+# --- Many shards --------------------------------------------------------------------------------------------
 
 
 def empty_shards(folder: Path, count: int) -> Path:

@@ -4,18 +4,16 @@ Parameters are counted from the tensor table, so weights, gradients and optimize
 are what the modules keep for their backward pass. Elements for each token (or patch) of a layer of width
 ``h`` and FFN width ``f``:
 
-    ====================================  ==========
-    ================================================================== input and output of both norms        4
-    h         shared over tensor-parallel ranks only under sequence parallelism,
-                                                      which the vision tower does not have
-    q and k after RoPE, v, attention      heads, kv   with Transformer Engine v is a copy; FlashAttention's v
-    is a view that
-                                                      keeps the whole fused QKV output; window layers keep
-                                                      that and the output, our kernels for full attention a
-                                                      rotated copy of it and the output
+    ====================================  ==========  ======================================================
+    input and output of both norms        4 h         shared over tensor-parallel ranks only under sequence
+                                                      parallelism, which the vision tower does not have
+    q and k after RoPE, v, attention      heads, kv   with Transformer Engine v is a copy; FlashAttention's
+                                                      v is a view that keeps the whole fused QKV output;
+                                                      window layers keep that and the output, our kernels
+                                                      for full attention a rotated copy of it and the output
     MLP: linear and activation            3 f or 2 f  with and without a gate; for experts ``top_k`` times,
-    and their inputs ====================================  ==========
-    ==================================================================
+                                                      and their inputs
+    ====================================  ==========  ======================================================
 
 How many micro-batches are in flight comes from playing the schedule (1F1B or interleaved) through. The loss
 holds the logits twice, because Transformer Engine's cross entropy copies them, and of every token, as in a
@@ -144,8 +142,7 @@ def _stage(
     )
 
 
-# --- Parameters
-# -----------------------------------------------------------------------------------------------------
+# --- Parameters ---------------------------------------------------------------------------------------------
 
 
 def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:
@@ -182,8 +179,7 @@ def _trained(config: TrainConfig, name: str) -> bool:
     return not frozen[part_of(name)]
 
 
-# --- Activations
-# ----------------------------------------------------------------------------------------------------
+# --- Activations --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -302,8 +298,7 @@ class _Sizes:
         )
 
 
-# --- Schedule
-# -------------------------------------------------------------------------------------------------------
+# --- Schedule -----------------------------------------------------------------------------------------------
 
 
 def warm_up_passes(pp: int, vpp: int, stage: int, micro_batches: int) -> int:
