@@ -29,6 +29,8 @@ from megatron_vl.errors import UserError
 from .media import MediaInfo
 from .shards import WORK
 
+FORMAT = 3
+"""Of a plan: by which rules records are read. 2 (until 2026-11-22) read many records with audio as text."""
 PLAN = "plan.json"
 RECORD = "convert.json"
 """A file in ``.nv-meta`` of a complete data set: the plan by which it was made, and its shards."""
@@ -48,7 +50,7 @@ def make_plan(inputs: list[Path], media_root: Path, **options: Any) -> dict[str,
         {"name": name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
         for name, path in zip(names(inputs), inputs, strict=True)
     ]
-    return {"format": 2, "options": options, "inputs": files, "media_root": str(media_root.resolve())}
+    return {"format": FORMAT, "options": options, "inputs": files, "media_root": str(media_root.resolve())}
 
 
 def names(inputs: list[Path]) -> list[str]:
@@ -151,6 +153,7 @@ class Workspace:
             )
 
         if old is not None:
+            self._check_format(old, complete=record is not None)
             differ = differences(old, public(self.plan) if record else self.plan)
             if differ:
                 state = "a complete data set made" if record else "an unfinished conversion"
@@ -169,6 +172,23 @@ class Workspace:
                 *self.out.glob("*" + durable.PARTIAL),
             ):
                 _remove(stale)
+
+    def _check_format(self, old: dict[str, Any], complete: bool) -> None:
+        """Refuses what was made by other rules: its samples, and those refused, may be others."""
+        found = old.get("format")
+        if found == FORMAT:
+            return
+        state = "a complete data set" if complete else "an unfinished conversion"
+        if not isinstance(found, int) or found > FORMAT:
+            raise ResumeError(
+                f"--out {self.out} holds {state} of another version of this program (format {found}, here"
+                f" {FORMAT}); give another --out, or convert anew there with --force"
+            )
+        raise ResumeError(
+            f"--out {self.out} holds {state} of an earlier version of this program, which read some records"
+            " with audio as if they were text. Convert again into another --out, or in its place with"
+            " --force. A run that has begun with the old data set goes on only with that one"
+        )
 
     def _unmake(self) -> None:
         """First removes the file that marks the data set as complete, so that an interrupted removal

@@ -321,8 +321,7 @@ class ProfileConfig:
 
     steps: list[int] | None = None
     """First and last step to trace, both included, as in [5, 7]. Steps are counted from 1 over the whole run,
-    as printed, also after a resume. Empty: none. A step of a large model takes about 100 MB of host memory
-    and 10 MB of disk."""
+    as printed, also after a resume. Empty: trace none."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks that write a trace, each one of its own."""
     dir: str = ""

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,8 @@ KINDS = {
     "concat": "a row of datasets",
 }
 """The kind of a part of an identity, by the field that marks it."""
+WEIGHTED = ("blend", "datasets")
+"""Kinds of mixtures whose parts have weights."""
 DEEPEST = 8
 """Largest depth of nested metadatasets."""
 MEASURED = 16
@@ -461,8 +465,8 @@ def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
 
 
 def difference(saved: Any, now: Any, name: str = "the data set") -> str:
-    """The difference between two identities of :class:`SplitFacts`, as a clause for a message;
-    empty if they are equal.
+    """The difference between two identities of :class:`SplitFacts`, as a clause for a message; empty if they
+    are equal. Weights count by their ratios: 1 and 1 are the same blend as 2 and 2.
 
     Args:
         name: name of the compared part.
@@ -480,12 +484,36 @@ def _fields_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> str
         return f"{name} was {KINDS.get(before, 'unknown')}, is {KINDS.get(after, 'unknown')}"
     if after == "content":
         return _data_sets_differ(saved, now, name)
+    if after in WEIGHTED and _shares(saved[after]) == _shares(now[after]) is not None:
+        saved, now = ({**side, after: _without_weights(side[after])} for side in (saved, now))
+
     for key in [*now, *(key for key in saved if key not in now)]:
         old, new = saved.get(key, DEFAULTS.get(key)), now.get(key, DEFAULTS.get(key))
         inner = f"the {key} of {name}" if key in DEFAULTS else name
         if key != "name" and (found := difference(old, new, inner)):
             return found
     return ""
+
+
+def _shares(parts: Any) -> list[Fraction] | None:
+    """The part that each data set of a blend has in it, exact; None where that cannot be said.
+
+    Energon 7.4.1 divides weights by their sum too, so weights 1 and 1 make the same order as 2 and 2.
+    """
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return None
+    written = [part.get("weight", DEFAULTS["weight"]) for part in parts]
+    if not all(type(weight) in (int, float) and 0 < weight < math.inf for weight in written):
+        return None
+
+    # By its digits: Fraction(0.1) is not a tenth.
+    weights = [Fraction(str(weight)) for weight in written]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _without_weights(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in part.items() if key != "weight"} for part in parts]
 
 
 def _data_sets_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> str:

@@ -509,7 +509,7 @@ class RowLoader:
         """
         saved, now = dict(saved), self._identity
 
-        if "shuffle_buffer_gib" not in saved:
+        if "shuffle_buffer_gib" in now and "shuffle_buffer_gib" not in saved:
             saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
             if now["shuffle_buffer_gib"]:
                 self.notes.append(
@@ -613,7 +613,8 @@ def build_loader(
         "pack": data.pack,
         "packing_buffer": data.packing_buffer,
         "shuffle_buffer": data.shuffle_buffer,
-        "shuffle_buffer_gib": data.shuffle_buffer_gib,
+        # Without a buffer there is nothing to bound.
+        **({"shuffle_buffer_gib": data.shuffle_buffer_gib} if data.shuffle_buffer > 1 else {}),
         "max_patches": data.max_patches,
         # These determine the lengths of samples, and so the rows.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],

@@ -1,8 +1,9 @@
 """Saves and resumes a run.
 
-    DIR/latest.json                     the checkpoint saved last (see :mod:`megatron_vl.weights.run_folder`)
-    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, lineage, and files
-                                        with their hashes
+    DIR/latest.json                     the checkpoint saved last
+                                        (see :mod:`megatron_vl.weights.run_folder`)
+    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, rule for videos,
+                                        lineage, and files with their hashes
     DIR/step_00000120/lineage.json      what it was trained from; small, so that those of all checkpoints
                                         can be read
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run

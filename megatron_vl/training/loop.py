@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_vl.config import TrainConfig
-from megatron_vl.data.description import LoaderError, SplitFacts
+from megatron_vl.config import TrainConfig, video_rule
+from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.errors import UserError
 from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
@@ -207,7 +207,10 @@ _SKIPPED_STEPS, _AUX_LOSS = "skipped_steps", "moe_aux_loss"
 
 
 def _further_facts(run: Run) -> dict[str, Any]:
-    facts: dict[str, Any] = {_SKIPPED_STEPS: dict(run.skipped)}
+    facts: dict[str, Any] = {
+        _SKIPPED_STEPS: dict(run.skipped),
+        "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
+    }
     if run.spec.language.moe is not None:
         facts[_AUX_LOSS] = aux_loss_coefficient(run.spec, run.config.model)
     return facts
@@ -262,7 +265,7 @@ def kept_counts(run: Run, counts: dict[str, Any] | None, restarted: bool) -> dic
     """
     if counts is None or not restarted:
         return counts
-    told = [run.loader is not None and run.loader.dataset == counts.get("dataset")]
+    told = [run.loader is not None and not difference(counts.get("dataset"), run.loader.dataset)]
     if run.grid.world_size > 1:
         dist.broadcast_object_list(told)  # rank 0 owns a loader
     return counts if told[0] else None

@@ -226,8 +226,7 @@ def read_tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-# --- Export
-# ---------------------------------------------------------------------------------------------------------
+# --- Export -------------------------------------------------------------------------------------------------
 
 
 def test_export_needs_the_same_model(tmp_path: Path) -> None:
@@ -267,8 +266,7 @@ def test_trained_float32_is_rounded_to_the_origins_type(tmp_path: Path) -> None:
         assert torch.equal(after[name], (tensor.float() * 1.001).bfloat16()), name
 
 
-# --- The folder written to
-# ------------------------------------------------------------------------------------------
+# --- The folder written to ----------------------------------------------------------------------------------
 
 
 def test_out_is_not_overwritten(tmp_path: Path) -> None:

@@ -219,8 +219,7 @@ def test_what_workers_print(dataset, capfd, caplog):
     assert capfd.readouterr().err.count("Filling") == 0
 
 
-# ------------------------------------------------------------------------------------------------------- the
-# limit
+# --- The limit ----------------------------------------------------------------------------------------------
 
 
 def test_the_share_of_bad_samples():
@@ -255,8 +254,7 @@ def test_no_bad_sample_or_any_number():
             BadSampleMeter(share, minimum)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# packing
+# --- Packing ------------------------------------------------------------------------------------------------
 
 
 def test_a_row_is_the_fullest_there_is():

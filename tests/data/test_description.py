@@ -153,6 +153,38 @@ def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
     assert difference(before, identity(tmp_path / "moved" / "renamed.yaml")) == ""
 
 
+@pytest.mark.parametrize("weights", [(6, 2), (0.3, 0.1), (1.5, 0.5), (3e-3, 1e-3)])
+def test_weights_count_by_their_ratio(folder, weights):
+    """Energon divides them by their sum."""
+    before = identity(folder / "meta.yaml")
+    birds, ships = weights
+    write(folder, "scaled.yaml", birds={"weight": birds}, ships={"weight": ships})
+    assert difference(before, identity(folder / "scaled.yaml")) == ""
+
+    # What a blend of one part has for its weight says nothing; nor does one of a nested mixture's.
+    for name, weight in (("one.yaml", 1), ("five.yaml", 5)):
+        nested = {"path": "meta.yaml" if weight == 1 else "scaled.yaml", "weight": weight}
+        write(folder, name, train={"blend": [nested]})
+    assert difference(identity(folder / "one.yaml"), identity(folder / "five.yaml")) == ""
+
+    # Another content is told, not the weights.
+    write(
+        folder,
+        "scaled.yaml",
+        train={"blend": [{"path": "birds", "weight": birds}, {"path": "other", "weight": ships}]},
+    )
+    assert difference(before, identity(folder / "scaled.yaml")).startswith("other was converted")
+
+
+def test_repetitions_count_as_they_are(folder):
+    """They are numbers of passes: twice as many of each part make another epoch."""
+    for name, times in (("once.yaml", 1), ("twice.yaml", 2)):
+        parts = [{"path": part, "repetitions": times} for part in ("birds", "ships")]
+        write(folder, name, train={"blend_epochized": parts})
+    found = difference(identity(folder / "once.yaml"), identity(folder / "twice.yaml"))
+    assert found == "the repetitions of birds was 1, is 2"
+
+
 def test_nested_mixtures_count_with_their_weights(folder):
     outer = [{"path": "meta.yaml", "weight": 2}, {"path": "other"}]
     before = identity(write(folder, "outer.yaml", train={"blend": outer}))
@@ -175,8 +207,7 @@ def test_a_split_that_a_mixture_lacks_is_named(folder):
         read_description(folder / "meta.yaml").facts("train")
 
 
-# ------------------------------------------------------------------------------------------- states of a
-# loader
+# --- States of a loader -------------------------------------------------------------------------------------
 
 
 def loader(path: Path, **changes: Any) -> Any:
@@ -205,6 +236,41 @@ def test_a_mixture_resumes_where_it_lies_and_not_with_other_weights(folder, tmp_
         StateError, match=r"the weight of ships was 1, is 3; give the data set .*checkpoint.restart_data true"
     ):
         loader(tmp_path / "moved" / "meta.yaml").load_state_dict(state)
+
+
+def test_scaled_weights_make_the_same_rows(folder):
+    """A state with weights 3 and 1 goes on under 6 and 2."""
+    rows = loader(folder / "meta.yaml")
+    keys(rows, 6)
+    state = json.loads(json.dumps(rows.state_dict()))
+    wanted = keys(rows, 30)
+
+    write(folder, birds={"weight": 6}, ships={"weight": 2})
+    again = loader(folder / "meta.yaml")
+    again.load_state_dict(state)
+    assert keys(again, 30) == wanted
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_without_a_shuffle_buffer_its_bound_means_nothing(folder, size):
+    """Nor in states that name it, as those of 2026-11-22 do."""
+    rows = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=2.0)
+    keys(rows, 2)
+    state = json.loads(json.dumps(rows.state_dict()))
+    assert "shuffle_buffer_gib" not in state["identity"]
+    named = {**state, "identity": {**state["identity"], "shuffle_buffer_gib": 2.0}}
+    wanted = keys(rows, 10)
+
+    for given in (state, named):
+        again = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=0.5)
+        again.load_state_dict(given)
+        assert keys(again, 10) == wanted
+        assert not any("bound in bytes" in note for note in again.notes)
+
+    with pytest.raises(StateError, match="shuffle_buffer_gib"):
+        loader(folder / "birds", shuffle_buffer_gib=0.5).load_state_dict(
+            loader(folder / "birds", shuffle_buffer_gib=2.0).state_dict()
+        )
 
 
 def former(state: dict[str, Any], dataset: str) -> dict[str, Any]:
@@ -236,8 +302,7 @@ def test_states_of_earlier_versions_go_on_with_a_line(folder):
         loader(folder / "birds").load_state_dict(former(plain.state_dict(), "another"))
 
 
-# ------------------------------------------------------------------------------------------------- many
-# shards
+# --- Many shards --------------------------------------------------------------------------------------------
 
 
 def empty_shards(folder: Path, count: int) -> Path:

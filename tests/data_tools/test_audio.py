@@ -95,7 +95,27 @@ HEARD = {
         sharegpt("<|audio_start|><|audio_pad|><|audio_end|>What is it?", "Glass."),
         "conversations[0].value",
     ),
+    # Tokens and spellings of other families: Phi-4, MiniCPM, Kimi-Audio and prompts by hand
+    "a token of its own": (openai("<|audio|>What is that?", "Glass."), "messages[0].content"),
+    "a numbered token": (openai("<|audio_1|>What is that?", "Glass."), "messages[0].content"),
+    "a numbered placeholder": (openai("What is <audio_1> about?", "Glass."), "messages[0].content"),
+    "a capital": (sharegpt("<Audio>What is that?", "Glass."), "conversations[0].value"),
+    "capitals": (sharegpt("What is that?\n<AUDIO>", "Glass."), "conversations[0].value"),
+    "sound": (sharegpt("<sound>\nWhat is that?", "Glass."), "conversations[0].value"),
+    "speech": (sharegpt("What is said?\n<speech>", "Hello."), "conversations[0].value"),
+    "a sound in the text": (openai("<sound>a.wav</sound>What is it?", "Glass."), "messages[0].content"),
+    "beside a document's part": (
+        openai("<question>\n<audio>\nWhat is it?\n</question>", "Glass."),
+        "messages[0].content",
+    ),
     # Listed, in whatever form
+    "audio_path": (sharegpt("What is it?", "Glass.", audio_path="a.wav"), "audio_path"),
+    "sound listed": (sharegpt("What is it?", "Glass.", sound="https://a.b/c.MP3?d=e"), "sound"),
+    "sounds listed": (sharegpt("What is it?", "Glass.", sounds=[{"path": "a"}]), "sounds"),
+    "speech listed": (sharegpt("What is said?", "Hello.", speech=["a.wav"]), "speech"),
+    "speech with its bytes": (sharegpt("What is said?", "Hello.", speech={"bytes": "UklG"}), "speech"),
+    "a silent array": (sharegpt("What?", "No.", audio={"path": None, "array": [0.0, 0.0]}), "audio"),
+    "an unknown structure": (sharegpt("What is it?", "Glass.", audio={"uri": "x"}), "audio"),
     "one path": (sharegpt("<audio>\nWhat is it?", "Glass.", audio="glass.wav"), "audio"),
     "a datasets column": (
         openai(
@@ -171,6 +191,24 @@ READ = {
             {"role": "assistant", "content": "Hello", "audio": None},
         ]
     },
+    # datasets' Audio feature where a row has none
+    "an empty structure": sharegpt(
+        "Hi", "Hello", audio={"bytes": None, "path": None, "sampling_rate": 16000}
+    ),
+    "empty structures": openai("Hi", "Hello", audios=[{"bytes": None, "path": "", "sampling_rate": 16000}]),
+    "an empty part of OpenAI's": openai([{**TEXT, "input_audio": {"data": None, "format": "wav"}}], "Hello"),
+    "no sounds": sharegpt("Hi", "Hello", audio=0),
+    "code without an end": sharegpt(
+        "Why does this not play?\n<audio>\n  <source src='a.mp3'>\nThanks", "It has no end tag."
+    ),
+    "code around it": openai("What is missing?\n<div>\n  <audio>\n  Hear!\n</div>", "The end tag."),
+    "code around it in capitals": openai("What is missing?\n<BODY>\n<AUDIO>\n</BODY>", "The end tag."),
+    "code beside a video": sharegpt(
+        "<video>\nWhat is it?\n<audio>\n<source src=a.mp3>", "A page.", video="a.mp4"
+    ),
+    "a part of a document": openai("<speech>\nDear all, ...\n</speech>\nSum it up.", "A greeting."),
+    "a speech as text": openai("Who said this?", "Lincoln.", speech="Four score and seven years ago"),
+    "a sound as a word": openai("Which animal is it?", "A cow.", sound="moo"),
     "the word": sharegpt("What is an audio codec?", "A coder and decoder of audio."),
 }
 
@@ -184,12 +222,24 @@ def test_talk_about_audio_is_read_as_it_is(record: dict[str, Any]) -> None:
         written = turn.get("content", turn.get("value"))
         parts = written if isinstance(written, list) else [{"text": written}]
         read = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
-        shown = "".join(part.get("text", "<image>") for part in read)
+        shown = "".join(part.get("text", f"<{part.get('type')}>") for part in read)
         assert shown == "".join(part["text"] for part in parts)
 
 
 @pytest.mark.parametrize(
-    "piece", ["x <audio> x", "<audio>" + " " * 300, "`<audio>", "x <audio>x.wav ", "```x", "x<audio>.</audio"]
+    "piece",
+    [
+        "x <audio> x",
+        "<audio>" + " " * 300,
+        "`<audio>",
+        "x <audio>x.wav ",
+        "```x",
+        "x<audio>.</audio",
+        "<sound><audio>",
+        "<div>" + " " * 300,
+        "<div",
+        "<source <audio> ",
+    ],
 )
 def test_long_texts_are_searched_in_linear_time(piece: str) -> None:
     """A search that is quadratic anywhere would take minutes."""

@@ -43,8 +43,7 @@ def refused(path: Path) -> dict[int, str]:
     return {line["record"]: line["reason"] for line in lines}
 
 
-# -----------------------------------------------------------------------------------------------------
-# formats
+# --- Formats ------------------------------------------------------------------------------------------------
 
 
 def test_sharegpt_markers_become_parts_in_the_order_of_the_text():
@@ -250,8 +249,7 @@ def test_keys_without_effect_and_media_in_answers_are_named():
     assert read_conversation({"id": "x", **TEXT}).ignored == []
 
 
-# ------------------------------------------------------------------------------------------------------
-# reading
+# --- Reading ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 20])
@@ -315,8 +313,7 @@ def test_broken_arrays_name_the_record(tmp_path, text):
         list(read_records(path))
 
 
-# ---------------------------------------------------------------------------------------------------
-# conversion
+# --- Conversion ---------------------------------------------------------------------------------------------
 
 
 def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
@@ -553,8 +550,7 @@ def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
         convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", workers=0))
 
 
-# -------------------------------------------------------------------------------------------------- command
-# line
+# --- Command line -------------------------------------------------------------------------------------------
 
 
 def run(tmp_path, records, *options: str) -> int:

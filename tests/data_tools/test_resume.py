@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ import psutil
 import pytest
 
 from data_tools.convert import ConversionOptions, ConvertError, _Pool, convert
+from data_tools.resume import make_plan
 from data_tools.shards import ShardError
 from tests.data.datasets import mixed_records
 from tests.data.media import encoded, write
@@ -351,3 +354,38 @@ def test_a_full_disk_is_explained_and_the_run_goes_on(source, tmp_path, undistur
     assert not (out / ".nv-meta").exists()
     convert(inputs(source), options(source, out))
     assert digests(out) == undisturbed
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_data_set_by_the_rules_of_an_older_version_is_no_success(tmp_path, finished):
+    """It may hold records with audio, read as text; the same arguments do not report it as made."""
+    out, record = tmp_path / "out", {"conversations": [{"from": "human", "value": "hi"}]}
+    record["conversations"].append({"from": "gpt", "value": "ok"})
+    (tmp_path / "in.jsonl").write_text(json.dumps(record) + "\n")
+    options = ConversionOptions(tmp_path, out)
+    convert([tmp_path / "in.jsonl"], options)
+
+    file = out / ".nv-meta" / "convert.json"
+    content = json.loads(file.read_text())
+    content["plan"]["format"] = 2
+    file.write_text(json.dumps(content))
+    if not finished:
+        shutil.rmtree(out)
+        (out / ".convert").mkdir(parents=True)
+        plan = make_plan_of(options, tmp_path / "in.jsonl") | {"format": 2}
+        (out / ".convert" / "plan.json").write_text(json.dumps(plan))
+
+    with pytest.raises(ConvertError) as error:
+        convert([tmp_path / "in.jsonl"], options)
+    said = str(error.value)
+    assert "earlier version" in said and "audio" in said and "--force" in said and "another --out" in said
+    assert "Give the same again" not in said
+
+    convert([tmp_path / "in.jsonl"], dataclasses.replace(options, force=True))
+    assert json.loads(file.read_text())["plan"]["format"] > 2
+    convert([tmp_path / "in.jsonl"], options)
+
+
+def make_plan_of(options: ConversionOptions, path: Path) -> dict:
+    names = ("val_fraction", "samples_per_shard", "bytes_per_shard", "max_pixels", "duplicate_ids")
+    return make_plan([path], options.media_root, **{name: getattr(options, name) for name in names})

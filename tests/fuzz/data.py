@@ -99,8 +99,7 @@ class Outcome:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------
-# mutations
+# --- Mutations ----------------------------------------------------------------------------------------------
 
 
 def flipped(data: bytes, draw: random.Random) -> bytes:
@@ -176,8 +175,7 @@ _PICTURES = [encoded(30 + 9 * i, 90 - 5 * i, kind, seed=i) for i, kind in enumer
 _VIDEO = video(6, 64, 64)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# data tool
+# --- Data tool ----------------------------------------------------------------------------------------------
 
 
 def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
@@ -229,8 +227,7 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
     return _outcome(Outcome(len(lines), report.samples, Counter(line["reason"] for line in listed)), start)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# loader
+# --- Loader -------------------------------------------------------------------------------------------------
 
 
 def _samples(shard: Path) -> list[tuple[str, dict[str, bytes]]]:
@@ -339,7 +336,7 @@ def _one_pass(
     return len(used - dropped.keys()), Counter(dropped.values()), missing
 
 
-# ----------------------------------------------------------------------------------------------- guard
+# --- Guard --------------------------------------------------------------------------------------------------
 
 
 def _guarded(work: Callable[[], Any], seconds: float) -> Any:

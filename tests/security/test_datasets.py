@@ -189,8 +189,7 @@ def test_a_plain_metadataset_is_read(dataset, tmp_path):
     assert len(used) > COUNT // 2 and not dropped
 
 
-# ------------------------------------------------------------------------------------------------------
-# inside a shard
+# --- Inside a shard -----------------------------------------------------------------------------------------
 
 
 def rebuilt(dataset: Path, change: Callable[[list[Member]], list[Member]]) -> Path:

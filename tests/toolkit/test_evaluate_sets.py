@@ -67,7 +67,7 @@ def evaluate(
     return code, json.loads(report.read_text()) if report.is_file() else {}
 
 
-# ------------------------------------------------------------ dialogues
+# --- Dialogues ----------------------------------------------------------------------------------------------
 
 DIMENSIONS = (
     "Creativity",
@@ -149,7 +149,7 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, ju
     assert f"1. {said[0]}\n2. {said[1]}" in page and page.count("data:image/jpeg") == 3
 
 
-# ------------------------------------------------------------ tables
+# --- Tables -------------------------------------------------------------------------------------------------
 
 
 def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
@@ -187,7 +187,7 @@ def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
         assert found == [pytest.approx(right / 2)], metrics
 
 
-# ------------------------------------------------------------ videos
+# --- Videos -------------------------------------------------------------------------------------------------
 
 
 ASKED = (0, 1, 2, 3, 1, 2, 3, 0)

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from converters.convert import convert
 from data_tools.formats import RecordError, read_prompt
+from megatron_vl.errors import UserError
+from megatron_vl.weights.reader import WeightReader
 from toolkit.cli import main
 from toolkit.demo.data import write_raw_data
 from toolkit.demo.reference import DemoReference, read_sample
+from toolkit.generate.answers import video_rules
 
 TOKENS = 12
 IDS = ("astronaut", "two_images", "text_only", "video")
@@ -149,3 +153,53 @@ def test_all_unusable_records_are_reported(tiny_checkpoint, tmp_path: Path, caps
     hf_options = ["--hf", hf, "--checkpoint", str(tmp_path / "weights")]
     assert main(["generate", *hf_options, "--prompt-file", str(third)]) == 1
     assert f"generate: {third} line 2: image does not decode: no.png" in capsys.readouterr().err
+
+
+RULES = [
+    ("qwen2_5_vl", "video_positions", "transformers_5_3"),
+    ("qwen3_vl", "video_prompt", "transformers_5_10"),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "former"), RULES)
+@pytest.mark.parametrize("told_by", ["run.json", "loader", "an old loader"])
+def test_a_runs_checkpoint_brings_its_rule_for_videos(
+    family, name, former, told_by, tiny_checkpoint, tmp_path
+):
+    """From its folder or a step's; of weights alone the option counts."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    step = tmp_path / "run" / "step_00000004"
+    convert(Path(hf), step / "weights", {"tp": 1, "pp": 1})
+    (step / "loader").mkdir()
+    run: dict[str, Any] = {"video_rule": {name: former}} if told_by == "run.json" else {}
+    (step / "run.json").write_text(json.dumps(run))
+    identity = {} if told_by == "an old loader" else {name: former if told_by == "loader" else "wrong"}
+    (step / "loader" / "dp_00000.json").write_text(json.dumps({"identity": identity}))
+    write_latest(tmp_path / "run")
+
+    said: list[str] = []
+    for path in (tmp_path / "run", step, step / "weights"):
+        reader = WeightReader(path)
+        for asked in ({}, {name: former}):
+            said.clear()
+            assert video_rules(reader, asked, said.append) == {name: former}
+            assert len(said) == 1 and former in said[0] and str(step) in said[0]
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} released contradicts .*{former}"):
+            video_rules(reader, {name: "released"}, said.append)
+
+    # The other family's rule means nothing here, and a rule of a later version nothing to this one.
+    other = next(each for _, each, _ in RULES if each != name)
+    assert video_rules(reader, {other: "released"}, said.append)[name] == former
+    (step / "run.json").write_text(json.dumps({"video_rule": {name: "transformers_9"}}))
+    with pytest.raises(UserError, match="does not know"):
+        video_rules(reader, {}, said.append)
+
+    (step / "weights").rename(tmp_path / "alone")
+    said.clear()
+    for asked in ({}, {name: former}):
+        assert video_rules(WeightReader(tmp_path / "alone"), asked, said.append) == asked
+    assert not said
+
+
+def write_latest(run: Path) -> None:
+    (run / "latest.json").write_text(json.dumps({"step": 4}))

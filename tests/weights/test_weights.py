@@ -406,8 +406,7 @@ def test_impossible_tp_is_refused(tmp_path: Path, spec: ModelSpec, full: dict[st
         WeightReader(tmp_path).get(EMBEDDING, 0, Cut(3))
 
 
-# --- Writing what is not the model
-# ----------------------------------------------------------------------------------
+# --- Writing what is not the model --------------------------------------------------------------------------
 
 
 def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
@@ -456,8 +455,7 @@ def test_unsupported_type_and_no_debris(tmp_path: Path) -> None:
     assert not (tmp_path / "w").exists()
 
 
-# --- Reading what somebody handed over
-# ------------------------------------------------------------------------------
+# --- Reading what somebody handed over ----------------------------------------------------------------------
 
 
 def edited(folder: Path, signed: bool = True, **changes: object) -> None:
@@ -522,8 +520,7 @@ def test_any_edit_of_the_manifest_is_seen(tmp_path: Path, spec: ModelSpec, full:
     assert WeightReader(tmp_path).spec == spec
 
 
-# --- Damage to what is stored
-# ---------------------------------------------------------------------------------------
+# --- Damage to what is stored -------------------------------------------------------------------------------
 
 
 def flip(file: Path, at: int) -> None:

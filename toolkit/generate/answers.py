@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
@@ -12,12 +13,13 @@ from typing import Any
 from data_tools.formats import Conversation, RecordError, read_prompt
 from data_tools.media import read_media, resolve
 from data_tools.records import BadLine, ReadError, is_array, read_records
-from megatron_vl.config import DataConfig
+from megatron_vl.config import RULES_BEFORE, DataConfig
 from megatron_vl.data.assemble import Sample
 from megatron_vl.data.chat import ChatError, stop_tokens
 from megatron_vl.data.pixels import PixelError
 from megatron_vl.errors import UserError
 from megatron_vl.spec.layout import make_layout
+from megatron_vl.training.preflight import trained_video_rule
 from megatron_vl.weights.reader import WeightReader
 from toolkit.launch import end_of, run_group
 from toolkit.samples import SampleEncoder, write_samples
@@ -47,6 +49,8 @@ class GenerateRequest:
     batch: int = 8
     data: DataConfig = field(default_factory=DataConfig)
     """Limits of pictures and videos."""
+    asked_rules: dict[str, str] = field(default_factory=dict)
+    """The rules for videos that were asked for, by the fields of ``data``; others are the checkpoint's."""
 
 
 def run_generate(
@@ -57,8 +61,10 @@ def run_generate(
     Raises:
         UserError, FileNotFoundError: the processes failed, or the request is impossible.
     """
-    encoder = SampleEncoder(request.hf, request.data)
-    spec = WeightReader(request.checkpoint).spec
+    reader = WeightReader(request.checkpoint)
+    spec = reader.spec
+    data = dataclasses.replace(request.data, **video_rules(reader, request.asked_rules, say))
+    encoder = SampleEncoder(request.hf, data)
     if spec.differences(encoder.spec):
         raise UserError(f"--checkpoint {request.checkpoint} holds a different model than --hf {request.hf}")
 
@@ -77,7 +83,7 @@ def run_generate(
             dtype=request.dtype,
             platform=request.platform,
             batch=request.batch,
-            video_positions=request.data.video_positions,
+            video_positions=data.video_positions,
         )
         write_job(job, work / "job.json")
         ranks = layout.tp * layout.pp * layout.least_dp
@@ -95,6 +101,35 @@ def run_generate(
         {"text": decode(tokens, skip_special_tokens=True), "tokens": tokens, "prompt_tokens": len(sample)}
         for tokens, sample in zip(answers, samples, strict=True)
     ]
+
+
+def video_rules(reader: WeightReader, asked: dict[str, str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Fields of :class:`DataConfig`: the rules asked for, and of a run's checkpoint the one of its training.
+
+    Raises:
+        UserError: a run's checkpoint was trained under another rule than the one asked for, or under one that
+            this version does not know.
+    """
+    step = reader.path.parent
+    if not (step / "run.json").is_file():
+        return dict(asked)
+
+    trained = trained_video_rule(step, reader.spec)
+    for name, rule in trained.items():
+        option = "--" + name.replace("_", "-")
+        if asked.get(name, rule) != rule:
+            raise UserError(
+                f"{option} {asked[name]} contradicts {step}, which was trained under {rule!r}: leave the"
+                " option out"
+            )
+        if rule not in ("released", RULES_BEFORE[name]):
+            raise UserError(
+                f"{step} was trained under data.{name} {rule!r}, which this version does not know: use the"
+                " one that trained it"
+            )
+        if rule != "released":
+            say(f"videos follow {name} {rule!r}, under which {step} was trained")
+    return {**asked, **trained}
 
 
 def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:

@@ -44,9 +44,12 @@ def generate(options: GenerateOptions) -> int:
         data=DataConfig(
             video_fps=options.video_fps,
             video_max_frames=options.video_max_frames,
-            video_positions=options.video_positions,
-            video_prompt=options.video_prompt,
         ),
+        asked_rules={
+            name: value
+            for name in ("video_positions", "video_prompt")
+            if (value := getattr(options, name)) is not None
+        },
     )
     answers = run_generate(request, lambda line: print(line, file=sys.stderr))
     if options.json:
