@@ -14,8 +14,8 @@ not happened. The checkpoints that the new branch was not trained from stay on d
 unless a user asks for them by step. They are deleted by hand.
 
 Older versions saved no lineage. They wrote ``latest.json`` after every save, so among their checkpoints the
-one that it names counts, and the largest step where the file is missing. When it names a smaller step than the
-largest, the run was rolled back. (Or it was killed within the instant between the two; then an interval is
+one that it names counts, and the largest step where the file is missing. When it names a smaller step than
+the largest, the run was rolled back. (Or it was killed within the instant between the two; then an interval is
 trained again.) Times of files would tell these two apart only until the folder is copied.
 
 Nothing here imports torch.
@@ -371,9 +371,9 @@ def _left_by_older_version(folder: Path, tip: Saved) -> Saved | None:
 
 def _left_line(tip: Saved, left: Saved) -> str:
     return (
-        f"{LATEST} was written by an older version and names step {tip.step}, though step {left.step} is there "
-        f"too: the run was rolled back before it saved step {tip.step}, and goes on from there. To go on from "
-        f"step {left.step} instead, give --checkpoint.step {left.step}"
+        f"{LATEST} was written by an older version and names step {tip.step}, though step {left.step} is"
+        f" there too: the run was rolled back before it saved step {tip.step}, and goes on from there. To go"
+        f" on from step {left.step} instead, give --checkpoint.step {left.step}"
     )
 
 
