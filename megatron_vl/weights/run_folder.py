@@ -15,7 +15,7 @@ unless a user asks for them by step. They are deleted by hand.
 
 Older versions saved no lineage. They wrote ``latest.json`` after every save, so among their checkpoints the
 one that it names counts, and the largest step where the file is missing. When it names a smaller step than
-the largest, the run was rolled back. (Or it was killed within the instant between the two; then an interval is
+the largest, the run was rolled back. (Or it was killed in the instant between the two; then an interval is
 trained again.) Times of files would tell these two apart only until the folder is copied.
 
 Nothing here imports torch.
