@@ -228,8 +228,8 @@ class CheckpointConfig:
     interval: int = 0
     """Steps between checkpoints; 0: at the end only."""
     keep: int = 2
-    """Latest checkpoints kept; 0: all. Those that a roll-back left behind are not counted and not deleted, nor
-    is the one that the last roll-back went back to."""
+    """Latest checkpoints kept; 0: all. Those that a roll-back left behind are not counted and not deleted,
+    nor is the one that the last roll-back went back to."""
     keep_every: int = 0
     """Checkpoints of multiples of this step are kept for good; 0: only the latest ones."""
     resume: bool = True

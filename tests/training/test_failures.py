@@ -25,7 +25,7 @@ from converters.convert import convert
 from data_tools.convert import Options
 from data_tools.convert import convert as convert_data
 from megatron_vl.parallel import failures
-from megatron_vl.training.loop import TrainingStopped, _closing
+from megatron_vl.training.loop import TrainingStopped, _closing, _steps_of
 from tests.support.ranks import run_module
 from tests.training.small_run import command, environment
 
@@ -227,6 +227,12 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
 
     with pytest.raises(OSError, match="No space left"), _closing(run, SimpleNamespace(close=close)):
         pass
+
+
+def test_a_folder_that_cannot_be_listed_at_the_end_is_told(tmp_path) -> None:
+    """All is saved by then: the line says why, and the run has ended well."""
+    (tmp_path / "latest.json").write_text('{"step": 3}')
+    assert "names step 3, but there is no such step_ folder" in _steps_of(tmp_path)
 
 
 @pytest.mark.ranks

@@ -20,7 +20,7 @@ from megatron_vl.json_files import manifest_digest
 from megatron_vl.weights.reader import find_weights
 from megatron_vl.weights.run_folder import step_folder
 from tests.support.ranks import call
-from tests.training.programs import what_trainings_say
+from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say
 from tests.training.small_run import metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import describe, lineage_lines, lineage_of, verify_checkpoint
 
@@ -251,6 +251,16 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     assert said.count("--checkpoint.restart_data") == 1, "the same advice twice"
     trainings(moved, (run, [*DROPPING, *on, "--checkpoint.attempt", "2", "--steps", "4"]))
     assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"
+
+
+@pytest.mark.ranks
+def test_a_finished_run_ends_well_where_a_rank_sees_the_folder_late(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """The last checkpoint and latest.json need not be seen together on all nodes."""
+    words = options_of(prepared, tmp_path / "run", *QUICK, steps=4)
+    said = call(a_run_whose_second_rank_sees_an_older_folder, ranks=2, words=words, seen=2)
+    assert f"checkpoints in {tmp_path / 'run'}: [2, 4]" in said
 
 
 def test_start_weights_that_hold_another_model_are_still_refused(
