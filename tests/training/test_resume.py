@@ -24,6 +24,8 @@ from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder
 from tests.training.small_run import metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import describe, lineage_lines, lineage_of, verify_checkpoint
 
+pytestmark = pytest.mark.ranks
+
 QUICK = [
     "--data.num_workers",
     "0",
@@ -234,7 +236,7 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
 ) -> None:
     """Two replicas, then one that reads the same data from its start, then another data set."""
     run = tmp_path / "run"
-    options = [*QUICK, *DROPPING]
+    options = [*QUICK, *DROPPING, "--optimizer.warmup_steps", "1"]
     assert train(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2).returncode == 0
     two = dropped(run, 2)
     assert saved_counts(run, 1) == dropped(run, 1) and saved_counts(run, 2) == two
