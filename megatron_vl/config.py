@@ -232,8 +232,8 @@ class CheckpointConfig:
     interval: int = 0
     """Steps between checkpoints. 0: save at the end only."""
     keep: int = 2
-    """Number of latest checkpoints to keep. 0: keep all.
-    Checkpoints that a roll-back abandoned are neither counted nor deleted."""
+    """Number of latest checkpoints to keep. 0: keep all. Checkpoints that a roll-back abandoned are neither
+    counted nor deleted, nor is the one that the last roll-back went back to."""
     keep_every: int = 0
     """Never delete checkpoints of multiples of this step. 0: keep only the latest ones."""
     resume: bool = True
@@ -246,7 +246,8 @@ class CheckpointConfig:
     Empty: the current branch if it has saved the step, otherwise the one saved last."""
     restart_data: bool = False
     """When resuming, read the data set from its start. Use it after a change of the number of data-parallel
-    ranks, workers or rows. This happens once: a later start with the option on continues in the data."""
+    ranks, workers or rows. This happens once: a later start with the option on continues in the data, also
+    after starts without it."""
     attempt: int = 1
     """Raise this number to apply step or restart_data once more."""
     background: bool = True

@@ -9,7 +9,11 @@ wherever the main thread is. The first message counts, because later failures us
 Steps do not become slower: the threads wait inside the store's server without polling. Each rank holds one
 more connection to that server (2 instead of 1, for any number of ranks). The time from the failure to the end
 of the last rank is the store's round trip, plus at most ``_SEEN_S`` for ranks that no longer answer and at
-most ``_WRITERS_S`` while a checkpoint is being written.
+most ``_WRITERS_S`` while a checkpoint is being written. No rank ends before all have written, because
+launchers end the remaining ranks as soon as one is gone.
+
+The store lives in rank 0, or in the launcher's process. If that is killed, nobody can leave a message: the
+threads see the connection close and end their processes with a message of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ from megatron_vl.errors import TRACEBACK
 _SEEN_S = 5.0
 """Seconds that an ending rank waits for all others to read the message, because the store may end with it."""
 _WRITERS_S = 60.0
-"""Seconds that an ending rank waits for threads that write a checkpoint."""
+"""Seconds that an ending rank waits for threads that write a checkpoint, on all ranks."""
+_HOST_S = 5.0
+"""Seconds that the orderly end may be under way on a rank that has lost the store."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class _Watch:
         # rank. Both are opened at the start: connecting to a server that has ended blocks until a timeout.
         self.store = default_store().clone()
         self.leaving = threading.RLock()
+        self.orderly = threading.Event()
+        """Set when this rank has come to the orderly end."""
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
 
@@ -81,30 +89,49 @@ class _Watch:
             while failure is None:
                 failure = self.wait(self.store, 3600)
         except RuntimeError:
-            return  # the store's server has ended: no message can arrive any more
+            if self.orderly.wait(_HOST_S):
+                return  # the host of the store has ended before this rank, and well
+            failure = Failure(self.rank, _host_is_gone(), fixable=False)
         if not failure.message or not self.leaving.acquire(blocking=False):
             return  # an orderly end, or the main thread is already ending the process
         tell_once(failure)
         self.leave(self.store)
 
+    def meet(self, store: Any, where: str, seconds: float) -> bool:
+        """Waits until all ranks are here. Returns whether they came: one that does not has ended, or the
+        store has."""
+        place = f"{self.key}/{where}"
+        everyone = f"{place}/all"
+        try:
+            if store.add(place, 1) == self.world:
+                store.set(everyone, "1")
+            store.wait([everyone], timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
+
     def leave(self, store: Any) -> None:
         """Ends the process without running destructors of communicators, whose peers may be gone."""
         deadline = time.monotonic() + _WRITERS_S
+        all_seen = self.meet(store, "seen", _SEEN_S)
+
         for thread in threading.enumerate():
             if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
                 thread.join(max(0.0, deadline - time.monotonic()))
-
-        everyone = f"{self.key}/all_seen"
-        try:
-            if store.add(f"{self.key}/seen", 1) == self.world:
-                store.set(everyone, "1")
-            store.wait([everyone], timedelta(seconds=_SEEN_S))
-        except RuntimeError:
-            pass  # a rank that does not answer has ended, or the store has ended
+        if all_seen:
+            self.meet(store, "done", max(_SEEN_S, deadline - time.monotonic()))
 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _host_is_gone() -> str:
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (
+        f"the process that keeps the store of all ranks ({place}: rank 0, or the launcher) is gone. It was"
+        " killed, or its node is lost; start again to continue from the latest checkpoint"
+    )
 
 
 def _read(value: bytes) -> Failure:
@@ -128,10 +155,18 @@ def watch() -> None:
 def stop() -> None:
     """Ends the threads of all ranks in an orderly way. Call it on all ranks after a barrier."""
     global _watch
-    if _watch is not None:
+    if _watch is None:
+        return
+
+    _watch.orderly.set()
+    try:
         _watch.publish(default_store(), "")
-        _watch.thread.join(_SEEN_S)
-        _watch = None
+    except RuntimeError:
+        pass  # the rank that hosts the store has ended before this one
+    else:
+        _watch.meet(default_store(), "stopped", _SEEN_S)  # the host's end would look like its death elsewhere
+    _watch.thread.join(_SEEN_S)
+    _watch = None
 
 
 def report(message: str, fixable: bool = True) -> Failure:
@@ -144,9 +179,10 @@ def report(message: str, fixable: bool = True) -> Failure:
         return own
     _watch.leaving.acquire()  # does not return if the thread is already ending the process
     try:
-        return _watch.publish(default_store(), message, fixable)
+        first = _watch.publish(default_store(), message, fixable)
     except RuntimeError:
         return own  # the store's server has ended
+    return first if first.message else own  # others may have come to the orderly end
 
 
 def cause(seconds: float = _SEEN_S) -> str | None:

@@ -171,6 +171,7 @@ class CheckpointSaver:
     Args:
         keep: number of latest checkpoints to keep; 0 keeps all. Only checkpoints that the current weights
             were trained from are counted and deleted. Those that a roll-back abandoned are left to the user.
+            The one that the current branch's roll-back went back to is kept too, so that it can be repeated.
         keep_every: checkpoints of multiples of this step are never deleted; 0: none.
         lineage: lineage of what is saved (see :func:`megatron_vl.weights.run_folder.choose`);
             None: a new branch.
@@ -351,6 +352,8 @@ class CheckpointSaver:
 
         line = sorted((s for s in saved if self._lineage.holds(newest.step, s.point)), key=lambda s: s.step)
         kept = line[-self.keep :] if self.keep else line
+        if back := self._lineage.rollback:
+            kept = [*kept, *(one for one in line if one.point == Point(back.branch, back.step))]
         for one in line:
             for_good = self.keep_every and one.step % self.keep_every == 0
             if one not in kept and one.path not in held and not for_good:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.config import TrainConfig, video_rule
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UserError, describe, is_fixable
 from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
@@ -250,11 +252,13 @@ def load_loader(loader: Any, state: dict[str, Any], start: Start) -> None:
     try:
         loader.load_state_dict(state)
     except ValueError as error:
-        done = start.lineage.data_restart
-        again = f" --checkpoint.attempt {done.attempt + 1}" if done else ""
+        done = start.source.lineage.data_restart if start.source is not None else None
+        anew = "--checkpoint.restart_data true"
+        whole = f"{anew} --checkpoint.attempt {done.attempt + 1}" if done else anew
+        if anew in str(error):
+            raise checkpoint.CheckpointError(str(error).replace(anew, whole)) from error
         raise checkpoint.CheckpointError(
-            f"{error}. Or keep weights and optimizer and read the data set from its start: "
-            f"--checkpoint.restart_data true{again}"
+            f"{error}. Or keep weights and optimizer and read the data set from its start: {whole}"
         ) from error
 
 
@@ -320,14 +324,13 @@ def train(config: TrainConfig) -> None:
             " go on",
         )
     profiler = StepProfiler(config, run.grid.rank)
-    done = False
-    try:
+    with _closing(run, log, profiler):
         signalled = _steps(run, log, profiler)
         profiler.finish()
         if run.saver is not None:
             run.saver.wait()
         dist.barrier()  # no rank leaves before rank 0 has named the checkpoint
-        if run.saver is not None:
+        if run.saver is not None and run.grid.rank == 0:  # elsewhere shared storage may still look as before
             say(run.grid, f"checkpoints in {config.checkpoint.dir}: {_steps_of(Path(config.checkpoint.dir))}")
         if signalled:
             then = (
@@ -337,16 +340,37 @@ def train(config: TrainConfig) -> None:
             )
             say(run.grid, f"stopped after step {run.step} of {config.steps}, as a signal asked; {then}")
         failures.stop()
-        done = True
-    finally:
-        if not done:
-            profiler.drop()
-            if run.exporter is not None:
-                run.exporter.stop()
-        log.close(failed=not done)
-        if run.loader is not None:
-            run.loader.close()
     finish_exports(run)
+
+
+@contextlib.contextmanager
+def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None]:
+    """Closes log and loader at the end.
+
+    After a failure the other ranks hear of it first, because closing may take a while. The failure also stays
+    the error that is raised: a log that cannot be closed usually has the same cause.
+    """
+    failed = False
+    ignored: list[type[Exception]] = []
+    try:
+        yield
+    except BaseException as error:
+        failed = True
+        if isinstance(error, Exception):
+            failures.report(describe(error), is_fixable(error))
+            ignored.append(Exception)
+        raise
+    finally:
+        with contextlib.suppress(*ignored):
+            if failed:
+                profiler.drop()
+                if run.exporter is not None:
+                    run.exporter.stop()
+        with contextlib.suppress(*ignored):
+            log.close(failed=failed)
+        with contextlib.suppress(*ignored):
+            if run.loader is not None:
+                run.loader.close()
 
 
 def finish_exports(run: Run) -> None:
@@ -436,8 +460,11 @@ def _save_failure(run: Run) -> str:
 
 
 def _steps_of(folder: Path) -> str:
-    """The checkpoints that led to the latest one, and those of abandoned branches."""
-    present, left = by_branch(folder)
+    """The checkpoints that led to the latest one and those of abandoned branches, or why they are unknown."""
+    try:
+        present, left = by_branch(folder)
+    except (checkpoint.CheckpointError, OSError) as error:
+        return str(error)
     steps = str([saved.step for saved in present])
     return f"{steps}; of abandoned branches: {[saved.step for saved in left]}" if left else steps
 

@@ -14,7 +14,11 @@ A roll-back (``checkpoint.step``) begins a branch with the first checkpoint save
 no effect. The checkpoints that the new branch was not trained from stay on disk and are chosen only if a user
 asks for them by step. Users delete them by hand.
 
-Checkpoints of older versions have no lineage. Among them, the largest step is the latest.
+Older versions saved no lineage. They wrote ``latest.json`` after every save, so among their checkpoints the
+one that it names counts, and the largest step if the file is missing. If it names a smaller step than the
+largest, the run was rolled back. (Or it was killed in the instant between the two; then an interval is
+trained again.) Times of files would tell these two apart only until the folder is copied.
+
 Nothing here imports torch.
 """
 
@@ -72,8 +76,8 @@ class RollBack:
 
 @dataclass(frozen=True)
 class DataRestart:
-    """Records that the data set was read from its start at ``step``.
-    It is kept while runs have the option on."""
+    """Records that the data set was read from its start at ``step``; all later checkpoints of the branch
+    keep the record."""
 
     step: int
     attempt: int
@@ -273,12 +277,12 @@ def latest(folder: Path) -> Saved | None:
         )
 
     newest = checkpoints[-1]
-    older = [saved for saved in checkpoints if saved.lineage.serial == 0]
-    if named is not None and "serial" not in named and older:
+    by_older = [saved for saved in checkpoints if saved.lineage.serial == 0]
+    if named is not None and "serial" not in named and by_older:
+        last = next((saved for saved in by_older if saved.step == named["step"]), by_older[-1])
         # An older version wrote latest.json.
         # If it continued from what this version had saved, its checkpoint is newer.
-        last = older[-1]
-        if not newest.lineage.holds(newest.step, last.point):
+        if newest in by_older or not newest.lineage.holds(newest.step, last.point):
             return last
     return newest
 
@@ -351,8 +355,12 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     if folder is None or (step is None and tip is None):
         return Choice(None, Lineage(branch=new_branch()))
     if step is None:
-        assert tip is not None
-        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
+        assert folder is not None and tip is not None
+        left = _left_by_older_version(folder, tip)
+        if left is None:
+            return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
+        lineage = Lineage(branch=new_branch(), parent=tip.point, forks=(tip.point,))
+        return Choice(tip, lineage, (_left_line(tip, left),))
 
     checkpoints = saved_checkpoints(folder)
     tip = _tip_for_roll_back(folder, checkpoints)
@@ -365,6 +373,22 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     rollback = RollBack(step, source.lineage.branch, attempt)
     lineage = Lineage(0, new_branch(), source.point, forks, rollback, source.lineage.data_restart)
     return Choice(source, lineage, (_roll_back_line(source, tip),))
+
+
+def _left_by_older_version(folder: Path, tip: Saved) -> Saved | None:
+    """The largest step that an older version's roll-back left, when ``tip`` is that version's latest."""
+    if tip.lineage.serial:
+        return None
+    by_older = [saved for saved in saved_checkpoints(folder) if saved.lineage.serial == 0]
+    return by_older[-1] if by_older[-1].step > tip.step else None
+
+
+def _left_line(tip: Saved, left: Saved) -> str:
+    return (
+        f"{LATEST} was written by an older version and names step {tip.step}, though step {left.step} is"
+        f" there too: the run was rolled back before it saved step {tip.step}, and goes on from there. To go"
+        f" on from step {left.step} instead, give --checkpoint.step {left.step}"
+    )
 
 
 def _tip_for_roll_back(folder: Path, checkpoints: list[Saved]) -> Saved | None:
