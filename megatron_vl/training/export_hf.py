@@ -35,7 +35,7 @@ _END_S = 10.0
 class HfExporter:
     """Exports saved steps one after another, in the background; on rank 0.
 
-    A failure is told and costs that folder, not the run.
+    A failure is reported and costs that folder, not the run.
 
     Args:
         folder: the run's checkpoints.

@@ -314,7 +314,7 @@ def trained_video_rule(source: Path, spec: ModelSpec) -> dict[str, str]:
     """The field of :class:`DataConfig`, with its value, that the step folder ``source`` was trained under.
 
     It is in ``run.json``, and in those before 2026-11-22 in the first loader's state alone. Empty where
-    neither says; a damaged file is told, by its hash, where it is needed.
+    neither says. A damaged file is reported later, by its hash.
     """
     name = next(iter(video_rule(DataConfig(), spec.vision.video_timestamps)))
     told = _read_dict(source / "run.json").get("video_rule")

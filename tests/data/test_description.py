@@ -167,7 +167,7 @@ def test_weights_count_by_their_ratio(folder, weights):
         write(folder, name, train={"blend": [nested]})
     assert difference(identity(folder / "one.yaml"), identity(folder / "five.yaml")) == ""
 
-    # Another content is told, not the weights.
+    # Other content is reported, not the weights.
     write(
         folder,
         "scaled.yaml",

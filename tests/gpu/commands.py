@@ -176,7 +176,7 @@ def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     want = transformers_tokens(work / "hf", image, platform)
     for tp in sorted({1, ranks}):
         got = tokens_of(checks.run(f"generate tp {tp}", *dense, "--tp", tp))
-        # Sums over ranks are rounded elsewhere, so that in bfloat16 a near tie may end another way behind the
+        # Sums over ranks are rounded elsewhere, so that in bfloat16 a near tie may end otherwise after the
         # first token.
         compared = NEW_TOKENS if tp == 1 or platform == "cpu" else 1
         same = sum(a == b for a, b in zip(got, want, strict=False))

@@ -42,11 +42,11 @@ def fix_interpreter() -> None:
     does not convert."""
     patch = interpreter._patch_lang_tensor
 
-    def mended(tensor: type, scope: interpreter._LangPatchScope) -> None:
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = mended
+    interpreter._patch_lang_tensor = patched
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

@@ -84,11 +84,11 @@ class Layer(nn.Module):
         )
         self.experts.planned = True  # float32, which the interpreter computes
 
-    def forward(self, x: Tensor, counts: list[int], probs: Tensor, behind: int = 0) -> Tensor:
-        """``behind``: rows of NaN after those of the experts."""
-        hidden = torch.cat((self.dense(x), torch.full((behind, HIDDEN), torch.nan)))
+    def forward(self, x: Tensor, counts: list[int], probs: Tensor, extra: int = 0) -> Tensor:
+        """``extra``: rows of NaN after those of the experts."""
+        hidden = torch.cat((self.dense(x), torch.full((extra, HIDDEN), torch.nan)))
         return self.experts(
-            hidden, torch.tensor(counts), torch.cat((probs, torch.full((behind,), torch.nan)))
+            hidden, torch.tensor(counts), torch.cat((probs, torch.full((extra,), torch.nan)))
         )[0]
 
     def reference(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
-def layer_error(*, main_grad: bool, recompute: bool, behind: int = 0) -> float:
+def layer_error(*, main_grad: bool, recompute: bool, extra: int = 0) -> float:
     """Output and all gradients of a layer without DDP; ``main_grad`` is not empty before.
 
     The memory after the experts' rows, and its gradient, is NaN.
@@ -146,9 +146,9 @@ def layer_error(*, main_grad: bool, recompute: bool, behind: int = 0) -> float:
         layer.fuse()
         for weight in weights:
             weight.main_grad = torch.full_like(weight, 0.5)
-    out = layer(x, counts, probs, behind)
+    out = layer(x, counts, probs, extra)
     value = out[: sum(counts)].detach().clone()
-    out.backward(torch.cat((dy, torch.full((behind, HIDDEN), torch.nan))))
+    out.backward(torch.cat((dy, torch.full((extra, HIDDEN), torch.nan))))
     ours = [w.main_grad - 0.5 if main_grad else gradient_of(w) for w in weights]
     return difference([value, *(gradient_of(t) for t in inputs), *ours], want)
 
@@ -247,7 +247,7 @@ def main() -> None:
         "gradients": layer_error(main_grad=False, recompute=False),
         "main_grad": layer_error(main_grad=True, recompute=False),
         "activation recomputed": layer_error(main_grad=True, recompute=recompute),
-        "rows after the last": layer_error(main_grad=True, recompute=recompute, behind=150),
+        "rows after the last": layer_error(main_grad=True, recompute=recompute, extra=150),
         "DDP": ddp_error(overlap=False),
         "DDP, overlap": ddp_error(overlap=True),
         "DDP, overlap, one chunk's experts frozen, activation recomputed": ddp_error(
