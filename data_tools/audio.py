@@ -101,8 +101,9 @@ def placeholder_in(text: str, anywhere: bool) -> str | None:
 
     # Code becomes a word, so that what stands before or after it is still within a sentence.
     prose = _without_html(CODE.sub("code", text))
-    if found := NUMBERED.search(prose) or (PLACEHOLDER.search(prose) if anywhere else None):
-        return found[0]
+    named = NUMBERED.search(prose) or (PLACEHOLDER.search(prose) if anywhere else None)
+    if named is not None:
+        return named[0]
 
     for line in prose.splitlines():
         bare = OTHER_MARKERS.sub("", line).strip()
