@@ -48,7 +48,7 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
     convert(Path(hf), step / "weights", {"tp": 1, "pp": 1})
     facts: dict[str, Any] = {"dp": 1, "num_workers": 2, "seq_len": 4096}
     facts |= {"format": _FORMAT, "step": 20, "layout": {}, "files": {}}
-    (step / "run.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
+    facts["weights"] = json.loads((step / "weights" / "manifest.json").read_text())["digest"]
     command = [*fields, "--model.hf", str(hf), "--checkpoint.dir", str(tmp_path / "run")]
     command += ["--checkpoint.restart_data", restart]
     former = ["--data.video_positions", "transformers_5_3"]
