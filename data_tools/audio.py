@@ -101,8 +101,9 @@ def placeholder_in(text: str, anywhere: bool) -> str | None:
 
     # Code is replaced by a word, so that the text around it still counts as one sentence.
     prose = _without_html(CODE.sub("code", text))
-    if anywhere_in := NUMBERED.search(prose) or (PLACEHOLDER.search(prose) if anywhere else None):
-        return anywhere_in[0]
+    named = NUMBERED.search(prose) or (PLACEHOLDER.search(prose) if anywhere else None)
+    if named is not None:
+        return named[0]
 
     for line in prose.splitlines():
         bare = OTHER_MARKERS.sub("", line).strip()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from converters.convert import convert
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.description import LoaderError, read_description
 from megatron_vl.training.checkpoint import _FORMAT, manifest_digest
@@ -38,18 +39,23 @@ def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_pa
 
 @pytest.mark.parametrize("restart", ["true", "false"])
 def test_another_rule_for_videos_is_refused_before_anything_starts(
-    fields: list[str], tmp_path: Path, restart: str
+    fields: list[str], tiny_checkpoint: Any, tmp_path: Path, restart: str
 ) -> None:
     """A checkpoint that names no rule has the former one; the rule of another family is ignored."""
     step = tmp_path / "run" / "step_00000020"
     (step / "loader").mkdir(parents=True)
+    hf = tiny_checkpoint("qwen2_5_vl")
+    convert(Path(hf), step / "weights", {"tp": 1, "pp": 1})
     facts: dict[str, Any] = {"dp": 1, "num_workers": 2, "seq_len": 4096}
     facts |= {"format": _FORMAT, "step": 20, "layout": {}, "files": {}}
-    (step / "run.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
-    command = [*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.restart_data", restart]
+    facts["weights"] = json.loads((step / "weights" / "manifest.json").read_text())["digest"]
+    command = [*fields, "--model.hf", str(hf), "--checkpoint.dir", str(tmp_path / "run")]
+    command += ["--checkpoint.restart_data", restart]
     former = ["--data.video_positions", "transformers_5_3"]
 
-    def says(identity: dict[str, str], *options: str) -> str:
+    def says(identity: dict[str, str], *options: str, run: dict[str, Any] | None = None) -> str:
+        told = facts | (run or {})
+        (step / "run.json").write_text(json.dumps(told | {"digest": manifest_digest(told)}))
         (step / "loader" / "dp_00000.json").write_text(json.dumps({"identity": identity}))
         try:
             check(parse_config([*command, "--checkpoint.step", "20", *options]), 1)
@@ -63,6 +69,11 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
     assert says({}, *former) == ""
     assert "set data.video_positions to 'released'" in says({"video_positions": "released"}, *former)
     assert says({"video_positions": "released"}, "--data.video_prompt", "transformers_5_10") == ""
+
+    # run.json says it too; the loader's state need not.
+    now = {"video_rule": {"video_positions": "released"}}
+    assert says({}, run=now) == ""
+    assert "set data.video_positions to 'released'" in says({}, *former, run=now)
 
 
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])

@@ -207,7 +207,9 @@ def dropped(run: Path, last: int) -> dict[str, Any]:
 
 
 def saved_counts(run: Path, step: int) -> dict[str, Any]:
-    counts = json.loads((step_folder(run, step) / "run.json").read_text())["bad_samples"]
+    saved = json.loads((step_folder(run, step) / "run.json").read_text())
+    assert list(saved["video_rule"].values()) == ["released"], "generate asks for it"
+    counts = saved["bad_samples"]
     return {name: counts[name] for name in ("used", "reasons")}
 
 
