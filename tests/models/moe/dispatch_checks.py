@@ -111,12 +111,15 @@ def through(
     """The way that core's layer goes. What lies after the experts' rows may hold anything."""
     dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
     if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
+        padding_alone = not bool(chosen.any())
         probs, chosen = probs.masked_fill(~chosen.any(1, keepdim=True), 0), dispatcher.with_a_row(chosen)
+        assert not padding_alone or int(chosen.sum()) == 1, "padding alone hands on one row"
     first = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x[:, None], chosen, probs))
     rows, counts, weights = dispatcher.dispatch_postprocess(*first)
     total, exact = int(counts.sum()), getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
     assert weights.shape[0] == rows.shape[0] and (total == rows.shape[0] or not exact and dispatcher.padded)
-    assert total or isinstance(dispatcher, OncePerRankDispatcher)
+    # Of several ranks, one may receive nothing: the routing need not choose any of its experts.
+    assert total or dispatcher.ep_size > 1 or isinstance(dispatcher, OncePerRankDispatcher)
     expert = torch.arange(len(scale), device=rows.device).repeat_interleave(counts.to(rows.device))
     outs = (torch.tanh(rows[:total].float() * scale[expert]) * weights[:total, None]).to(rows.dtype)
     outs = torch.cat((outs, outs.new_full((rows.shape[0] - total, HIDDEN), torch.nan)))
