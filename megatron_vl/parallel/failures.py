@@ -9,7 +9,11 @@ the main thread is. The first message counts: what fails after it mostly fails b
 A step costs nothing: the threads wait inside the store's server, without polling. Each rank holds one more
 connection to that server (2 instead of 1, for any number of ranks). From the failure to the last rank's end
 it takes the store's round trip, at most ``_SEEN_S`` for ranks that no longer answer, and at most
-``_WRITERS_S`` while a checkpoint is still being written.
+``_WRITERS_S`` while a checkpoint is still being written. No rank ends before all have written: launchers end
+the ranks that are left as soon as one is gone.
+
+The store lives in rank 0, or in the launcher's process. When that is killed, nobody can leave a message: the
+threads see the connection close, and end their processes with a message of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from megatron_vl.errors import TRACEBACK
 _SEEN_S = 5.0
 """How long a rank that ends waits until all others have read the message: the store may end with it."""
 _WRITERS_S = 60.0
-"""How long a rank that ends waits for threads that write a checkpoint."""
+"""How long a rank that ends waits for threads that write a checkpoint, on all ranks."""
+_HOST_S = 5.0
+"""How long the orderly end may be under way on a rank that has lost the store."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class _Watch:
         # there from the start, as connecting to a server that has ended takes until the store's timeout.
         self.store = _store().clone()
         self.leaving = threading.RLock()
+        self.orderly = threading.Event()
+        """Set when this rank has come to the orderly end."""
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
 
@@ -80,26 +88,37 @@ class _Watch:
             while failure is None:
                 failure = self.wait(self.store, 3600)
         except RuntimeError:
-            return  # the store's server has ended: nothing more will be heard
+            if self.orderly.wait(_HOST_S):
+                return  # the host of the store has ended before this rank, and well
+            failure = Failure(self.rank, _host_is_gone(), fixable=False)
         if not failure.message or not self.leaving.acquire(blocking=False):
             return  # an orderly end, or the main thread is on its way out by itself
         tell_once(failure)
         self.leave(self.store)
 
+    def meet(self, store: Any, where: str, seconds: float) -> bool:
+        """Waits until all ranks are here. Returns whether they came: one that does not has ended, or the
+        store has."""
+        place = f"{self.key}/{where}"
+        everyone = f"{place}/all"
+        try:
+            if store.add(place, 1) == self.world:
+                store.set(everyone, "1")
+            store.wait([everyone], timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
+
     def leave(self, store: Any) -> None:
         """Ends the process, without the destructors of communicators whose other ends are gone."""
         deadline = time.monotonic() + _WRITERS_S
+        all_seen = self.meet(store, "seen", _SEEN_S)
+
         for thread in threading.enumerate():
             if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
                 thread.join(max(0.0, deadline - time.monotonic()))
-
-        everyone = f"{self.key}/all_seen"
-        try:
-            if store.add(f"{self.key}/seen", 1) == self.world:
-                store.set(everyone, "1")
-            store.wait([everyone], timedelta(seconds=_SEEN_S))
-        except RuntimeError:
-            pass  # a rank that does not answer has ended, or the store has
+        if all_seen:
+            self.meet(store, "done", max(_SEEN_S, deadline - time.monotonic()))
 
         sys.stdout.flush()
         sys.stderr.flush()
@@ -110,6 +129,14 @@ def _store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def _host_is_gone() -> str:
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (
+        f"the process that keeps the store of all ranks ({place}: rank 0, or the launcher) is gone. It was"
+        " killed, or its node is lost; start again to go on from the latest checkpoint"
+    )
 
 
 def _read(value: bytes) -> Failure:
@@ -133,10 +160,18 @@ def watch() -> None:
 def stop() -> None:
     """The orderly end: the threads end on all ranks. After a barrier, on all ranks."""
     global _watch
-    if _watch is not None:
+    if _watch is None:
+        return
+
+    _watch.orderly.set()
+    try:
         _watch.publish(_store(), "")
-        _watch.thread.join(_SEEN_S)
-        _watch = None
+    except RuntimeError:
+        pass  # the rank that hosts the store has ended before this one
+    else:
+        _watch.meet(_store(), "stopped", _SEEN_S)  # the host's end would look like its death elsewhere
+    _watch.thread.join(_SEEN_S)
+    _watch = None
 
 
 def report(message: str, fixable: bool = True) -> Failure:
@@ -149,9 +184,10 @@ def report(message: str, fixable: bool = True) -> Failure:
         return own
     _watch.leaving.acquire()  # does not return when the thread is already ending the process
     try:
-        return _watch.publish(_store(), message, fixable)
+        first = _watch.publish(_store(), message, fixable)
     except RuntimeError:
         return own  # the store's server has ended
+    return first if first.message else own  # others may have come to the orderly end
 
 
 def cause(seconds: float = _SEEN_S) -> str | None:
