@@ -13,7 +13,12 @@ A roll-back (``checkpoint.step``) begins a branch with the first checkpoint save
 not happened. The checkpoints that the new branch was not trained from stay on disk and are never chosen
 unless a user asks for them by step. They are deleted by hand.
 
-Folders of older versions have no lineage: there, the largest step counts. Nothing here imports torch.
+Older versions saved no lineage. They wrote ``latest.json`` after every save, so among their checkpoints the
+one that it names counts, and the largest step where the file is missing. When it names a smaller step than
+the largest, the run was rolled back. (Or it was killed in the instant between the two; then an interval is
+trained again.) Times of files would tell these two apart only until the folder is copied.
+
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ class RollBack:
 
 @dataclass(frozen=True)
 class DataRestart:
-    """That the data set was read from its start at ``step``; kept while runs have the option on."""
+    """That the data set was read from its start at ``step``; all later checkpoints of the branch say so."""
 
     step: int
     attempt: int
@@ -261,12 +266,12 @@ def latest(folder: Path) -> Saved | None:
             f"remove {LATEST} to take the newest that is there"
         )
     newest = checkpoints[-1]
-    older = [saved for saved in checkpoints if saved.lineage.serial == 0]
-    if named is not None and "serial" not in named and older:
+    by_older = [saved for saved in checkpoints if saved.lineage.serial == 0]
+    if named is not None and "serial" not in named and by_older:
+        last = next((saved for saved in by_older if saved.step == named["step"]), by_older[-1])
         # An older version wrote latest.json. Did it go on from what this version had saved? Then its
         # checkpoint is newer.
-        last = older[-1]
-        if not newest.lineage.holds(newest.step, last.point):
+        if newest in by_older or not newest.lineage.holds(newest.step, last.point):
             return last
     return newest
 
@@ -337,8 +342,12 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     if folder is None or (step is None and tip is None):
         return Choice(None, Lineage(branch=new_branch()))
     if step is None:
-        assert tip is not None
-        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
+        assert folder is not None and tip is not None
+        left = _left_by_older_version(folder, tip)
+        if left is None:
+            return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
+        lineage = Lineage(branch=new_branch(), parent=tip.point, forks=(tip.point,))
+        return Choice(tip, lineage, (_left_line(tip, left),))
 
     checkpoints = saved_checkpoints(folder)
     tip = _tip_for_roll_back(folder, checkpoints)
@@ -350,6 +359,22 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     rollback = RollBack(step, source.lineage.branch, attempt)
     lineage = Lineage(0, new_branch(), source.point, forks, rollback, source.lineage.data_restart)
     return Choice(source, lineage, (_roll_back_line(source, tip),))
+
+
+def _left_by_older_version(folder: Path, tip: Saved) -> Saved | None:
+    """The largest step that an older version's roll-back left, when ``tip`` is that version's latest."""
+    if tip.lineage.serial:
+        return None
+    by_older = [saved for saved in saved_checkpoints(folder) if saved.lineage.serial == 0]
+    return by_older[-1] if by_older[-1].step > tip.step else None
+
+
+def _left_line(tip: Saved, left: Saved) -> str:
+    return (
+        f"{LATEST} was written by an older version and names step {tip.step}, though step {left.step} is"
+        f" there too: the run was rolled back before it saved step {tip.step}, and goes on from there. To go"
+        f" on from step {left.step} instead, give --checkpoint.step {left.step}"
+    )
 
 
 def _tip_for_roll_back(folder: Path, checkpoints: list[Saved]) -> Saved | None:

@@ -228,10 +228,8 @@ def test_damage_of_one_lineage_file_is_made_up_for_by_run_json_and_of_both_is_re
 
 
 def test_folders_of_older_versions(tmp_path: Path) -> None:
-    """The largest step, as they had it; a roll-back in such a folder begins a branch; so does its
-    continuation by them.
-    """
-    older(tmp_path, 2, 4, 6, latest_step=4)
+    """Such a folder goes on; a roll-back in it begins a branch; so does its continuation by them."""
+    older(tmp_path, 2, 4, 6, latest_step=6)
     assert latest(tmp_path).step == 6
     Run(tmp_path, step=2).save(3)
     assert latest(tmp_path).step == 3 and Run(tmp_path).begins_at == 3
@@ -245,6 +243,33 @@ def test_folders_of_older_versions(tmp_path: Path) -> None:
     assert latest(other).step == 8
     Run(other).save(10)
     assert latest(other).step == 10
+
+
+def test_a_roll_back_by_an_older_version_is_gone_on_with(tmp_path: Path) -> None:
+    """It went back from 6 to 2 and saved 4 once more; what it left is not trained from, nor deleted."""
+    older(tmp_path, 2, 4, 6, latest_step=4)
+    assert latest(tmp_path).step == 4
+    assert [saved.step for saved in by_branch(tmp_path)[1]] == [6]
+
+    run = Run(tmp_path)
+    assert run.begins_at == 4
+    [told] = run.choice.said
+    assert "names step 4" in told and "step 6 is there too" in told and "--checkpoint.step 6" in told
+
+    run.save(5, latest_json=False)  # killed before the first latest.json of this version
+    assert latest(tmp_path).step == 5
+    Run(tmp_path).save(7)
+    assert Run(tmp_path).choice.said == ()
+    present, left = by_branch(tmp_path)
+    assert [saved.step for saved in present] == [2, 4, 5, 7] and [saved.step for saved in left] == [6]
+
+    wanted = Run(tmp_path, step=6)
+    assert wanted.choice.source.point == Point("0", 6)
+
+
+def test_an_older_folder_without_latest_json_goes_on_from_its_largest_step(tmp_path: Path) -> None:
+    older(tmp_path, 2, 4, 6)
+    assert latest(tmp_path).step == 6 and Run(tmp_path).choice.said == ()
 
 
 def test_a_moved_folder_and_a_single_step_of_it(tmp_path: Path) -> None:
