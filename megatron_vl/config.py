@@ -228,7 +228,8 @@ class CheckpointConfig:
     interval: int = 0
     """Steps between checkpoints; 0: at the end only."""
     keep: int = 2
-    """Latest checkpoints kept; 0: all. Those that a roll-back left behind are not counted and not deleted."""
+    """Latest checkpoints kept; 0: all. Those that a roll-back left behind are not counted and not deleted,
+    nor is the one that the last roll-back went back to."""
     keep_every: int = 0
     """Checkpoints of multiples of this step are kept for good; 0: only the latest ones."""
     resume: bool = True
@@ -241,7 +242,7 @@ class CheckpointConfig:
     the present one's, else the one saved last."""
     restart_data: bool = False
     """When resuming, read the data set from its start: for a changed number of data-parallel ranks, workers
-    or rows. Done once: a later start with the option on goes on in the data."""
+    or rows. Done once: a later start with the option on goes on in the data, also after starts without it."""
     attempt: int = 1
     """Raise this number to have step or restart_data done once more."""
     background: bool = True

@@ -165,8 +165,8 @@ class CheckpointSaver:
 
     Args:
         keep: latest checkpoints kept; 0 keeps all. Only those that the present weights were trained from are
-            counted and
-            deleted: what a roll-back left behind is its owner's to delete.
+            counted and deleted: what a roll-back left behind is its owner's to delete. The one that the
+            present branch's roll-back went back to is kept too, so that it can be done once more.
         keep_every: checkpoints of multiples of this step are kept for good; 0: none.
         lineage: of what is saved (see :func:`megatron_vl.weights.run_folder.choose`); None: a branch that
             begins here.
@@ -337,6 +337,8 @@ class CheckpointSaver:
             (s for s in saved if self._lineage.holds(newest, s.point)), key=lambda saved: saved.step
         )
         kept = line[-self.keep :] if self.keep else line
+        if back := self._lineage.rollback:
+            kept = [*kept, *(one for one in line if one.point == Point(back.branch, back.step))]
         for one in line:
             if one not in kept and not (self.keep_every and one.step % self.keep_every == 0):
                 going = one.path.with_name(

@@ -62,8 +62,8 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     check_folder("log.tensorboard", config.log.tensorboard)
     start = plan_start(config, dp)
     if start.source is not None:
-        check_own_checkpoint(config, spec, dp, start)
         check_video_rule(config, spec, start.source.path)
+        check_own_checkpoint(config, spec, dp, start)
     elif config.model.checkpoint and not Path(config.model.checkpoint).exists():
         raise RunConfigError(
             f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it"
@@ -179,8 +179,8 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
         raise RunConfigError(str(error)) from error
     source, lineage = choice.source, choice.lineage
     if not c.restart_data:
-        # Without the switch the record goes: given again later, it is a new request.
-        return Start(source, dataclasses.replace(lineage, data_restart=None), False, choice.said)
+        # The record stays: one start without the option does not make a file that pins it restart again.
+        return Start(source, lineage, False, choice.said)
     if source is None:
         return Start(
             None, dataclasses.replace(lineage, data_restart=DataRestart(0, c.attempt)), False, choice.said

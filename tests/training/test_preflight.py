@@ -55,6 +55,8 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
             check(parse_config([*command, "--checkpoint.step", "20", *options]), 1)
         except RunConfigError as error:
             return str(error)
+        except FileNotFoundError as error:  # what is asked next: this checkpoint holds no weights
+            assert "holds no weights" in str(error)
         return ""
 
     assert "set data.video_positions to 'transformers_5_3'" in says({})
