@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.description import LoaderError, SplitFacts
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UserError, describe, is_fixable
 from megatron_vl.models.build import (
     aux_loss_coefficient,
     aux_loss_reason,
@@ -247,11 +249,13 @@ def load_loader(loader: Any, state: dict[str, Any], start: Start) -> None:
     try:
         loader.load_state_dict(state)
     except ValueError as error:
-        done = start.lineage.data_restart
-        again = f" --checkpoint.attempt {done.attempt + 1}" if done else ""
+        done = start.source.lineage.data_restart if start.source is not None else None
+        anew = "--checkpoint.restart_data true"
+        whole = f"{anew} --checkpoint.attempt {done.attempt + 1}" if done else anew
+        if anew in str(error):
+            raise checkpoint.CheckpointError(str(error).replace(anew, whole)) from error
         raise checkpoint.CheckpointError(
-            f"{error}. Or keep weights and optimizer and read the data set from its start: "
-            f"--checkpoint.restart_data true{again}"
+            f"{error}. Or keep weights and optimizer and read the data set from its start: {whole}"
         ) from error
 
 
@@ -311,12 +315,12 @@ def train(config: TrainConfig) -> None:
             f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to"
             " go on",
         )
-    try:
+    with _closing(run, log):
         signalled = _steps(run, log)
         if run.saver is not None:
             run.saver.wait()
         dist.barrier()  # rank 0 names the checkpoint; nobody leaves before
-        if run.saver is not None:
+        if run.saver is not None and run.grid.rank == 0:  # elsewhere shared storage may still look as before
             say(run.grid, f"checkpoints in {config.checkpoint.dir}: {_steps_of(Path(config.checkpoint.dir))}")
         if signalled:
             then = (
@@ -326,10 +330,27 @@ def train(config: TrainConfig) -> None:
             )
             say(run.grid, f"stopped behind step {run.step} of {config.steps}, as a signal asked; {then}")
         failures.stop()
+
+
+@contextlib.contextmanager
+def _closing(run: Run, log: MetricsLog) -> Iterator[None]:
+    """Closes log and loader at the end.
+
+    After a failure the other ranks know of it first, as closing may take a while, and it stays the error that
+    is raised: a log that cannot be closed mostly has the same cause.
+    """
+    ignored: list[type[Exception]] = []
+    try:
+        yield
+    except Exception as error:
+        failures.report(describe(error), is_fixable(error))
+        ignored.append(Exception)
+        raise
     finally:
-        log.close()
-        if run.loader is not None:
-            run.loader.close()
+        for sink in (log, run.loader):
+            if sink is not None:
+                with contextlib.suppress(*ignored):
+                    sink.close()
 
 
 def _last_step(config: TrainConfig) -> int:
@@ -407,8 +428,11 @@ def _save_failure(run: Run) -> str:
 
 
 def _steps_of(folder: Path) -> str:
-    """The steps that led to the latest checkpoint, and what else is there."""
-    present, left = by_branch(folder)
+    """The steps that led to the latest checkpoint, and what else is there; else why that is not known."""
+    try:
+        present, left = by_branch(folder)
+    except (checkpoint.CheckpointError, OSError) as error:
+        return str(error)
     steps = str([saved.step for saved in present])
     return f"{steps}; of abandoned branches: {[saved.step for saved in left]}" if left else steps
 

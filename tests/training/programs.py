@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import math
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_vl.training.optimizer_state import optimizer_slices, snapshot
 from megatron_vl.training.preflight import check
 from megatron_vl.training.step import StepResult, run_schedule, train_step
 from megatron_vl.training.tally import Tally
+from megatron_vl.weights import run_folder
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.batches import make_sample
 
@@ -279,6 +281,18 @@ def tally_of_one_rank() -> list[Any]:
     total = Tally(tokens=2**53 - 1, language_flops=0.1, data_wait_s=0.3).reduced(platform.device)
     types = [type(value).__name__ for value in vars(total).values()]
     return [total.tokens, total.language_flops, total.data_wait_s, types]
+
+
+def a_run_whose_second_rank_sees_an_older_folder(words: list[str], seen: int) -> str:
+    """What a training prints while rank 1 sees steps up to ``seen`` alone, as shared storage may have it."""
+    if int(os.environ["RANK"]) == 1:
+        everything = run_folder.saved_checkpoints
+        run_folder.saved_checkpoints = lambda folder: [one for one in everything(folder) if one.step <= seen]
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        train(parse_config(words))
+    return out.getvalue()
 
 
 def what_trainings_say(starts: list[list[str]]) -> list[str]:

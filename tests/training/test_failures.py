@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ import torch
 from converters.convert import convert
 from data_tools.convert import Options
 from data_tools.convert import convert as convert_data
+from megatron_vl.parallel import failures
+from megatron_vl.training.loop import TrainingStopped, _closing, _steps_of
+from tests.support.ranks import run_module
 from tests.training.small_run import command, environment
 
 SECONDS = 20
@@ -160,6 +164,75 @@ def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
     message = one_message(ended)
     assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
     assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
+
+
+MESSAGE = "megatron_vl.train: rank 1: train-7.tar: Input/output error"
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_that_is_being_written_is_finished_before_any_rank_ends(tmp_path) -> None:
+    """It takes longer than a rank waits for the others. As soon as one is gone, the rest get SIGTERM."""
+    written = tmp_path / "written"
+    done = run_module("tests.training.ending_ranks", ["writer", "1.5", "4", written], 2)
+    assert written.read_text() == "whole", done.stderr
+    assert done.returncode == 1
+    assert done.stderr.count(MESSAGE) == 1
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_our_launcher_lets_a_checkpoint_be_finished(tmp_path) -> None:
+    """As above, with the launcher and the times that users have."""
+    launch = [sys.executable, "-m", "megatron_vl.launch", "--standalone", "--nproc-per-node", "2"]
+    program = ["-m", "tests.training.ending_ranks", "writer", "0", "10", str(tmp_path / "written")]
+    done = subprocess.run([*launch, *program], env=environment(), capture_output=True, text=True, timeout=120)
+    assert (tmp_path / "written").read_text() == "whole", done.stderr
+    assert done.returncode == 1
+    assert done.stderr.count(MESSAGE) == 1
+
+
+@pytest.mark.ranks
+def test_ranks_end_with_a_message_when_the_host_of_their_store_is_killed() -> None:
+    done = run_module("tests.training.ending_ranks", ["host_killed", "1"], 2)
+    told = [line for line in done.stderr.splitlines() if line.startswith("megatron_vl.train: rank 1: ")]
+    assert len(told) == 1, done.stderr
+    assert "the process that keeps the store of all ranks (127.0.0.1:" in told[0] and "is gone" in told[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("seen_s", ["0", "0.2"])
+def test_a_rank_may_come_late_to_the_orderly_end(seen_s: str) -> None:
+    """The host of the store waits for it, or has ended before it: nothing is wrong either way."""
+    done = run_module("tests.training.ending_ranks", ["late_end", seen_s, "2"], 2)
+    assert done.returncode == 0, done.stderr
+    assert "megatron_vl.train" not in done.stderr
+
+
+def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monkeypatch) -> None:
+    """The others know of it before anything is closed, as that may take a while."""
+    order: list[str] = []
+
+    def report(message: str, fixable: bool) -> None:
+        order.append(f"reported {message}, fixable {fixable}")
+
+    def close() -> None:
+        order.append("closed")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(failures, "report", report)
+    run = SimpleNamespace(loader=SimpleNamespace(close=lambda: order.append("loader closed")))
+    with pytest.raises(TrainingStopped, match="the reason"), _closing(run, SimpleNamespace(close=close)):
+        raise TrainingStopped("the reason")
+    assert order == ["reported the reason, fixable True", "closed", "loader closed"]
+
+    with pytest.raises(OSError, match="No space left"), _closing(run, SimpleNamespace(close=close)):
+        pass
+
+
+def test_a_folder_that_cannot_be_listed_at_the_end_is_told(tmp_path) -> None:
+    """All is saved by then: the line says why, and the run has ended well."""
+    (tmp_path / "latest.json").write_text('{"step": 3}')
+    assert "names step 3, but there is no such step_ folder" in _steps_of(tmp_path)
 
 
 @pytest.mark.ranks

@@ -20,9 +20,11 @@ from megatron_vl.json_files import manifest_digest
 from megatron_vl.weights.reader import find_weights
 from megatron_vl.weights.run_folder import step_folder
 from tests.support.ranks import call
-from tests.training.programs import what_trainings_say
+from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say
 from tests.training.small_run import metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import describe, lineage_lines, lineage_of, verify_checkpoint
+
+pytestmark = pytest.mark.ranks
 
 QUICK = [
     "--data.num_workers",
@@ -91,17 +93,19 @@ def test_a_roll_back_is_done_once_and_its_branch_is_what_the_run_means(
 def test_retention_counts_what_led_here_and_leaves_what_was_abandoned(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
+    """Beside those it keeps the step that was gone back to, so that this can be done once more."""
     run = tmp_path / "run"
     keep = ["--checkpoint.keep", "2", "--checkpoint.interval", "1"]
-    trainings(
-        prepared,
-        (run, ["--checkpoint.keep", "0"]),
-        (run, [*keep, "--checkpoint.step", "2", "--stop_after", "5"]),
-    )
+    back = ["--checkpoint.step", "2", "--stop_after", "5"]
+    trainings(prepared, (run, ["--checkpoint.keep", "0"]), (run, [*keep, *back]))
     found = lineage_of(run)
-    assert found["steps"] == [4, 5]
+    assert found["steps"] == [2, 4, 5]
     assert [one["step"] for one in found["abandoned"]] == [4, 6]
     assert not list(run.glob("*.partial"))
+
+    [said] = trainings(prepared, (run, [*keep, *back, "--checkpoint.attempt", "2"]))
+    assert "resumed at step 2" in said
+    assert lineage_of(run)["steps"] == [2, 4, 5]
 
 
 def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
@@ -132,9 +136,10 @@ def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_pat
     assert rows(again) == [(3, start[0]), (4, start[1]), (5, start[0]), (3, start[0])]
 
 
-def test_a_data_restart_is_a_new_request_after_the_option_was_off(
+def test_one_start_without_the_option_does_not_restart_the_data_again(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
+    """A file that pins the option is left aside once; a new number alone is a new request."""
     run = tmp_path / "run"
     on = ["--checkpoint.restart_data", "true"]
     said = trainings(
@@ -143,12 +148,15 @@ def test_a_data_restart_is_a_new_request_after_the_option_was_off(
         (run, [*on, "--stop_after", "2"]),
         (run, ["--stop_after", "3"]),
         (run, [*on, "--stop_after", "4"]),
+        (run, [*on, "--checkpoint.attempt", "2", "--stop_after", "5"]),
     )
     assert "read from its start at step 0, as this checkpoint records" in said[1], (
         "a run's own first start is no resume"
     )
+    assert "read from its start at step 0, as this checkpoint records" in said[3]
     samples = [samples for _, samples in rows(run)]
-    assert samples[3] == samples[0] and samples[1] != samples[0]
+    assert samples[3] not in samples[:3] and samples[1] != samples[0]
+    assert samples[4] == samples[0]
 
 
 def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path], tmp_path: Path) -> None:
@@ -228,7 +236,7 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
 ) -> None:
     """Two replicas, then one that reads the same data from its start, then another data set."""
     run = tmp_path / "run"
-    options = [*QUICK, *DROPPING]
+    options = [*QUICK, *DROPPING, "--optimizer.warmup_steps", "1"]
     assert train(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2).returncode == 0
     two = dropped(run, 2)
     assert saved_counts(run, 1) == dropped(run, 1) and saved_counts(run, 2) == two
@@ -241,9 +249,20 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     other = prepare(tmp_path / "other", prepared["hf"], samples=20)
     moved = {**prepared, "data": other["data"]}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))
-    assert "read the data set from its start: --checkpoint.restart_data true" in said
+    assert said.count("--checkpoint.restart_data true --checkpoint.attempt 2") == 1
+    assert said.count("--checkpoint.restart_data") == 1, "the same advice twice"
     trainings(moved, (run, [*DROPPING, *on, "--checkpoint.attempt", "2", "--steps", "4"]))
     assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"
+
+
+@pytest.mark.ranks
+def test_a_finished_run_ends_well_where_a_rank_sees_the_folder_late(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """The last checkpoint and latest.json need not be seen together on all nodes."""
+    words = options_of(prepared, tmp_path / "run", *QUICK, steps=4)
+    said = call(a_run_whose_second_rank_sees_an_older_folder, ranks=2, words=words, seen=2)
+    assert f"checkpoints in {tmp_path / 'run'}: [2, 4]" in said
 
 
 def test_start_weights_that_hold_another_model_are_still_refused(
