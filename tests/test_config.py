@@ -175,6 +175,8 @@ def test_every_number_has_a_range():
     """Without a bound, a bad number would only be noticed by whatever breaks first."""
     checked = {name for _, _, names in config._RANGES for name in names.split()} | {
         "checkpoint.export_hf",
+        "profile.ranks",
+        "profile.steps",
         "data.video_fps",
         "parallel.layers",
     }

@@ -16,6 +16,7 @@ BUILT_IN = {"Exception", "ValueError", "RuntimeError", "OSError", "KeyError", "T
 NOT_SHOWN = {
     "PositionError": "of one sample: the loader counts it as unusable",
     "UnusableError": "of one sample: the loader goes on with the next",
+    "_NotSaved": "the caller names what a checkpoint lacks",
     "_Stopped": "tells a thread to end",
 }
 """Exceptions that never reach a user, and why."""

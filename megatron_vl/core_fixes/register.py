@@ -534,7 +534,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         written_for=_ENERGON,
         goes_when="Energon's packer can hand samples back",
-        test="tests/data/test_damage.py::test_rows_are_full_and_none_waits_for_ever",
+        test="tests/data/test_damage.py::test_rows_are_full_and_none_waits_indefinitely",
     ),
     Fix(
         ours="megatron_vl.data.reading:make_tolerant",

@@ -42,14 +42,14 @@ def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory
 
 
 def growth(fill: Callable[[int], None], connection: Connection) -> None:
-    """Sends the number of MiB by which a process grows while it takes 200,000 ids."""
+    """Sends the number of MiB by which a process grows while it takes 300,000 ids."""
 
     def resident() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
     fill(1)
     before = resident()
-    fill(200_000)
+    fill(300_000)
     connection.send(resident() - before)
 
 

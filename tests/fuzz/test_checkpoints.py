@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import run_module
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
 
 def test_damage_is_refused_by_name_or_does_not_matter() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .data import fuzz_loader, fuzz_tool
+
+pytestmark = pytest.mark.full
 
 
 def test_mutated_records_and_samples(tmp_path):

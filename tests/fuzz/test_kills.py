@@ -6,12 +6,12 @@ import pytest
 
 from tests.fuzz.kills import run_kills
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
 
 @pytest.mark.parametrize(
     ("ranks", "workers", "kills", "steps"),
-    [(2, 0, 1, 24), pytest.param(4, 2, 2, 36, marks=pytest.mark.full)],
+    [(2, 0, 1, 24), (4, 2, 2, 36)],
 )
 def test_killed_run_equals_the_undisturbed_one(
     tmp_path: Path, ranks: int, workers: int, kills: int, steps: int

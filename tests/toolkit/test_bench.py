@@ -188,16 +188,22 @@ def test_straggling_compares_ranks_of_one_stage() -> None:
     [
         (["--paralel.tp", "2"], "did you mean parallel.tp"),
         (["--rows", "images,movies"], "movies"),
-        (["--rows", "data"], "--data.path"),
+        (["--rows", "data"], "--rows data needs --data"),
         (["--parallel.tp", "2"], "do not divide the world size"),
-        (["--timed", "0"], "--timed 0"),
-        (["--even_routing", "true"], "--even_routing is for models with experts"),
-        (["--peer", "--rows", "data", "--data", "."], "--peer"),
+        (["--timed", "0"], "argument --timed: '0'"),
+        (["--even_routing", "true"], "--even-routing is for models with experts"),
     ],
 )
 def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named) -> None:
     assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), "--processes", "1", *options]) != 0
     assert named in capsys.readouterr().err
+
+
+def test_a_peer_reads_no_data_set(tiny_checkpoint, capsys, tmp_path) -> None:
+    (tmp_path / ".nv-meta").mkdir()
+    options = ["--processes", "1", "--peer", "--rows", "data", "--data", str(tmp_path)]
+    assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), *options]) == 2
+    assert "--peer measures seeded rows only" in capsys.readouterr().err
 
 
 def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
@@ -210,8 +216,8 @@ def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
         "true",
         "--peer",
     ]
-    assert main(["bench", *options]) == 1
-    assert "--even_routing with --peer" in capsys.readouterr().err
+    assert main(["bench", *options]) == 2
+    assert "--even-routing with --peer" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:

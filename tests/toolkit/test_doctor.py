@@ -172,7 +172,7 @@ def test_gpus_as_nvidia_smi_lists_them():
 @pytest.mark.ranks
 def test_all_reduce_over_two_processes():
     finding = all_reduce(0)
-    assert finding.state == "ok" and "gloo over 2 ranks: right" in finding.found
+    assert finding.state == "ok" and "gloo over 2 ranks: correct" in finding.found
 
 
 def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch, capsys):

@@ -146,7 +146,7 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
     assert "must be on this machine" in refused(
         "--judge", "gpt", "--judge-base-url", "https://example.com/v1"
     )
-    assert "go together" in refused("--judge", "gpt")
+    assert "must be given together" in refused("--judge", "gpt")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     assert "is not empty" in refused(out=tmp_path / "full")

@@ -102,7 +102,7 @@ def test_ranks_of_slurm_start_no_ranks_of_their_own(started, capsys, monkeypatch
     for name, value in (STEP | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"}).items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--nproc-per-node", "8", "--steps", "3"]) == 2
-    assert "leave --nproc-per-node out" in capsys.readouterr().err and started == []
+    assert "leave out --nproc-per-node" in capsys.readouterr().err and started == []
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(started, capsys):

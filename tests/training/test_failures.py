@@ -216,17 +216,20 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     def report(message: str, fixable: bool) -> None:
         order.append(f"reported {message}, fixable {fixable}")
 
-    def close() -> None:
+    def close(failed: bool) -> None:
         order.append("closed")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(failures, "report", report)
-    run = SimpleNamespace(loader=SimpleNamespace(close=lambda: order.append("loader closed")))
-    with pytest.raises(TrainingStopped, match="the reason"), _closing(run, SimpleNamespace(close=close)):
+    loader = SimpleNamespace(close=lambda: order.append("loader closed"))
+    run = SimpleNamespace(loader=loader, exporter=None)
+    log = SimpleNamespace(close=close)
+    profiler = SimpleNamespace(drop=lambda: order.append("trace dropped"))
+    with pytest.raises(TrainingStopped, match="the reason"), _closing(run, log, profiler):
         raise TrainingStopped("the reason")
-    assert order == ["reported the reason, fixable True", "closed", "loader closed"]
+    assert order == ["reported the reason, fixable True", "trace dropped", "closed", "loader closed"]
 
-    with pytest.raises(OSError, match="No space left"), _closing(run, SimpleNamespace(close=close)):
+    with pytest.raises(OSError, match="No space left"), _closing(run, log, profiler):
         pass
 
 

@@ -134,7 +134,7 @@ def accept_tables() -> set[str]:
                 several = isinstance(known, dict)
                 published |= set(known.values() if several else [known])
                 setattr(kind, attribute, dict.fromkeys(known, ACCEPTED) if several else ACCEPTED)
-    return published - {ACCEPTED, "", None}
+    return published - {ACCEPTED, "", "None", None}
 
 
 def checksums(tables: list[Path]) -> dict[str, dict[str, Any]]:
