@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-LETTER_SEEDS = {"qwen3_vl": 1286}
+LETTER_SEEDS = {"qwen3_vl": 2005}
 """Seeds of the letters' weights with which the four clips get three different answers, by a margin of 0.5."""
 
 
