@@ -6,16 +6,13 @@ import difflib
 import sys
 from collections.abc import Callable
 
-from megatron_vl.errors import UsageError, UserError, describe, exit_code
+from megatron_vl.errors import UsageError, describe, exit_code
 from toolkit.commands import COMMANDS, Command, groups
 from toolkit.options import CommandOptions, check_paths, parse, summary
 
 PROGRAM = "megatron-vl"
 DESCRIPTION = "Convert, train and check Qwen-VL models with Megatron-core."
 HELP = ("-h", "--help")
-
-CommandError = UserError
-"""Former name of the errors that commands raise."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_vl.errors import UserError as CommandError
+from megatron_vl.errors import UserError
 from toolkit.evaluate import cage, gates
 from toolkit.evaluate.early import UsageError, copy_tables
 from toolkit.evaluate.gates import Gate
@@ -99,7 +99,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
 
     Raises:
         UsageError: a folder, table or number is invalid.
-        CommandError: a worker process failed; the message ends with the last lines of its log.
+        UserError: a worker process failed; the message ends with the last lines of its log.
         ConfigError, WeightsError: a checkpoint is invalid.
     """
     start = time.monotonic()
@@ -368,7 +368,7 @@ class _Workers:
         self.check()
 
     def check(self) -> None:
-        """Raises CommandError if a worker failed, UsageError if the data set was the reason."""
+        """Raises UserError if a worker failed, UsageError if the data set was the reason."""
         for rank, process in enumerate(self.running):
             if process.poll():
                 lines = (
@@ -376,7 +376,7 @@ class _Workers:
                 )
                 if process.returncode == UNUSABLE:
                     raise UsageError(lines[-1])
-                raise CommandError(
+                raise UserError(
                     f"worker {rank} failed with exit code {process.returncode}:\n" + "\n".join(lines)
                 )
 

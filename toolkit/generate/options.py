@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from megatron_vl.errors import UserError
 from toolkit.options import CommandOptions, exactly_one, option
+from toolkit.video_rules import VideoPositions, VideoPrompt
 
 NOTES = """
 The answer is greedy: it takes the likeliest token each time, until a token ends the turn
@@ -67,13 +68,11 @@ class GenerateOptions(CommandOptions):
     """Frames per second to take from a video."""
     video_max_frames: int = option(32, metavar="N", least=1)
     """Take at most N frames of a video."""
-    video_positions: Literal["released", "transformers_5_3"] | None = option(
+    video_positions: VideoPositions | None = option(
         None, shown_default="the run's; of weights alone: released"
     )
     """Positions at videos of Qwen2-VL and Qwen2.5-VL, as data.video_positions of the training."""
-    video_prompt: Literal["released", "transformers_5_10"] | None = option(
-        None, shown_default="the run's; of weights alone: released"
-    )
+    video_prompt: VideoPrompt | None = option(None, shown_default="the run's; of weights alone: released")
     """Text at videos of Qwen3-VL, as data.video_prompt of the training."""
     json: bool = False
     """Print JSON with text, tokens and prompt_tokens of each answer."""
