@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_vl import __version__, durable
+from megatron_vl.json_files import write_json
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import WHOLE, Cut, TensorInfo, tensor_table
 from megatron_vl.weights.blocks import gather, part_blocks
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.run_folder import EXPORTED
 from megatron_vl.weights.tensor_files import (
     Region,
     TensorWriter,
@@ -30,6 +32,7 @@ from megatron_vl.weights.tensor_files import (
     matrix_shape,
     read_header,
 )
+from megatron_vl.weights.video_rule import export_facts, exported_video_rule, trained_video_rule
 
 from .hf import HfCheckpoint
 from .restart import Output, writing
@@ -273,6 +276,9 @@ def export(
     back byte for byte. Values of another type (a run that kept float32) are rounded to the original's type
     and counted in the report. Everything except weights is copied verbatim.
 
+    ``megatron_vl.json`` beside the weights names the rule for videos that they were trained under, where it
+    is known: that of the run, or of weights outside of a run that of ``hf``.
+
     Raises:
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
             HF cannot store.
@@ -302,6 +308,7 @@ def export(
         for path in companions:
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin.path / path, out / path)
+        _write_video_rule(source, origin, out)
         for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
             durable.sync(path)
     cast = Counter(
@@ -317,6 +324,17 @@ def export(
     return WeightsReport(
         out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept
     )
+
+
+def _write_video_rule(source: WeightReader, origin: HfCheckpoint, out: Path) -> None:
+    """Notes the rule for videos in ``out``, and removes an earlier note where no rule is known."""
+    rule = trained_video_rule(source.path.parent, source.spec) or exported_video_rule(
+        origin.path, origin.spec
+    )
+    if rule:
+        write_json(out / EXPORTED, export_facts(rule))
+    else:
+        (out / EXPORTED).unlink(missing_ok=True)
 
 
 def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> CopyJob:

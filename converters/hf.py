@@ -130,7 +130,7 @@ class TensorFolder:
             folders[:] = [name for name in folders if name not in (".git", ".cache")]
             for name in names:
                 path = (Path(folder) / name).relative_to(self.path)
-                if str(path) == EXPORTED:  # says of which step another export was made
+                if str(path) == EXPORTED:  # speaks of another export
                     continue
                 weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json")) and str(path) != INDEX
                 (other if weights else keep).append(path)

@@ -40,7 +40,8 @@ LINEAGE = "lineage.json"
 EXPORTS = "hf"
 """Folder of a run in which ``checkpoint.export_hf`` leaves Hugging Face folders."""
 EXPORTED = "megatron_vl.json"
-"""In such a folder: of which saved step it was made."""
+"""Beside exported weights: the rule for videos that they were trained under and, in such a folder, of which
+saved step it was made."""
 FIRST_BRANCH = "0"
 """The branch of checkpoints of older versions."""
 

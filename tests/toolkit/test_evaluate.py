@@ -19,11 +19,12 @@ import torch
 from PIL import Image
 
 from converters.convert import convert, export, reshard
+from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint
 from tests.toolkit.evaluation import answers_letters, answers_of, damage, photograph_table, write_table
 from toolkit.cli import main
 from toolkit.evaluate.comparison import _gpus
-from toolkit.evaluate.early import UsageError, check_data, find_data
+from toolkit.evaluate.early import check_data, find_data
 from toolkit.hf import load_model, load_processor
 
 pytestmark = pytest.mark.skipif(

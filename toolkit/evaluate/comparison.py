@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UsageError, UserError
+from megatron_vl.spec.families import read_spec
+from megatron_vl.weights.video_rule import exported_video_rule
 from toolkit.evaluate import cage, gates
-from toolkit.evaluate.early import UsageError, copy_tables
+from toolkit.evaluate.early import copy_tables
 from toolkit.evaluate.gates import Gate
 from toolkit.evaluate.vlmevalkit import NO_JUDGE, RELIED_ON
 from toolkit.evaluate.worker import JUDGED, QUESTIONS, TABLES, UNUSABLE, read_answers
 from toolkit.hf import check_folder
+from toolkit.trained_rules import follow
 
 MARK = ".megatron-vl-evaluate"
 VLMEVALKIT = "0.0.20"
@@ -60,9 +63,8 @@ class EvaluationOptions:
     video_fps: float | None = None
     """Frames per second for videos of data sets whose name does not give a number of frames."""
     video_max_frames: int | None = None
-    video_positions: str = "released"
-    video_prompt: str = "released"
-    """Rules for videos, like ``data.video_positions`` and ``data.video_prompt`` of a run."""
+    video_rules: dict[str, str] = field(default_factory=dict)
+    """Rules for videos that were asked for: ``data.video_positions`` and ``data.video_prompt`` of a run."""
     largest_picture: int = 128_000_000
     max_new_tokens: int = 256
     logit_questions: int = 4
@@ -106,6 +108,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
     settings = _settings(options)
     for folder in options.checkpoints.values():
         check_folder(folder)
+    settings["video_rules"] = video_rules(options, show)
     work = _prepare(options)
     settings["isolation"] = _isolation(work, bool(options.judge_url))
     show(f"VLMEvalKit runs {settings['isolation']}")
@@ -263,13 +266,44 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         "largest_picture": options.largest_picture,
         "video_fps": options.video_fps,
         "video_max_frames": options.video_max_frames,
-        "video_positions": options.video_positions,
-        "video_prompt": options.video_prompt,
         "max_new_tokens": options.max_new_tokens,
         "judge": options.judge,
         "versions": {package: version(package) for package in PACKAGES}
         | {"python": platform.python_version()},
     }
+
+
+def video_rules(options: EvaluationOptions, show: Callable[[str], None]) -> dict[str, dict[str, str]]:
+    """The rules for videos that each folder follows: its own where ``megatron_vl.json`` names one, and those
+    asked for.
+
+    The original and the converted checkpoint are one model: a rule that one of them names holds for both.
+
+    Returns:
+        Resolved folder -> fields of ``DataConfig``.
+
+    Raises:
+        UsageError: the original and the converted checkpoint name different rules, or one was asked for that
+            contradicts a folder's.
+        UserError: a folder names a rule that this version does not know.
+    """
+    own = {
+        role: exported_video_rule(folder, read_spec(folder)) for role, folder in options.checkpoints.items()
+    }
+    original, converted = own.get("original", {}), own.get("converted", {})
+    if original and converted and original != converted:
+        raise UsageError(
+            f"{options.checkpoints['original']} was trained under {original}, but"
+            f" {options.checkpoints['converted']} under {converted}: they are not one model;"
+            " compare a folder with what was exported from it"
+        )
+    shared = original or converted
+
+    rules = {}
+    for role, folder in options.checkpoints.items():
+        trained = own[role] if role == "trained" else shared
+        rules[str(folder.resolve())] = follow(folder, trained, options.video_rules, show)
+    return rules
 
 
 def _own_dtype(folder: Path) -> str:

@@ -169,7 +169,8 @@ def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]
     share = range(rank, len(dataset.data), job["processes"])
     for name, folder in job["checkpoints"].items():
         work = Path(job["work"]) / name
-        model = Checkpoint(Path(folder), job["settings"], roots)
+        settings = job["settings"]
+        model = Checkpoint(Path(folder), settings | settings["video_rules"].get(folder, {}), roots)
         if rank == 0:
             _write_logits(
                 work, [model.logits(prompt) for prompt in _prompts(dataset, range(job["logit_questions"]))]

@@ -45,11 +45,7 @@ def generate(options: GenerateOptions) -> int:
             video_fps=options.video_fps,
             video_max_frames=options.video_max_frames,
         ),
-        asked_rules={
-            name: value
-            for name in ("video_positions", "video_prompt")
-            if (value := getattr(options, name)) is not None
-        },
+        asked_rules=options.asked_rules(),
     )
     answers = run_generate(request, lambda line: print(line, file=sys.stderr))
     if options.json:

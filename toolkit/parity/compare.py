@@ -23,11 +23,13 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import run_layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
 from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.video_rule import exported_video_rule, trained_video_rule
 from toolkit.hf import check_folder
 from toolkit.launch import end_of, run_group
 from toolkit.layouts import LayoutSpec
 from toolkit.samples import SampleEncoder, write_samples
 from toolkit.tiny import FAMILIES, write_tiny_checkpoint
+from toolkit.trained_rules import follow
 
 from .case import Case, write_cases
 from .locations import component_of, location_of
@@ -76,6 +78,7 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
         spec = read_spec(hf)
         for layout in request.layouts:
             _check_layout(spec, layout)
+        _follow_videos(request, hf, spec, say)
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
         say(
@@ -130,6 +133,25 @@ def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
         run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
     except LayoutError as error:
         raise UserError(f"--layouts {layout.text}: {error}") from error
+
+
+def _follow_videos(request: ParityRequest, hf: Path, spec: ModelSpec, say: Callable[[str], None]) -> None:
+    """Says under which rule for videos the checkpoint was trained. Raises UserError if this version does not
+    know it.
+
+    The rule changes nothing here, because only pictures and text are compared.
+    """
+    folder, trained = hf, exported_video_rule(hf, spec)
+    if request.checkpoint:
+        step = WeightReader(request.checkpoint).path.parent
+        if rule := trained_video_rule(step, spec):
+            folder, trained = step, rule
+    follow(
+        folder,
+        trained,
+        {},
+        lambda line: say(f"{line}; the pictures and texts compared here do not depend on it"),
+    )
 
 
 def _family(name: str) -> str:

@@ -85,7 +85,10 @@ def export_step(job: Job, out: Path, partial: Path) -> None:
     export(job.checkpoint, job.hf, partial, workers=THREADS, force=True)
 
     weights = json.loads((Path(job.checkpoint) / "weights" / MANIFEST).read_text())["digest"]
-    write_json(partial / EXPORTED, job.facts | {"weights": weights})
+    # The rule for videos, where the export knows it.
+    note = partial / EXPORTED
+    noted = json.loads(note.read_text()) if note.is_file() else {}
+    write_json(note, job.facts | noted | {"weights": weights})
     if out.exists():
         durable.rename(out, _aside(out))
     durable.rename(partial, out)
