@@ -211,15 +211,15 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
         maps[f"received by one of {ranks}, to its experts"] = here[here.any(-1)].repeat(ranks, 1)
     for name, table in (maps | {"to all experts": chosen}).items():
         rows = x[torch.arange(table.shape[0], device=x.device) % tokens]
-        places = positions(table)
+        row_ids = positions(table)
         total = int(table.sum())
-        wide = scatter_rows(rows, places, total)
-        moved = (table.shape[0] + total) * options.hidden * x.element_size() + places.numel() * 4
+        wide = scatter_rows(rows, row_ids, total)
+        moved = (table.shape[0] + total) * options.hidden * x.element_size() + row_ids.numel() * 4
         times = [
             milliseconds(platform, function)
             for function in (
-                partial(scatter_rows, rows, places, total),
-                partial(sum_rows, wide, places),
+                partial(scatter_rows, rows, row_ids, total),
+                partial(sum_rows, wide, row_ids),
                 partial(positions, table),
             )
         ]

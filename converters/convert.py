@@ -138,7 +138,7 @@ def _write(
             if (file, name) not in output.kept:
                 part = plan.cut.part(
                     table[name],
-                    **{f"{kind}_rank": n for kind, n in plan.places[file].items() if kind != "pp"},
+                    **{f"{kind}_rank": n for kind, n in plan.ranks[file].items() if kind != "pp"},
                 )
                 jobs.setdefault(name, []).append(
                     _job(source, table[name], part, plan.cut, output.writers[file])
@@ -148,7 +148,7 @@ def _write(
             file_entry(
                 file,
                 {name: (*plan.stored[name], output.digests[file, name]) for name in names},
-                plan.places[file],
+                plan.ranks[file],
             )
             for file, names in plan.files.items()
         ]
@@ -202,7 +202,7 @@ class _Plan:
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Tensor -> type and shape in the files (of one shard)."""
     files: dict[str, list[str]]
-    places: dict[str, dict[str, int]]
+    ranks: dict[str, dict[str, int]]
     """File -> the ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
     cut: Cut = WHOLE
 
@@ -239,19 +239,19 @@ def _shard_files(
 ) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
     """File -> tensors and file -> ranks, for all ranks of a layout; a rank without tensors has no file."""
     files: dict[str, list[str]] = {}
-    places: dict[str, dict[str, int]] = {}
+    ranks: dict[str, dict[str, int]] = {}
     for p in range(layout.pp):
         here = [info for info in table.values() if layout.stage_of(info) == p]
         dense, experts = (
             [info.name for info in here if bool(info.experts) is which] for which in (False, True)
         )
         for t in range(layout.tp):
-            files[rank_file_name(t, p)], places[rank_file_name(t, p)] = dense, {"tp": t, "pp": p}
+            files[rank_file_name(t, p)], ranks[rank_file_name(t, p)] = dense, {"tp": t, "pp": p}
         for e in range(layout.ep if experts else 0):
             for t in range(layout.etp):
                 file = expert_file_name(e, t, p)
-                files[file], places[file] = experts, {"ep": e, "etp": t, "pp": p}
-    return files, places
+                files[file], ranks[file] = experts, {"ep": e, "etp": t, "pp": p}
+    return files, ranks
 
 
 def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWriter) -> CopyJob:

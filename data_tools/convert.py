@@ -59,8 +59,8 @@ class DataReport:
     refused: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of refused records by input file and reason."""
     ignored: dict[str, dict[str, int]] = field(default_factory=dict)
-    """How often a key without effect occurs in the samples, by place (``records``, ``turns``, ``content
-    parts``, ``listed media``) and key. In each place, keys beyond the first 100 are counted together."""
+    """How often a key without effect occurs in the samples, by location (``records``, ``turns``, ``content
+    parts``, ``listed media``) and key. At each location, keys beyond the first 100 are counted together."""
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but does not learn them."""
     seconds: float = 0.0
@@ -82,8 +82,8 @@ class DataReport:
 
     def add(self, entry: Entry) -> None:
         """Counts the keys without effect in a sample."""
-        for place, key in entry.ignored:
-            counts = self.ignored.setdefault(place, {})
+        for location, key in entry.ignored:
+            counts = self.ignored.setdefault(location, {})
             key = key if key in counts or len(counts) < MOST_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += entry.answer_media
@@ -222,11 +222,11 @@ def _check(inputs: list[Path], options: ConversionOptions) -> None:
 
 def _records(inputs: list[Path], meter: _Meter) -> Iterator[tuple[int, str, int, Any]]:
     """Yields (index among all records, file, number in the file, record)."""
-    place = 0
+    index = 0
     for name, path in zip(names(inputs), inputs, strict=True):
         for number, record in read_records(path, meter.advance):
-            yield place, name, number, record
-            place += 1
+            yield index, name, number, record
+            index += 1
 
 
 class _Duplicates:
@@ -290,7 +290,7 @@ def _verify(
         known: the verdicts of an earlier run on this batch; None: decode the media now.
     """
     out: list[Entry | dict[str, Any]] = []
-    for i, (place, file, number, record) in enumerate(batch):
+    for i, (index, file, number, record) in enumerate(batch):
         source = {"file": file, "record": number}
         verdict = known[i] if known is not None else None
         if isinstance(verdict, dict):
@@ -311,7 +311,7 @@ def _verify(
             )
         else:
             entry = Entry(
-                f"{place:09d}",
+                f"{index:09d}",
                 conversation.messages,
                 conversation.media,
                 infos,

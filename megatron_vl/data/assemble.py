@@ -143,13 +143,13 @@ def _targets(samples: Sequence[Sample], seq_len: int) -> tuple[Tensor, Tensor]:
 def _placeholders(samples: Sequence[Sample], lengths: Tensor, spec: ModelSpec) -> Tensor:
     """int64 [N]: the position in the row of each placeholder, with media in the order of the text."""
     offsets = pad(lengths.cumsum(0), (1, 0)).tolist()
-    places = []
+    indices = []
     for sample, offset in zip(samples, offsets[:-1], strict=True):
         grids = [item.grid for item in sample.media]
         runs = placeholder_runs(grids, spec)
         for run, start in zip(runs, placeholder_positions(sample.token_ids, runs, spec), strict=True):
-            places.append(torch.arange(run.tokens(spec.vision.spatial_merge_size)) + offset + start)
-    return torch.cat(places)
+            indices.append(torch.arange(run.tokens(spec.vision.spatial_merge_size)) + offset + start)
+    return torch.cat(indices)
 
 
 def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -> VisionBatch:

@@ -81,20 +81,20 @@ def _row_product(
         acc = tl.dot(a, b, acc)
         left += BLOCK_K
         right += BLOCK_K if TRANSPOSED else BLOCK_K * OUT
-    place = out + row.to(tl.int64)[:, None] * OUT + n[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (n < OUT)[None, :])
+    pointers = out + row.to(tl.int64)[:, None] * OUT + n[None, :]
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (n < OUT)[None, :])
 
 
 @triton.jit
 def _put(grad, acc, m0, n0, OUT, IN, ADD: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Writes or adds a tile of an expert's gradient."""
     m, n = m0 + tl.arange(0, HEIGHT), n0 + tl.arange(0, WIDTH)
-    place = grad + m[:, None] * IN + n[None, :]
-    tl.multiple_of(place, [16, 16])
+    pointers = grad + m[:, None] * IN + n[None, :]
+    tl.multiple_of(pointers, [16, 16])
     inside = (m < OUT)[:, None] & (n < IN)[None, :]
     if ADD:
-        acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, acc.to(grad.dtype.element_ty), mask=inside)
+        acc += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    tl.store(pointers, acc.to(grad.dtype.element_ty), mask=inside)
 
 
 @triton.jit

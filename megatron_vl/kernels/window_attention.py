@@ -59,9 +59,9 @@ def _forward(
     q1, q2 = _rotated(q1, q2, c, s)
     k1, k2 = _rotated(k1, k2, c, s)
     p = _scores(q1, q2, k1, k2, inside, scale).to(v1.dtype)
-    place = out + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
-    tl.store(place, tl.dot(p, v1).to(v1.dtype), mask=mask)
-    tl.store(place + HALF, tl.dot(p, v2).to(v1.dtype), mask=mask)
+    pointers = out + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
+    tl.store(pointers, tl.dot(p, v1).to(v1.dtype), mask=mask)
+    tl.store(pointers + HALF, tl.dot(p, v2).to(v1.dtype), mask=mask)
 
 
 @triton.jit
@@ -85,8 +85,8 @@ def _backward(
     q1, q2 = _rotated(q1, q2, c, s)
     k1, k2 = _rotated(k1, k2, c, s)
     p = _scores(q1, q2, k1, k2, inside, scale)
-    place = dout + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
-    o1, o2 = tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
+    pointers = dout + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
+    o1, o2 = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
     rounded = tl.trans(p.to(o1.dtype))
     tl.store(grad + 4 * HALF, tl.dot(rounded, o1).to(o1.dtype), mask=mask)
     tl.store(grad + 5 * HALF, tl.dot(rounded, o2).to(o1.dtype), mask=mask)

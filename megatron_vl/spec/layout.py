@@ -56,9 +56,9 @@ class Layout:
 
     def stage_of(self, info: TensorInfo) -> int:
         """The pipeline rank that holds a tensor."""
-        if info.place in ("vision", "embedding"):
+        if info.section in ("vision", "embedding"):
             return 0
-        if info.place == "head":
+        if info.section == "head":
             return self.pp - 1
         end = 0
         for entry, count in enumerate(self.layers):

@@ -164,7 +164,7 @@ class WindowOrder:
     """The order in which the vision tower processes the merge units of a list of media."""
 
     units: Tensor
-    """int64 [N]: for each place in the tower's order, the merge unit in HF order over all media."""
+    """int64 [N]: for each merge unit in the tower's order, its index in HF order over all media."""
     cu_seqlens: Tensor
     """int32 [frames + 1]: cumulative numbers of patches of whole frames."""
     cu_window_seqlens: Tensor

@@ -1,4 +1,4 @@
-"""The canonical table of a model's tensors: their names, shapes, cuts and places in the pipeline.
+"""The canonical table of a model's tensors: their names, shapes, cuts and sections of the model.
 
 Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers, whatever
 modules hold the tensors at run time. Checkpoints, converters and the trainer all read this table.
@@ -65,15 +65,15 @@ WHOLE = Cut()
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its full shape, how it is cut, and its place in the pipeline."""
+    """One tensor: its full shape, how it is cut, and its section of the model."""
 
     name: str
     shape: tuple[int, ...]
     split: Split
-    place: str
+    section: str
     """``vision``, ``embedding``, ``head`` or ``layer``."""
     layer: int = -1
-    """Zero-based decoder layer if ``place`` is ``layer``."""
+    """Zero-based decoder layer if ``section`` is ``layer``."""
     experts: int = 0
     """Number of experts stacked along dim 0, which expert-parallel ranks share. ``split`` then says how
     expert tensor parallelism cuts each expert's matrix (dims 1 and 2). 0: a dense tensor."""

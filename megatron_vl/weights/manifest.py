@@ -60,19 +60,19 @@ def expert_file_name(ep_rank: int, etp_rank: int, pp_rank: int) -> str:
 
 
 def file_entry(
-    file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], place: Mapping[str, int]
+    file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], ranks: Mapping[str, int]
 ) -> dict[str, Any]:
     """The manifest's entry for one rank's file.
 
     Args:
         tensors: name -> (type, stored shape, SHA-256).
-        place: the rank that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
+        ranks: of the file's owner: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
     """
     table = {
         name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
         for name, (dtype, shape, digest) in tensors.items()
     }
-    return {"file": file, **place, "tensors": table}
+    return {"file": file, **ranks, "tensors": table}
 
 
 def write_rank_file(
@@ -103,7 +103,7 @@ def write_expert_file(
     return _write_file(path, tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], place: Mapping[str, int]) -> dict[str, Any]:
+def _write_file(path: Path, tensors: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if tensor.dtype not in CODES:
             raise WeightsError(
@@ -124,7 +124,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], place: Mapping[str, i
         writer.abort()
         raise
     writer.commit(sync=True)
-    return file_entry(path.name, written, place)
+    return file_entry(path.name, written, ranks)
 
 
 def write_manifest(

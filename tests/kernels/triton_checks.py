@@ -177,9 +177,9 @@ def on_gpu() -> dict[str, float]:
     }
     rows = partial(rows_error, device="cuda", dtype=torch.bfloat16)
     errors |= {
-        "rows to 4 places": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
-        "rows wider than a block, to 32 places": rows([0.06] * 31 + [0.0], 3000, 4096),
-        "rows to 128 places": rows([0.06] * 128, 1000, 2560),
+        "each row to 4 others": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
+        "rows wider than a block, to 32 others": rows([0.06] * 31 + [0.0], 3000, 4096),
+        "each row to 128 others": rows([0.06] * 128, 1000, 2560),
         "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.TILES),
     }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
@@ -242,26 +242,26 @@ def experts_error(
 
 
 def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float:
-    """Largest error of rows copied to places, summed from places, and of parts of rows copied: values and
+    """Largest error of rows copied to others, summed from them, and of parts of rows copied: values and
     gradients.
 
     Args:
-        shares: of the rows, which have a place in each column.
+        shares: of the rows, which are copied by each column.
         width: of a row; a part has one element.
         kind: device and dtype of rows.
     """
     chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(
         shares, device=kind.get("device")
     )
-    places, total = positions(chosen), int(chosen.sum())
-    column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their places
+    row_ids, total = positions(chosen), int(chosen.sum())
+    column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their row_ids
     x, y = (torch.randn(size, width, **kind).requires_grad_() for size in (rows, total))
     parts = torch.randn(rows, len(shares), device=x.device, requires_grad=True)
     summed = torch.zeros(rows, width, device=x.device).index_add(0, row, y.float())
     pairs = [
-        (scatter_rows(x, places, total), x[row].float(), [x]),
-        (sum_rows(y, places), summed, [y]),
-        (scatter_parts(parts, places, total), parts[row, column][:, None], [parts]),
+        (scatter_rows(x, row_ids, total), x[row].float(), [x]),
+        (sum_rows(y, row_ids), summed, [y]),
+        (scatter_parts(parts, row_ids, total), parts[row, column][:, None], [parts]),
     ]
     return float(torch.tensor([worst(*pair) for pair in pairs]).max())
 
@@ -286,9 +286,9 @@ def main() -> None:
         "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),
         "experts, the first without rows": experts_error([0, 0, 5], 40, 24),
         "experts, no rows": experts_error([0, 0], 40, 24),
-        "rows to 4 places": rows_error([0.9, 0.5, 0.0, 1.0], 20, 40),
-        "rows wider than a block, to 3 places": rows_error([0.9, 0.5, 0.1], 6, 2100),
-        "rows to 40 places": rows_error([0.2] * 39 + [0.0], 20, 16),
+        "each row to 4 others": rows_error([0.9, 0.5, 0.0, 1.0], 20, 40),
+        "rows wider than a block, to 3 others": rows_error([0.9, 0.5, 0.1], 6, 2100),
+        "each row to 40 others": rows_error([0.2] * 39 + [0.0], 20, 16),
         "tower, patches that 4 does not divide": unaligned_error(),
     }
     print(json.dumps(errors))

@@ -343,15 +343,17 @@ def check_disk(folder: Path, needed: int) -> Finding:
     Args:
         needed: bytes that will be written; 0 if unknown.
     """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     found = f"{free / GIB:.0f} GiB free at {folder}" + (
         f", checkpoints need {needed / GIB:.1f} GiB" if needed else ""
     )
-    if not os.access(place, os.W_OK):
-        return broken("disk", f"{place} is not writable", "give another checkpoint.dir or write permission")
+    if not os.access(existing, os.W_OK):
+        return broken(
+            "disk", f"{existing} is not writable", "give another checkpoint.dir or write permission"
+        )
     if needed > free:
         return broken("disk", found, "free some space, give another checkpoint.dir, or lower checkpoint.keep")
 

@@ -135,8 +135,8 @@ def first_rows(data: Any, limit: int) -> Any:
         raise TableError(
             f"--limit {limit} is less than one question of each of the {parts} tables of this data set"
         )
-    place = data.groupby("SUB_DATASET").cumcount()
-    return data.iloc[sorted(place.to_numpy().argsort(kind="stable")[:limit])]
+    order = data.groupby("SUB_DATASET").cumcount()
+    return data.iloc[sorted(order.to_numpy().argsort(kind="stable")[:limit])]
 
 
 def _check_media(dataset: Any, job: dict[str, Any], sources: Any) -> None:

@@ -125,12 +125,12 @@ def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
     """Encodes the prompts. Raises UserError, which names the prompts that the model cannot take."""
     samples = []
     wrong = _Wrong()
-    for conversation, root, place in prompts:
+    for conversation, root, source in prompts:
         try:
             media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
             samples.append(encoder.prompt(conversation.messages, media))
         except (RecordError, ChatError, PixelError) as error:
-            wrong.add(place, error)
+            wrong.add(source, error)
     wrong.tell()
     return samples
 
@@ -142,10 +142,10 @@ class _Wrong:
         self.lines: list[str] = []
         self.count = 0
 
-    def add(self, place: str, error: ValueError) -> None:
+    def add(self, source: str, error: ValueError) -> None:
         self.count += 1
         reason = error.reason if isinstance(error, RecordError) else ""
-        said = [part for part in (place, reason if reason != str(error) else "", str(error)) if part]
+        said = [part for part in (source, reason if reason != str(error) else "", str(error)) if part]
         if self.count <= TOLD:
             self.lines.append(": ".join(said))
 
@@ -183,11 +183,11 @@ def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
         try:
             counted = "record" if is_array(path) else "line"
             for number, record in read_records(path):
-                place = f"{path} {counted} {number}"
+                source = f"{path} {counted} {number}"
                 try:
-                    prompts.append((_conversation(record, root), root, place))
+                    prompts.append((_conversation(record, root), root, source))
                 except RecordError as error:
-                    wrong.add(place, error)
+                    wrong.add(source, error)
         except ReadError as error:  # the message names the file, of which no more can be read
             wrong.add("", error)
     wrong.tell()

@@ -90,8 +90,8 @@ def show(report: dict[str, Any], console: Any) -> None:
     for name, result in report["layouts"].items():
         if "error" in result:
             console.print(f"[bold red]{name}:[/] {result['error']}", markup=True)
-        elif place := first_departure(result):
-            console.print(f"[bold red]{name}: the first layer that departs is {place}[/]")
+        elif location := first_departure(result):
+            console.print(f"[bold red]{name}: the first layer that departs is {location}[/]")
             for tensor in result.get("tensors", []):
                 console.print(
                     f"  {tensor} differs from a conversion of the Hugging Face folder", soft_wrap=True

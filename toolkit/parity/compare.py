@@ -284,10 +284,10 @@ def spread(samples: int, rows: int) -> list[list[int]]:
 
 
 def first_departure(result: dict[str, Any]) -> str:
-    """Names the first place that departs: in forward order by output, otherwise in backward
+    """Names the first location that departs: in forward order by output, otherwise in backward
     order by gradient.
 
-    Empty if every place agrees.
+    Empty if every location agrees.
     """
     for step in result.get("steps", []):
         if step.get("departs"):
@@ -297,24 +297,26 @@ def first_departure(result: dict[str, Any]) -> str:
         noise = step.get("transformers_bf16_gradient_error")
         limit = GRADIENT_TOLERANCE if noise is None else noise * BF16_GRADIENT_RATIO
         order = list(step.get("activations", {}))
-        wrong = [place for place, error in step.get("gradients", {}).items() if not error <= limit]
+        wrong = [location for location, error in step.get("gradients", {}).items() if not error <= limit]
         if wrong:
-            return "gradient of " + max(wrong, key=lambda place: order.index(place) if place in order else -1)
+            return "gradient of " + max(
+                wrong, key=lambda location: order.index(location) if location in order else -1
+            )
     return ""
 
 
-def by_component(places: dict[str, float]) -> dict[str, float]:
+def by_component(locations: dict[str, float]) -> dict[str, float]:
     """The largest error of each component."""
     worst: dict[str, float] = {}
-    for place, error in places.items():
-        worst[component_of(place)] = max(worst.get(component_of(place), 0.0), error)
+    for location, error in locations.items():
+        worst[component_of(location)] = max(worst.get(component_of(location), 0.0), error)
     return worst
 
 
 def differing_tensors(request: ParityRequest, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
-    """Names tensors of the first departing place that differ from a conversion of the Hugging Face folder."""
-    place = first_departure(result).removeprefix("gradient of ")
-    if not place or request.checkpoint is None:
+    """Names tensors of the first departing location that differ from a conversion of ``hf``."""
+    location = first_departure(result).removeprefix("gradient of ")
+    if not location or request.checkpoint is None:
         return []
     fresh = work / "converted"
     if not fresh.exists():
@@ -324,5 +326,5 @@ def differing_tensors(request: ParityRequest, hf: Path, result: dict[str, Any], 
     return [
         n
         for n in tensor_table(ours.spec)
-        if location_of(n) == place and not torch.equal(ours.get(n), theirs.get(n))
+        if location_of(n) == location and not torch.equal(ours.get(n), theirs.get(n))
     ]

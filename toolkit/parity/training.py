@@ -91,9 +91,9 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, floa
 
 def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
     """Maps kind -> name -> full tensor, read back from a checkpoint of this layout; on rank 0. Collective."""
-    place: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
-    dist.broadcast_object_list(place)
-    folder = Path(place[0])
+    made: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
+    dist.broadcast_object_list(made)
+    folder = Path(made[0])
     saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, keep=0)
 
     def take() -> Any:

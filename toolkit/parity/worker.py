@@ -118,13 +118,13 @@ def collect_gradients(
         f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack)
         for name, stack in stacks.items()
     }
-    places: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
+    copies: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
     for given in gather_on_first({(grid.rank,): mine} if mine else {}, grid).values():
         for key in given:
             stage, copy_number, part, name = key.split("/")
-            places.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
+            copies.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
 
-    return {name: [StoredParts(parts) for parts in held.values()] for name, held in places.items()}
+    return {name: [StoredParts(parts) for parts in held.values()] for name, held in copies.items()}
 
 
 def _main_grad(parameter: Any) -> Tensor:
@@ -181,10 +181,10 @@ def compare(
 
 def by_place(errors: dict[str, float]) -> dict[str, float]:
     """The largest error among the tensors of each layer."""
-    places: dict[str, float] = {}
+    locations: dict[str, float] = {}
     for name, error in errors.items():
-        places[location_of(name)] = max(places.get(location_of(name), 0.0), error)
-    return places
+        locations[location_of(name)] = max(locations.get(location_of(name), 0.0), error)
+    return locations
 
 
 def make_reference(case: Case, platform: Platform) -> Any:

@@ -62,8 +62,8 @@ class ExpertWeights:
         if not (getattr(self.module, "fuse_wgrad_accumulation", False) and hasattr(first, "main_grad")):
             packed = x.new_empty(len(self.parameters), *first.shape)
             step = packed[0].numel() * packed.element_size()
-            places = torch.arange(len(self.parameters), device=x.device) * step + packed.data_ptr()
-            weight_product(dy, x, places, where, packed, add=False)
+            addresses = torch.arange(len(self.parameters), device=x.device) * step + packed.data_ptr()
+            weight_product(dy, x, addresses, where, packed, add=False)
             return list(packed.unbind())
 
         grads = [parameter.main_grad for parameter in self.parameters]

@@ -203,7 +203,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 TEXT = "the text fields (text_config, or the top of the file)"
-"""The place of the language model's fields, for messages."""
+"""The location of the language model's fields, for messages."""
 
 
 def require(config: dict[str, Any], name: str, where: str) -> Any:

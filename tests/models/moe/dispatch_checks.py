@@ -198,12 +198,12 @@ def on_all(value: float) -> float:
 
 
 def positions_by_counting(chosen: Tensor) -> Tensor:
-    places, next_one = torch.full(chosen.shape, -1, dtype=torch.int32), 0
+    row_ids, next_one = torch.full(chosen.shape, -1, dtype=torch.int32), 0
     for column in range(chosen.shape[1]):
         for row in range(chosen.shape[0]):
             if chosen[row, column]:
-                places[row, column], next_one = next_one, next_one + 1
-    return places
+                row_ids[row, column], next_one = next_one, next_one + 1
+    return row_ids
 
 
 def main() -> None:
