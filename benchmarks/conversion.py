@@ -60,7 +60,8 @@ CONFIG: dict[str, Any] = {
 }
 """The fields of the released Qwen2.5-VL-7B-Instruct that determine its tensors."""
 FILE_BYTES = 4_000_000_000
-DENSE, EXPERTS = ["--tp", "4", "--pp", "2"], ["--tp", "2", "--pp", "2", "--ep", "4"]
+DENSE = ["--tp", "4", "--pp", "2"]
+EXPERTS = ["--tp", "2", "--pp", "2", "--ep", "4"]
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -161,10 +161,8 @@ def exchange(platform: Platform, inputs: Inputs, sent: list[int]) -> tuple[float
     dist.all_to_all_single(got, torch.tensor(sent, device=platform.device))
     received = got.tolist()
     width = inputs[0].shape[-1]
-    out, rows = (
-        inputs[0].detach().new_zeros(sum(received), width),
-        inputs[0].detach().new_zeros(sum(sent), width),
-    )
+    out = inputs[0].detach().new_zeros(sum(received), width)
+    rows = inputs[0].detach().new_zeros(sum(sent), width)
     value = milliseconds(platform, partial(dist.all_to_all_single, out, rows, received, sent))
     return value, (sum(sent) - sent[dist.get_rank()]) * width * rows.element_size() / 1e9
 

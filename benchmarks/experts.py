@@ -114,10 +114,8 @@ class Ours:
         self.case = case
         self.plan = plan(case.counts, ROWS)
         self.grads = torch.zeros(case.weights.shape, device="cuda")
-        self.addresses, self.grad_addresses = (
-            Addresses().of(list(case.weights)),
-            Addresses().of(list(self.grads)),
-        )
+        self.addresses = Addresses().of(list(case.weights))
+        self.grad_addresses = Addresses().of(list(self.grads))
 
     def forward(self, config: Config = ROWS_CONFIG) -> Tensor:
         return row_product(

@@ -175,11 +175,9 @@ def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Names
             opens.names.clear()
             begin = time.perf_counter()
             for number in range(args.ranks):
-                stage, dp_rank, tp_rank = (
-                    number * args.pp // args.ranks,
-                    number * dp // args.ranks,
-                    number % tp,
-                )
+                stage = number * args.pp // args.ranks
+                dp_rank = number * dp // args.ranks
+                tp_rank = number % tp
                 reader = OptimizerReader(folder, given, Cut(args.tp), index)
                 resume(reader, stage_tensors(stage, args.pp), Cut(tp), tp_rank, dp_rank, dp)
             seconds = (time.perf_counter() - begin) / args.ranks

@@ -246,16 +246,19 @@ def _shard_files(
             [info.name for info in here if bool(info.experts) is which] for which in (False, True)
         )
         for t in range(layout.tp):
-            files[rank_file_name(t, p)], ranks[rank_file_name(t, p)] = dense, {"tp": t, "pp": p}
+            files[rank_file_name(t, p)] = dense
+            ranks[rank_file_name(t, p)] = {"tp": t, "pp": p}
         for e in range(layout.ep if experts else 0):
             for t in range(layout.etp):
                 file = expert_file_name(e, t, p)
-                files[file], ranks[file] = experts, {"ep": e, "etp": t, "pp": p}
+                files[file] = experts
+                ranks[file] = {"ep": e, "etp": t, "pp": p}
     return files, ranks
 
 
 def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWriter) -> CopyJob:
-    dtype, blocks = source.dtype(info.name), part_blocks(info, part, cut)
+    dtype = source.dtype(info.name)
+    blocks = part_blocks(info, part, cut)
 
     def read(region: Region) -> Tensor:
         return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)
@@ -283,17 +286,16 @@ def export(
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
             HF cannot store.
     """
-    source, origin, out, workers = (
-        WeightReader(checkpoint),
-        HfCheckpoint(hf),
-        Path(out),
-        workers or default_workers(),
-    )
+    source = WeightReader(checkpoint)
+    origin = HfCheckpoint(hf)
+    out = Path(out)
+    workers = workers or default_workers()
     _check_same_model(source, origin)
     _check_padding(source, origin, workers)
     companions, skipped = origin.folder.companions()
     headers = {file: read_header(origin.path / file) for file in origin.folder.files}
-    inputs, work = [source.path, origin.path], _work("export", source, headers, None, origin.fingerprint())
+    inputs = [source.path, origin.path]
+    work = _work("export", source, headers, None, origin.fingerprint())
     with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
         # In model order, so that tensors of one canonical tensor (q, k, v) find its bytes in the page cache.
         jobs: dict[str, list[CopyJob]] = {}
@@ -317,7 +319,8 @@ def export(
         for hf in rule.hf
         if source.dtype(rule.name) != origin.dtype(rule.name)
     )
-    names, kept = [str(path) for path in skipped], (output.kept_files(), len(output.kept))
+    names = [str(path) for path in skipped]
+    kept = (output.kept_files(), len(output.kept))
     size = sum(
         CopyJob.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order()
     )
@@ -338,7 +341,9 @@ def _write_video_rule(source: WeightReader, origin: HfCheckpoint, out: Path) -> 
 
 
 def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> CopyJob:
-    blocks, dtype, stored = origin.hf_blocks(hf), origin.hf_dtype(hf), origin.stored[hf]
+    blocks = origin.hf_blocks(hf)
+    dtype = origin.hf_dtype(hf)
+    stored = origin.stored[hf]
 
     def read(region: Region) -> Tensor:
         return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)

@@ -98,7 +98,8 @@ class TensorFolder:
         if self.index is None or self.index == self.where:
             return
         for tensor in sorted(self.index.keys() | self.where.keys()):
-            said, found = self.index.get(tensor, "no file"), self.where.get(tensor, "no file")
+            said = self.index.get(tensor, "no file")
+            found = self.where.get(tensor, "no file")
             if said != found:
                 raise WeightsError(
                     f"{self.path}: {INDEX} says tensor {tensor!r} is in {said}, but it is in {found}"
@@ -162,7 +163,8 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
     """
     if spec.language.moe is None:
         return RELEASED
-    f, h = spec.language.moe.ffn_hidden_size, spec.language.hidden_size
+    f = spec.language.moe.ffn_hidden_size
+    h = spec.language.hidden_size
     stacks = {
         name: (2 * f, h) if name.endswith(GATE_UP) else (h, f)
         for name in folder.where

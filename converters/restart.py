@@ -90,7 +90,9 @@ class WriteJournal:
     def begin(self, work: dict[str, Any]) -> None:
         """Discards the journal's contents and writes its first line."""
         os.ftruncate(self._fd, 0)
-        self.work, self.done, self._end = work, {}, 0
+        self.work = work
+        self.done = {}
+        self._end = 0
         self._append(work)
 
     def resume(self) -> None:
@@ -107,7 +109,8 @@ class WriteJournal:
         line = memoryview(json.dumps(value, separators=(",", ":")).encode() + b"\n")
         while len(line):
             written = os.pwrite(self._fd, line, self._end)
-            line, self._end = line[written:], self._end + written
+            line = line[written:]
+            self._end += written
 
     def close(self, *, remove: bool) -> None:
         if remove:

@@ -162,7 +162,8 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
     count, first, largest = 0, -1, 0.0
     cols = matrix_shape(a.shapes[name])[1]
     for region in row_regions(a.shapes[name], _itemsize(a.codes[name])):
-        x, y = a.region(name, region).contiguous(), b.region(name, region).contiguous()
+        x = a.region(name, region).contiguous()
+        y = b.region(name, region).contiguous()
         bits = BITS[x.element_size()]
         # Compared as integers, two NaN of the same bits are equal, and 0.0 and -0.0 are not.
         other = (x.view(bits) != y.view(bits)).flatten()

@@ -207,10 +207,8 @@ class _Reader:
                 "bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where
             )
 
-        role_field, content_field = (
-            "role" if "role" in turn else "from",
-            "content" if "content" in turn else "value",
-        )
+        role_field = "role" if "role" in turn else "from"
+        content_field = "content" if "content" in turn else "value"
         _refuse_listed_audio(turn, f"{where}.")
         written, content = turn.get(role_field), turn.get(content_field)
         self.ignore("turns", turn, role_field, content_field)

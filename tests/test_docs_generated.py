@@ -119,7 +119,8 @@ def test_the_arrows_are_those_of_the_contracts() -> None:
     """docs/architecture.md writes the layers of import-linter by hand."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     drawn = text.partition("```text\n")[2].partition("```")[0].splitlines()
-    tools, library = drawn[: drawn.index("megatron_vl:")], drawn[drawn.index("megatron_vl:") + 1 :]
+    tools = drawn[: drawn.index("megatron_vl:")]
+    library = drawn[drawn.index("megatron_vl:") + 1 :]
 
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [

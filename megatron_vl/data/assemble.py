@@ -158,7 +158,8 @@ def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -
     order = window_order(grids, vision)
     patches = order.patches(vision.merge_unit)
 
-    indices, first = [], 0
+    indices = []
+    first = 0
     for item in media:
         indices.append(_plane_index(item, vision.temporal_patch_size) + first)
         first += item.planes.shape[0] * item.planes.shape[1]
@@ -181,7 +182,9 @@ def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -
 def _plane_index(item: MediaItem, temporal: int) -> Tensor:
     """int64 [patches, temporal]: the planes of each patch in merge-unit order,
     counted from the item's first plane."""
-    grid, frames, per_frame = item.grid, item.planes.shape[0], item.grid.h * item.grid.w
+    grid = item.grid
+    frames = item.planes.shape[0]
+    per_frame = item.grid.h * item.grid.w
     if item.planes.shape[1] != per_frame:
         raise PackError(
             f"a {grid.kind} of {grid.h} x {grid.w} patches came with {item.planes.shape[1]} planes a frame"

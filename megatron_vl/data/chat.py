@@ -195,7 +195,8 @@ class ChatEncoder:
             start = length + match.start() - done
             inserted.append((start, start + len(written)))
             moves.append((match.end(), len(written) - len(match.group())))
-            done, length = match.end(), start + len(written)
+            done = match.end()
+            length = start + len(written)
 
         def moved(at: int) -> int:
             return at + sum(by for end, by in moves if end <= at)

@@ -436,7 +436,9 @@ class RowLoader:
     """
 
     def __init__(self, loader: Any, identity: dict[str, Any], facts: SplitFacts, notes: list[str]) -> None:
-        self._loader, self._identity, self._former = loader, identity, facts.former
+        self._loader = loader
+        self._identity = identity
+        self._former = facts.former
         self.samples = facts.samples
         """Number of samples in the split, over all ranks; None for a metadataset."""
         self.notes = notes
@@ -507,7 +509,8 @@ class RowLoader:
 
         Missing fields get their current value, with a note.
         """
-        saved, now = dict(saved), self._identity
+        saved = dict(saved)
+        now = self._identity
 
         if "shuffle_buffer_gib" in now and "shuffle_buffer_gib" not in saved:
             saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
@@ -566,7 +569,8 @@ def build_loader(
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
     facts = facts or read_description(Path(data.path)).facts(split)
-    samples, workers = facts.samples, max(data.num_workers, 1)
+    samples = facts.samples
+    workers = max(data.num_workers, 1)
     if samples is not None and samples < dp_size * workers:
         raise LoaderError(
             f"{data.path}: {samples} samples in {split}, but {dp_size} data-parallel ranks x {workers}"

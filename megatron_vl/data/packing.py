@@ -76,7 +76,8 @@ def pack_greedily(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -
     rows: list[list[int]] = []
     free: list[list[int]] = []
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i][0], i)):
-        need, pixels = sizes[i][0], sizes[i][1] if patches else 0
+        need = sizes[i][0]
+        pixels = sizes[i][1] if patches else 0
         row = next((r for r, (t, p) in enumerate(free) if need <= t and pixels <= p), None)
         if row is None:
             row = len(rows)

@@ -272,10 +272,8 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
         new_width = max(factor, math.floor(width / beta / factor) * factor)
     elif new_height * new_width < min_pixels:
         beta = math.sqrt(min_pixels / (height * width))
-        new_height, new_width = (
-            math.ceil(height * beta / factor) * factor,
-            math.ceil(width * beta / factor) * factor,
-        )
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
     return new_height, new_width
 
 
@@ -307,10 +305,8 @@ def resized_video_size(frames: int, height: int, width: int, settings: PixelSett
         new_width = max(factor, math.floor(width / beta / factor) * factor)
     elif volume < low:
         beta = math.sqrt(low / (frames * height * width))
-        new_height, new_width = (
-            math.ceil(height * beta / factor) * factor,
-            math.ceil(width * beta / factor) * factor,
-        )
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
     return new_height, new_width
 
 
@@ -325,7 +321,8 @@ def image_grid(height: int, width: int, settings: PixelSettings) -> GridTHW:
 
 def video_grid(video: VideoInfo, settings: PixelSettings) -> GridTHW:
     """The grid of a video, with frames sampled as this module's docstring describes."""
-    indices, step = frame_indices(video, settings), settings.temporal_patch_size
+    indices = frame_indices(video, settings)
+    step = settings.temporal_patch_size
     frames = len(indices)
     size = resized_video_size(max(frames, step), video.height, video.width, settings)
     # HF passes this number on as a float32 tensor: round it in the same way.

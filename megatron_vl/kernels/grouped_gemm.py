@@ -65,7 +65,9 @@ def _row_product(
         return
     first, end = tl.load(tiles + bound + tile), tl.load(tiles + 2 * bound + tile)
     weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
-    row, n, k = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    row = first + tl.arange(0, BLOCK_M)
+    n = column + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last row and are not stored.
     left = x + tl.minimum(row, end - 1).to(tl.int64)[:, None] * IN + k[None, :]
     right = weight + k[:, None] + n[None, :] * IN if TRANSPOSED else weight + k[:, None] * OUT + n[None, :]
@@ -110,8 +112,10 @@ def _weight_product(
     """
     across = tl.cdiv(IN, BLOCK_N)
     tiles = tl.cdiv(OUT, BLOCK_M) * across
-    expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    m0, n0 = tile // across * BLOCK_M, tile % across * BLOCK_N
+    expert = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    m0 = tile // across * BLOCK_M
+    n0 = tile % across * BLOCK_N
     first, end = tl.load(starts + expert), tl.load(starts + expert + 1)
     if ADD and first == end:
         return
@@ -253,5 +257,6 @@ class Addresses:
         """The addresses of ``tensors``, int64 [tensors], on their device."""
         now = [t.data_ptr() for t in tensors]
         if self._table is None or now != self._known:
-            self._known, self._table = now, torch.tensor(now, dtype=torch.int64).to(tensors[0].device)
+            self._known = now
+            self._table = torch.tensor(now, dtype=torch.int64).to(tensors[0].device)
         return self._table

@@ -27,7 +27,8 @@ def _scatter(
     x, row_ids, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Copies row i of x to the rows row_ids[i]."""
-    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     mine = tl.load(row_ids + row * COPIES + slot, mask=slot < COPIES, other=-1)
@@ -43,7 +44,8 @@ def _sum(
     y, row_ids, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Row i of out is the sum of y's rows row_ids[i], in float32."""
-    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     mine = tl.load(row_ids + row * COPIES + slot, mask=slot < COPIES, other=-1)

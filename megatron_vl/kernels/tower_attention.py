@@ -122,7 +122,8 @@ def _zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 @triton.jit
 def _place(first, end, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
     """(rows [ROWS, 1], columns [1, WIDTH] from LOW on, mask of the existing ones)"""
-    row, column = (first + tl.arange(0, ROWS))[:, None], (LOW + tl.arange(0, WIDTH))[None, :]
+    row = (first + tl.arange(0, ROWS))[:, None]
+    column = (LOW + tl.arange(0, WIDTH))[None, :]
     return row, column, (row < end) & (column < D)
 
 
@@ -166,7 +167,8 @@ def _store_gradient(
     D2: tl.constexpr,
 ):
     """Stores a gradient into [P, heads, 3, d]; ``first`` and ``end`` are counted from ``start``."""
-    head, stride = tl.program_id(1), tl.num_programs(1) * 3 * D
+    head = tl.program_id(1)
+    stride = tl.num_programs(1) * 3 * D
     x = dqkv + start.to(tl.int64) * stride + head * 3 * D + which * D
     if ROTATED:
         shift = start.to(tl.int64) * (D // 2)
@@ -183,7 +185,8 @@ def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr
 
     Query and key are rotated, and the members of a pair are put side by side.
     """
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     row, column, there = _place(tl.program_id(0).to(tl.int64) * ROWS, patches, ROWS, 0, TILE, HALF)
     angle = row * HALF + column
     c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
@@ -226,7 +229,8 @@ def _forward(
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     q = _rows((own1, own2), head, first, OWN, D1, D2)
     top = tl.full([OWN], float("-inf"), tl.float32)
     total = tl.zeros([OWN], tl.float32)
@@ -255,7 +259,8 @@ def _product_sum(
     out, dout, start, first, end, OWN: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
 ):
     """(a part of dout [OWN, WIDTH], sum(out * dout) over it)"""
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     row, column, there = _place(first - start, end - start, OWN, LOW, WIDTH, D)
     at = start.to(tl.int64) * heads * D + head * D + row * (heads * D) + column
     o, do = tl.load(out + at, mask=there, other=0.0), tl.load(dout + at, mask=there, other=0.0)
@@ -291,7 +296,8 @@ def _backward_query(
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     do1, d = _product_sum(out, dout, start, first, end, OWN, 0, D1, D)
     do = do1, do1
     if D2 > 0:
@@ -349,7 +355,8 @@ def _backward_key(
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     k = _rows((own1, own2), heads + head, first, OWN, D1, D2)
     v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
     dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
@@ -414,7 +421,8 @@ def _launch(
     """Launches a kernel. The last of ``tensors`` is cu_seqlens."""
     _, heads, patches, d = packed.shape
     _make_context_current(packed.device)
-    segments, (first, second) = tensors[-1].numel() - 1, _parts(d)
+    segments = tensors[-1].numel() - 1
+    first, second = _parts(d)
     kernel[(patches // tile.own + segments, heads)](
         *described,
         *tensors,
@@ -503,7 +511,8 @@ def _gradient(
 ) -> Tensor:
     """[P, h, 3, d]"""
     _, heads, patches, d = packed.shape
-    dqkv, delta = packed.new_empty(patches, heads, 3, d), torch.empty_like(lse)
+    dqkv = packed.new_empty(patches, heads, 3, d)
+    delta = torch.empty_like(lse)
     dout = dout.contiguous().view_as(out)
     _gradient_of_query(packed, out, dout, lse, cu, angles, tiles.query, delta, dqkv)
     _gradient_of_key(packed, dout, lse, cu, angles, tiles.key, delta, dqkv)
@@ -512,7 +521,9 @@ def _gradient(
 
 def _pack_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
     """[P, h * 3 * d] -> [3, h, P, d]"""
-    patches, heads, half = qkv.shape[0], qkv.shape[1] // (3 * head_dim), head_dim // 2
+    patches = qkv.shape[0]
+    heads = qkv.shape[1] // (3 * head_dim)
+    half = head_dim // 2
     packed = qkv.new_empty(3, heads, patches, head_dim)
     _pack[(triton.cdiv(patches, 32), heads)](
         qkv, packed, cos, sin, patches, HALF=half, TILE=triton.next_power_of_2(half), ROWS=32, num_warps=4

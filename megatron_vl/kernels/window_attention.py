@@ -24,7 +24,8 @@ MAX_WINDOW = 128
 @triton.jit
 def _rotated(first, second, cos, sin):
     """Rotates a vector that is given as its two halves (rotate-half) and rounds to the input's type."""
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
     return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 

@@ -104,7 +104,9 @@ class PackedAttention(nn.Module):
         assert packed_seq_params is not None
         segments = packed_seq_params.window if self.windowed else packed_seq_params.full
         assert segments is not None
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        q = query.squeeze(1)
+        k = key.squeeze(1)
+        v = value.squeeze(1)
         use = packed_seq_params.cache
         if use is None:
             out = self.attend(q, k, v, segments, self.causal)
@@ -172,17 +174,21 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal:
     lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
     grouped = query.shape[1] != key.shape[1]
 
-    out, i, start = [], 0, 0
+    out = []
+    i = 0
+    start = 0
     while i < len(lengths):
         n = 1
         while i + n < len(lengths) and lengths[i + n] == lengths[i]:
             n += 1
-        length, end = lengths[i], start + n * lengths[i]
+        length = lengths[i]
+        end = start + n * lengths[i]
         if length:
             q, k, v = (t[start:end].unflatten(0, (n, length)).transpose(1, 2) for t in (query, key, value))
             o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
             out.append(o.transpose(1, 2).flatten(0, 1))
-        i, start = i + n, end
+        i += n
+        start = end
     return torch.cat(out)
 
 

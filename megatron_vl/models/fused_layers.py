@@ -111,7 +111,8 @@ def computed_again(
     This works for every operator that saves ``kept`` (or a view of all of it) through ``save_for_backward``,
     including Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
     """
-    address, size = kept.data_ptr(), kept.numel()
+    address = kept.data_ptr()
+    size = kept.numel()
 
     def pack(tensor: Tensor) -> Any:
         same = tensor.data_ptr() == address and tensor.numel() == size and tensor.dtype == kept_dtype

@@ -110,7 +110,8 @@ def make_layout(
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
     check_cut(spec, Cut(tp, ep, etp))
-    total, entries = spec.language.num_layers, pp * vpp
+    total = spec.language.num_layers
+    entries = pp * vpp
     if layers is None:
         if total < entries:
             raise LayoutError(

@@ -98,7 +98,9 @@ def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
 
 def _vision(spec: ModelSpec) -> list[TensorInfo]:
     v = spec.vision
-    h, f, unit = v.hidden_size, v.padded_ffn_hidden_size, v.merge_unit * v.hidden_size
+    h = v.hidden_size
+    f = v.padded_ffn_hidden_size
+    unit = v.merge_unit * v.hidden_size
     norm_bias = v.norm == "LayerNorm"
     out: list[TensorInfo] = []
 

@@ -197,7 +197,8 @@ def _check_entries(
 ) -> dict[str, dict[str, Any]]:
     """Checks that every tensor is in its place with its shape and one type.
     Returns the manifest's tensor table."""
-    infos, cut = tensor_table(spec), layout.cut if layout else WHOLE
+    infos = tensor_table(spec)
+    cut = layout.cut if layout else WHOLE
     stored: dict[tuple[int, int, str], dict[str, Any]] = {}
     for entry in entries:
         for name, tensor in entry["tensors"].items():

@@ -157,7 +157,8 @@ class WeightReader:
 
     def _check_step(self) -> None:
         """Checks that a step folder holds the weights of its own step, if the weights record one."""
-        step, folder = (self.manifest.get("origin") or {}).get("step"), self.path.parent
+        step = (self.manifest.get("origin") or {}).get("step")
+        folder = self.path.parent
         if (
             step is not None
             and self.path.name == "weights"
@@ -243,10 +244,13 @@ class WeightReader:
             WeightsError: the stored tensor is damaged.
         """
         check_cut(self.spec, cut)
-        info, dtype = self.table[name], self.dtype(name)
-        shape, first = info.shard_shape(cut), 0
+        info = self.table[name]
+        dtype = self.dtype(name)
+        shape = info.shard_shape(cut)
+        first = 0
         if expert is not None:
-            first, shape = range(shape[0])[expert] * shape[1], shape[1:]
+            first = range(shape[0])[expert] * shape[1]
+            shape = shape[1:]
 
         as_stored = cut[1:] == self.cut[1:] if info.experts else cut.tp == self.cut.tp
         blocks = part_blocks(info, part, cut)

@@ -87,7 +87,9 @@ def count_operations(kill_before: int, report: Path) -> None:
 
 
 def check(command: str, hf: Path, folder: Path, draw: random.Random, at_chosen: int, at_random: int) -> None:
-    words, whole, log = commands(hf, folder)[command], folder / f"whole_{command}", folder / "log"
+    words = commands(hf, folder)[command]
+    whole = folder / f"whole_{command}"
+    log = folder / "log"
     if attempt(words, whole, log):
         raise AssertionError(log.read_text())
     last = int(log.with_suffix(".count").read_text())

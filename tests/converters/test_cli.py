@@ -188,7 +188,8 @@ def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None
     """On a terminal, one line is redrawn; elsewhere, a plain line is printed every 30 seconds."""
     now = [0.0]
     monkeypatch.setattr("converters.stream.time.monotonic", lambda: now[0])
-    terminal, log = Terminal(), io.StringIO()
+    terminal = Terminal()
+    log = io.StringIO()
     for stream in (terminal, log):
         now[0] = 0.0
         progress = Progress("convert", 4_000_000_000, stream)

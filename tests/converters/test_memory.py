@@ -92,7 +92,8 @@ def test_memory_is_bounded(tmp_path: Path, repository: Path, config, layout: dic
     before = peak = {field: memory(process.pid, field) for field in BOUNDS}
     process.stdin.write("go\n")
     process.stdin.close()
-    tick, samples = threading.Event(), 0
+    tick = threading.Event()
+    samples = 0
     while process.poll() is None:
         try:
             peak = {field: max(peak[field], memory(process.pid, field)) for field in BOUNDS}

@@ -108,7 +108,8 @@ def test_a_changed_source_is_refused(tmp_path: Path, origin: Path, monkeypatch: 
 def test_a_source_that_changes_meanwhile(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf, region = tmp_path / "hf", HfCheckpoint.region
+    hf = tmp_path / "hf"
+    region = HfCheckpoint.region
     shutil.copytree(origin, hf)
 
     def touching(self, name, w):
@@ -210,7 +211,8 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) 
 
 def test_full_disk_keeps_what_is_there(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the remaining files need room, and nothing is lost if there is too little."""
-    out, usage = tmp_path / "out", shutil.disk_usage(tmp_path)
+    out = tmp_path / "out"
+    usage = shutil.disk_usage(tmp_path)
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT))
     with monkeypatch.context() as patch, pytest.raises(WeightsError, match="the disk has 0.0 GB free"):
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -223,7 +225,9 @@ def test_an_exported_folder_is_on_the_disk_when_export_returns(
 ) -> None:
     """Each file's bytes are synced, under its final or former name, and so is the folder that
     holds the names."""
-    hf, synced, fsync = tiny_checkpoint("qwen2_5_vl"), set(), os.fsync
+    hf = tiny_checkpoint("qwen2_5_vl")
+    synced = set()
+    fsync = os.fsync
 
     def recorded(handle: int) -> None:
         synced.add(os.readlink(f"/proc/self/fd/{handle}").removesuffix(".partial"))

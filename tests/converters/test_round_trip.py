@@ -51,7 +51,8 @@ EXPERTS = ({"ep": 8}, {"ep": 2}, {}, {"ep": 4, "etp": 2}, {"ep": 2, "etp": 4}, {
 @pytest.fixture(scope="module")
 def origins(tmp_path_factory: pytest.TempPathFactory):
     """Maps each size to a folder in the released form, written once."""
-    root, folders = tmp_path_factory.mktemp("released"), {}
+    root = tmp_path_factory.mktemp("released")
+    folders = {}
 
     def origin(size: str) -> Path:
         if size not in folders:
@@ -74,7 +75,8 @@ def test_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str
 def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
     """HF -> unsplit -> shards A -> shards B -> unsplit gives the same unsplit bytes; B -> HF the
     same HF bytes."""
-    origin, tp = origins(size), tp_sizes(size)[-1]
+    origin = origins(size)
+    tp = tp_sizes(size)[-1]
     a: dict[str, Any] = {"tp": tp, "pp": 2, "vpp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {})
     b: dict[str, Any] = {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]} | (
         {"ep": 2, "etp": 4} if "-A" in size else {}
@@ -148,7 +150,8 @@ def test_types(tmp_path: Path, size: str, kind: str) -> None:
 def test_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
     """Stacks in either orientation or separate experts, with dense layers in between, come back unchanged."""
     size = "Qwen3-VL-30B-A3B-Instruct"
-    config, tensors = small_config(size), released_tensors(size)
+    config = small_config(size)
+    tensors = released_tensors(size)
     config["text_config"]["mlp_only_layers"] = [1]
     dense = {
         name: t for name, t in released_tensors("Qwen3-VL-8B-Instruct").items() if ".layers.1.mlp." in name

@@ -54,7 +54,8 @@ def nodes_of_experts() -> dict[str, Any]:
         submodules=GroupedMLPSubmodules(linear_fc1=PlainGroupedLinear, linear_fc2=PlainGroupedLinear),
         pg_collection=SimpleNamespace(ep=None, expt_tp=None),
     )
-    x, probs = torch.randn(sum(COUNTS), HIDDEN), torch.rand(sum(COUNTS))
+    x = torch.randn(sum(COUNTS), HIDDEN)
+    probs = torch.rand(sum(COUNTS))
 
     def run() -> Tensor:
         return experts(x, torch.tensor(COUNTS), probs)[0]
@@ -70,7 +71,8 @@ def nodes_of_experts() -> dict[str, Any]:
 
 def nodes_of(out: Tensor) -> list[str]:
     """Names of the nodes of a tensor's autograd graph."""
-    found, left = [], [out.grad_fn]
+    found = []
+    left = [out.grad_fn]
     while left:
         node = left.pop()
         if node is not None:
@@ -115,7 +117,8 @@ def counts_brought_to_the_host() -> list[bool]:
         return tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = move  # nothing moves where there is no device
-    counts, found = torch.tensor([3, 2]), []
+    counts = torch.tensor([3, 2])
+    found = []
     for kind in (token_dispatcher.MoEAlltoAllTokenDispatcher, DeviceCountsDispatcher):
         moved.clear()
         dispatcher = kind.__new__(kind)

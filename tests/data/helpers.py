@@ -101,7 +101,8 @@ def sample_of(spec: ModelSpec, parts: list[int | GridTHW], seed: int = 0) -> Sam
 
 def positions_one_by_one(tokens: torch.Tensor, grids: list[GridTHW], spec: ModelSpec) -> list[list[int]]:
     """(time, row, column) of each token by the released models' rule, counted in plain Python."""
-    merge, media = spec.vision.spatial_merge_size, iter(placeholder_runs(grids, spec))
+    merge = spec.vision.spatial_merge_size
+    media = iter(placeholder_runs(grids, spec))
     found: list[list[int]] = []
     here = 0
     while len(found) < len(tokens):

@@ -140,7 +140,8 @@ def test_pixels_and_features_go_to_their_own_placeholders(family):
     spec = spec_of(family)
     samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
     row = pack_row(samples, spec, sum(map(len, samples)))
-    vision, unit = row.vision, spec.vision.merge_unit
+    vision = row.vision
+    unit = spec.vision.merge_unit
     assert row.num_patches == len(vision.plane_index) and row.num_images == sum(len(s.media) for s in samples)
     by_place = torch.argsort(vision.feature_index)
     placeholders = (

@@ -248,7 +248,8 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
 
     folder = tiny_checkpoint("qwen3_vl")
     spec = read_spec(folder)
-    processor, ours = AutoProcessor.from_pretrained(folder), ChatEncoder(folder, spec, rule)
+    processor = AutoProcessor.from_pretrained(folder)
+    ours = ChatEncoder(folder, spec, rule)
     messages, grids = VIDEO_CONVERSATIONS[name]
     clips = [grid for grid in grids if grid.kind == "video"]
     # Frame numbers at 1000 frames a second whose means are the times.

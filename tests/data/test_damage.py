@@ -262,7 +262,8 @@ def test_a_row_is_the_fullest_there_is():
     draw = random.Random(0)
     for _ in range(200):
         sizes = [(draw.randint(1, 40), draw.randint(0, 30)) for _ in range(draw.randint(1, 8))]
-        tokens, patches = 64, draw.choice([0, 40])
+        tokens = 64
+        patches = draw.choice([0, 40])
         row = fill_row(sizes, tokens, patches)
         fits = [
             sum(sizes[i][0] for i in chosen)

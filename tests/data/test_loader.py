@@ -147,7 +147,9 @@ RELEASED = {"video_positions": "released", "video_prompt": "released"}
 def test_rows_equal_the_hf_processor(dataset, family, rules):
     """Compares tokens, M-RoPE positions and pixels of every sample in the rows; no sample is missing."""
     folder = tiny_checkpoint(family)
-    spec, norm, samples = read_spec(folder), read_pixel_norm(folder), stored(dataset)
+    spec = read_spec(folder)
+    norm = read_pixel_norm(folder)
+    samples = stored(dataset)
     with torch.device("meta"):
         from transformers import AutoConfig
 
@@ -159,7 +161,8 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
     for row in rows:
         features = pixel_table(row, spec, norm)
         for i, key in enumerate(row.keys):
-            start, end = row.cu_seqlens[i], row.cu_seqlens[i + 1]
+            start = row.cu_seqlens[i]
+            end = row.cu_seqlens[i + 1]
             hf = hf_inputs(folder, *samples[key], rules["video_prompt"])
             assert row.tokens[start:end].tolist() == hf["input_ids"][0].tolist()
             names = ("image_grid_thw", "video_grid_thw") + (
@@ -323,7 +326,9 @@ def test_budgets_hold(dataset):
 def test_what_is_too_long_is_counted_not_lost(tmp_path, workers):
     turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
     path, _ = converted(tmp_path, [{"conversations": turns(400 if i % 4 == 0 else 5)} for i in range(16)])
-    rows, seen, dropped = loader(path, num_workers=workers, shuffle_buffer=0, packing_buffer=4), Counter(), 0
+    rows = loader(path, num_workers=workers, shuffle_buffer=0, packing_buffer=4)
+    seen = Counter()
+    dropped = 0
     for row in islice(rows, 6):
         seen.update(row.keys)
         dropped += sum(row.dropped.values())

@@ -156,7 +156,8 @@ class Mutator:
         if not others:
             return None
         b = self.draw.choice(others)
-        first, second = a.read_bytes(), b.read_bytes()
+        first = a.read_bytes()
+        second = b.read_bytes()
         replace(a, second)
         replace(b, first)
         return f"{self.name(a)} and {self.name(b)} exchanged", [
@@ -252,7 +253,8 @@ class Mutator:
 
     def edit_value(self, content: Any, wanted: Callable[[tuple], bool]) -> tuple | None:
         """Changes one value in place, outer ones as often as the many inner ones. Returns its path."""
-        node, place = content, ()
+        node = content
+        place = ()
         while isinstance(node, dict | list) and node:
             parent = node
             keys = [
@@ -261,7 +263,8 @@ class Mutator:
             if not keys:
                 return None
             key = self.draw.choice(keys)
-            place, node = (*place, key), node[key]
+            place = (*place, key)
+            node = node[key]
             if self.draw.random() < 0.15:
                 break
         if not place:
@@ -424,20 +427,21 @@ class Bench:
         )
         from megatron_vl.weights.run_folder import parse_lineage, step_folder, write_lineage
 
-        layout, table = make_layout(self.run.spec, tp=2, pp=2), tensor_table(self.run.spec)
+        layout = make_layout(self.run.spec, tp=2, pp=2)
+        table = tensor_table(self.run.spec)
         for step in (1, 2):
-            source, out = (
-                step_folder(self.folder / "run", step),
-                step_folder(self.folder / "run_of_four", step),
-            )
-            saved, weights = read_run(source), WeightReader(source / "weights")
+            source = step_folder(self.folder / "run", step)
+            out = step_folder(self.folder / "run_of_four", step)
+            saved = read_run(source)
+            weights = WeightReader(source / "weights")
             shutil.copytree(source / "loader", out / "loader")
             (out / "optimizer").mkdir()
             files = {name: facts for name, facts in saved["files"].items() if name.startswith("loader/")}
             states = {
                 name[10:]: facts for name, facts in saved["files"].items() if name.startswith("optimizer/")
             }
-            state, entries = OptimizerReader(source / "optimizer", states, WHOLE), []
+            state = OptimizerReader(source / "optimizer", states, WHOLE)
+            entries = []
             slices = {}
             for rank, (pp, tp) in enumerate((pp, tp) for pp in range(2) for tp in range(2)):
                 tensors = dict(state.rng("rank_00000.safetensors"))
@@ -474,7 +478,8 @@ class Bench:
 
     def _command(self, *words: Any) -> str:
         """The hash of everything that a command writes."""
-        out, error = self.folder / "out", io.StringIO()
+        out = self.folder / "out"
+        error = io.StringIO()
         shutil.rmtree(out, ignore_errors=True)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
             code = command([*map(str, words), "--out", str(out), "--workers", "2"])
@@ -508,7 +513,8 @@ class Bench:
         from megatron_vl.training.optimizer_state import optimizer_slices
         from megatron_vl.training.preflight import run_facts
 
-        run, parameters = self.run, saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
+        run = self.run
+        parameters = saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
         torch.manual_seed(0)
         with torch.no_grad():
             for tensor in [live.parameter for live in parameters] + [
@@ -566,7 +572,8 @@ def play(bench: Bench, seed: str) -> Round:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(bench.folder / name, copy, copy_function=os.link)
     damage = Mutator(copy, draw).damage()
-    outcomes, faults = {}, []
+    outcomes = {}
+    faults = []
     for action, work in bench.actions(name).items():
         try:
             outcome = "same" if work(copy) == bench.good[name, action] else "WRONG"

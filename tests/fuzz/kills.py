@@ -70,14 +70,17 @@ def run_kills(
     folder: Path, kills: int, seed: int, steps: int, workers: int = 2, ranks: int = 4
 ) -> dict[str, Any]:
     """The whole experiment. Raises ValueError when anything differs."""
-    rng, options = random.Random(seed), [*LAYOUTS[ranks], *OPTIONS, "--data.num_workers", str(workers)]
+    rng = random.Random(seed)
+    options = [*LAYOUTS[ranks], *OPTIONS, "--data.num_workers", str(workers)]
     prepared = prepare(folder / "prepared", small_checkpoint(folder / "hf"))
     start = time.perf_counter()
     done = train(prepared, folder / "undisturbed", *options, ranks=ranks, steps=steps)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     undisturbed_s = time.perf_counter() - start
-    run, killed, during_save = folder / "killed", 0, 0
+    run = folder / "killed"
+    killed = 0
+    during_save = 0
     run.mkdir()
     while killed < kills:
         was_killed, where = kill_once(prepared, run, options, ranks, steps, rng)

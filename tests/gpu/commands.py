@@ -29,7 +29,8 @@ from toolkit.hf import load_model, load_processor
 from toolkit.tiny import write_tiny_checkpoint
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 200), "grey": (128, 128, 128)}
-QUESTION, NEW_TOKENS = "What is in this picture?", 12
+QUESTION = "What is in this picture?"
+NEW_TOKENS = 12
 RUN = """
 model: {{hf: {hf}, checkpoint: {shards}}}
 data: {{path: {data}, seq_len: 1024, num_workers: 1}}
@@ -79,7 +80,8 @@ class Checks:
     """Runs commands, keeps their logs, and counts what failed."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.failed = out, 0
+        self.out = out
+        self.failed = 0
 
     def run(self, name: str, *command: Any) -> str:
         """Standard output of the command; a failure is printed with its last lines."""
@@ -98,10 +100,8 @@ class Checks:
 
 def transformers_tokens(hf: Path, image: Path, platform: str) -> list[int]:
     """The greedy answer of ``transformers``."""
-    processor, model = (
-        load_processor(hf),
-        load_model(hf, torch.bfloat16 if platform == "cuda" else torch.float32).to(platform),
-    )
+    processor = load_processor(hf)
+    model = load_model(hf, torch.bfloat16 if platform == "cuda" else torch.float32).to(platform)
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -134,7 +134,9 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     """Data, doctor, and a training that validates and answers."""
     source = ["--input", work / "conversations.json", "--media-root", work / "media", "--out", work / "data"]
     checks.run("data convert", "-m", "toolkit", "data", "convert", *source)
-    run, cuda, several = work / "run.yaml", platform == "cuda", str(ranks > 1).lower()
+    run = work / "run.yaml"
+    cuda = platform == "cuda"
+    several = str(ranks > 1).lower()
     fields = {
         "parallel": several,
         "overlap": several if cuda else "false",

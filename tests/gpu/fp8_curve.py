@@ -80,7 +80,8 @@ def main() -> int:
     codes = [process.wait() for process in running]
     curves = {name: losses(out / f"run_{number}.log") for number, name in enumerate(args.runs)}
     (out / "fp8_curves.json").write_text(json.dumps(curves))
-    reference, failed = curves[args.runs[0]], any(codes)
+    reference = curves[args.runs[0]]
+    failed = any(codes)
     quarter = max(1, args.steps // 4)
     for name, code in zip(args.runs, codes, strict=True):
         curve = curves[name]

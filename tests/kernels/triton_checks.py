@@ -114,7 +114,9 @@ def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1
     """From query, key and value."""
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     inputs = [torch.randn(bounds[-1], heads, head_dim, requires_grad=True) for _ in range(3)]
-    query, key, value = inputs[0] * spread, inputs[1], inputs[2]
+    query = inputs[0] * spread
+    key = inputs[1]
+    value = inputs[2]
     ours = attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), SMALL)
     parts = [
         F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
@@ -144,7 +146,8 @@ def unaligned_error(device: str = "cpu", tiles: Tiles = SMALL) -> float:
 
 
 def many_segments_error() -> float:
-    before, kernels.SEARCH = kernels.SEARCH, tl.constexpr(4)
+    before = kernels.SEARCH
+    kernels.SEARCH = tl.constexpr(4)
     try:
         return plain_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
     finally:
@@ -212,8 +215,10 @@ def experts_error(
         torch.randn(size, **kind) for size in ((sum(counts), features_in), (sum(counts), features_out), shape)
     )
     weights = list(stacked)
-    where, table = plan(torch.tensor(counts, device=x.device), len(x)), Addresses().of(weights)
-    added, written = torch.randn(shape, device=x.device), torch.full_like(stacked, torch.nan)
+    where = plan(torch.tensor(counts, device=x.device), len(x))
+    table = Addresses().of(weights)
+    added = torch.randn(shape, device=x.device)
+    written = torch.full_like(stacked, torch.nan)
     before = added.clone()
     for grads, add in ((added, True), (written, False)):
         weight_product(dy, x, Addresses().of(list(grads)), where, grads, add=add, config=weight_config)
@@ -253,7 +258,8 @@ def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float
     chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(
         shares, device=kind.get("device")
     )
-    row_ids, total = positions(chosen), int(chosen.sum())
+    row_ids = positions(chosen)
+    total = int(chosen.sum())
     column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their row_ids
     x, y = (torch.randn(size, width, **kind).requires_grad_() for size in (rows, total))
     parts = torch.randn(rows, len(shares), device=x.device, requires_grad=True)

@@ -123,7 +123,8 @@ def main(folder: Path) -> None:
     elsewhere.mkdir()
     with contextlib.redirect_stdout(io.StringIO()):
         bench = Bench(folder)
-    mark, found = Mark(folder / "executed"), {}
+    mark = Mark(folder / "executed")
+    found = {}
     for name, change in hostile(mark, elsewhere).items():
         copy = shutil.copytree(folder / "run", folder / "copies" / name.replace(" ", "_") / "run")
         change(copy / "step_00000002")

@@ -52,7 +52,8 @@ def read(path: Path) -> tuple[set[str], dict[str, str]]:
         "max_pixels": 28 * 28 * 24,
     }
     rows = build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)
-    used, dropped = set(), {}
+    used = set()
+    dropped = {}
     for row in islice(rows, COUNT + 6):
         used |= set(row.keys)
         dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
@@ -154,7 +155,8 @@ def test_shards_stay_in_the_folder(dataset, tmp_path, name):
     "kind", ["tag", "function", "joiner", "nested", "description", "root", "itself", "remote", "pickle"]
 )
 def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
-    path, file = str(dataset), tmp_path / "meta.yaml"
+    path = str(dataset)
+    file = tmp_path / "meta.yaml"
     plain = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
     join = {"join": {"a": {"path": path}}, "joiner": touching(mark)}
     content: dict[str, object] = {
@@ -257,7 +259,9 @@ def test_members_that_are_links_give_nothing_of_the_system(dataset, tmp_path):
     def link(members: list[Member]) -> list[Member]:
         for member, _ in members:
             if not member.name.endswith(".json"):
-                member.type, member.linkname, member.size = tarfile.SYMTYPE, str(secret), 0
+                member.type = tarfile.SYMTYPE
+                member.linkname = str(secret)
+                member.size = 0
         return [(member, b"" if member.issym() else data) for member, data in members]
 
     used, dropped = read(rebuilt(dataset, link))

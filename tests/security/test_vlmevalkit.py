@@ -216,7 +216,8 @@ def test_what_is_missing_is_named(answers, folder):
 
 def test_what_leads_away_is_refused(answers, folder):
     """Nothing is fetched, unpacked, unpickled, or written outside."""
-    said, hostile = answers["said"], folder / "hostile"
+    said = answers["said"]
+    hostile = folder / "hostile"
     assert f"{hostile / 'MMBench-Video' / 'video' / 'a.mp4'} is missing" in said["a pickle"]
     assert not list(folder.rglob("pickled"))
     assert "secret.mp4 is missing" in said["a path that leads away"]

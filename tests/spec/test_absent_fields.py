@@ -31,7 +31,9 @@ def released(name: str) -> dict[str, Any]:
 def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     """What the config means to transformers, with our names."""
     hf = AutoConfig.for_model(**copy.deepcopy(config))
-    text, vision, rope = hf.text_config, hf.vision_config, hf.text_config.rope_parameters
+    text = hf.text_config
+    vision = hf.vision_config
+    rope = hf.text_config.rope_parameters
     third = config["model_type"].startswith("qwen3")
     found = {
         "language.hidden_size": text.hidden_size,

@@ -50,7 +50,8 @@ def encoded(picture: Image.Image) -> str:
 
 def photograph_table(path: Path) -> Path:
     """Eight questions about four photographs; the right answers alternate between A, B, C and D."""
-    pictures, options = photographs(), ("a person", "a cat", "a cup", "a rocket")
+    pictures = photographs()
+    options = ("a person", "a cat", "a cup", "a rocket")
     rows = [
         [i + 1, encoded(pictures[i // 2]), f"What is in picture {i}?", *options, "ABCD"[i // 2]]
         for i in range(8)
@@ -111,7 +112,9 @@ def write_video(path: Path, picture: Image.Image, frames: int) -> None:
     whole = np.asarray(picture.convert("RGB").resize((96 + frames, 64)))
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        stream.width = 96
+        stream.height = 64
+        stream.pix_fmt = "yuv420p"
         for i in range(frames):
             container.mux(
                 stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(whole[:, i : i + 96])))

@@ -23,7 +23,11 @@ from toolkit.bench.workload import rows
 from toolkit.cli import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEQ_LEN, WARM_UP, TIMED, ROWS, RANKS = 500, 1, 1, 2, 2
+SEQ_LEN = 500
+WARM_UP = 1
+TIMED = 1
+ROWS = 2
+RANKS = 2
 
 
 def environment() -> dict[str, str]:
@@ -78,7 +82,10 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     for workload in ("images", "text"):
         drawn = rows(spec, SEQ_LEN, images=workload == "images", seed=17)
         timed = list(itertools.islice(drawn, WARM_UP * ROWS, (WARM_UP + TIMED) * ROWS))
-        tokens, model, all_tokens, again = 0, Flops(0, 0), Flops(0, 0), Flops(0, 0)
+        tokens = 0
+        model = Flops(0, 0)
+        all_tokens = Flops(0, 0)
+        again = Flops(0, 0)
         for row in timed:
             lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
             vision = [

@@ -73,7 +73,8 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
         "half installed" in found["transformer engine"]["found"]
         and "pip uninstall" in found["transformer engine"]["advice"]
     )
-    spec, config = read_spec(run["hf"]), parse_config(["--config", str(run["yaml"])])
+    spec = read_spec(run["hf"])
+    config = parse_config(["--config", str(run["yaml"])])
     peak = max(stage["total"] for stage in report["memory_gib"])
     assert len(report["memory_gib"]) == 2 and peak == pytest.approx(
         peak_gib(estimate(config, spec, 4)), abs=0.01

@@ -59,7 +59,8 @@ def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
     """The first words of transformers' answer to VLMEvalKit's prompt about the table's own pictures."""
     with table.open(newline="") as file:
         pictures = {row["index"]: row["image"] for row in csv.DictReader(file, delimiter="\t")}
-    processor, model = load_processor(folder), load_model(folder, torch.float32)
+    processor = load_processor(folder)
+    model = load_model(folder, torch.float32)
     answers = []
     for line in lines:
         content = [{"type": "image"}, {"type": "text", "text": line["question"]}]

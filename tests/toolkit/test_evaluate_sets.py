@@ -118,8 +118,11 @@ def judge():
 
 def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image]) -> list[str]:
     """Each turn's answer by transformers, given its own answers before."""
-    processor, model = load_processor(folder), load_model(folder, torch.float32)
-    messages, answers, used = [], [], 0
+    processor = load_processor(folder)
+    model = load_model(folder, torch.float32)
+    messages = []
+    answers = []
+    used = 0
     for question in questions:
         content = []
         for i, words in enumerate(question.split("<ImageHere>")):
@@ -142,7 +145,8 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, ju
     assert code == 0 and report["passed"], capsys.readouterr()
     assert [gate["passed"] for gate in report["gates"]] == [True] * 4 and report["questions"] == 2
     assert report["settings"]["tables"]["MMDU.tsv"]["of VLMEvalKit"] is False
-    lines, pictures = answers_of(tmp_path / "out", "original"), photographs()
+    lines = answers_of(tmp_path / "out", "original")
+    pictures = photographs()
     for line, questions, shown in zip(lines, DIALOGUES, (pictures[:2], pictures[2:3]), strict=True):
         assert line["answer"] == dialogue_of(both[0], questions, shown)
     said = [answer for line in lines for answer in line["answer"]]
@@ -161,7 +165,8 @@ def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
     """MMMB has six tables, each scored by itself; two questions of each are asked. The checkpoint with one
     permuted projection differs from the original there too."""
     original, converted = pair("qwen2_5_vl")
-    pictures, choices = photographs(), ("a person", "a cat", "a cup", "a rocket")
+    pictures = photographs()
+    choices = ("a person", "a cat", "a cup", "a rocket")
     for language in ("ar", "cn", "en", "pt", "ru", "tr"):
         rows = [
             [i + 1, encoded(pictures[i]), f"What is this? ({language})", *choices, "ABC"[i], "object", "val"]

@@ -35,7 +35,8 @@ def test_positions_of_a_padded_batch(family: str) -> None:
     longest = max(map(len, samples))
     ids, mask = torch.zeros(2, longest, dtype=torch.int64), torch.zeros(2, longest, dtype=torch.int64)
     for row, sample in enumerate(samples):
-        ids[row, longest - len(sample) :], mask[row, longest - len(sample) :] = sample.token_ids, 1
+        ids[row, longest - len(sample) :] = sample.token_ids
+        mask[row, longest - len(sample) :] = 1
 
     model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
     by_kind = {
@@ -59,7 +60,8 @@ def test_positions_of_a_padded_batch(family: str) -> None:
 def test_generate_of_transformers_goes_on_after_the_largest_position(family: str, tiny_checkpoint) -> None:
     """Its cached logits, token by token, equal those of one pass with explicit positions."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
-    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    spec = read_spec(hf)
+    norm = read_pixel_norm(hf)
     sample = make_sample("video_between", spec, 3)
     inputs = {name: value for name, value in hf_inputs(sample, spec, norm).items() if name != "position_ids"}
 
@@ -83,7 +85,8 @@ def test_generate_of_transformers_goes_on_after_the_largest_position(family: str
 
 def test_parity_gives_positions_where_there_are_videos(tiny_checkpoint) -> None:
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    spec = read_spec(hf)
+    norm = read_pixel_norm(hf)
     assert "position_ids" not in hf_inputs(make_sample("two_images", spec, 0), spec, norm)
     sample = make_sample("mixed", spec, 0)
     given = hf_inputs(sample, spec, norm)["position_ids"]

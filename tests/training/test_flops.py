@@ -69,7 +69,8 @@ def rotary(spec: ModelSpec, tokens: int) -> float:
 @pytest.mark.parametrize("kind", ["text", "two_images", "mixed"])
 def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None:
     hf = tiny_checkpoint(family, dtype=torch.float32)
-    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    spec = read_spec(hf)
+    norm = read_pixel_norm(hf)
     sample = make_sample(kind, spec, 0)
     documents, full, window = lengths([sample], spec)
     for wanted in (learnt(sample), torch.arange(len(sample))):
@@ -86,8 +87,11 @@ def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str)
     """Forward and backward with each part frozen alone: frozen weights get no gradients, and needless ones
     are left out."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
-    spec, norm, freeze = read_spec(hf), read_pixel_norm(hf), ModelConfig(**FREEZE[frozen])
-    model, sample = load(hf), make_sample("mixed", spec, 0)
+    spec = read_spec(hf)
+    norm = read_pixel_norm(hf)
+    freeze = ModelConfig(**FREEZE[frozen])
+    model = load(hf)
+    sample = make_sample("mixed", spec, 0)
     for name, parameter in model.named_parameters():
         part = (
             "merger"
@@ -113,8 +117,10 @@ def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str)
 @pytest.mark.parametrize("part", ["language", "vision"])
 def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    spec, norm = read_spec(hf), read_pixel_norm(hf)
-    model, sample = load(hf).train(), make_sample("mixed", spec, 0)
+    spec = read_spec(hf)
+    norm = read_pixel_norm(hf)
+    model = load(hf).train()
+    sample = make_sample("mixed", spec, 0)
     counts = []
     for recompute in (False, True):
         # Reentrant: the other kind stops before the last product of a layer, whose output the backward pass
@@ -163,8 +169,10 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
     counted = call(counted_flops, hf=str(hf), kinds=chosen)
     spec = read_spec(hf)
     samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
-    where, loss_tokens = lengths(samples, spec), sum(len(learnt(sample)) for sample in samples)
-    v, squares = spec.vision, language_parts(spec.language, where[0], 0).attention
+    where = lengths(samples, spec)
+    loss_tokens = sum(len(learnt(sample)) for sample in samples)
+    v = spec.vision
+    squares = language_parts(spec.language, where[0], 0).attention
     assert loss_tokens < LOSS_INDEX_MULTIPLE < sum(where[0])
     filled_up = 3 * language_parts(spec.language, where[0], LOSS_INDEX_MULTIPLE - loss_tokens).head
     padding = (
@@ -186,5 +194,6 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
 
 def test_documents_do_not_attend_to_each_other(tiny_checkpoint) -> None:
     m = read_spec(tiny_checkpoint("qwen2_5_vl")).language
-    apart, joined = language_parts(m, [100, 100], 0).total, language_parts(m, [200], 0).total
+    apart = language_parts(m, [100, 100], 0).total
+    joined = language_parts(m, [200], 0).total
     assert joined - apart == m.num_layers * 2 * m.num_heads * m.head_dim * (200**2 - 2 * 100**2)

@@ -203,7 +203,8 @@ def communication(platform: Platform, step: Callable[[], None]) -> dict[str, flo
 
 def length(spans: list[tuple[int, int]]) -> int:
     """The time that the spans cover together, with overlaps counted once."""
-    total, reached = 0, None
+    total = 0
+    reached = None
     for start, end in sorted(spans):
         if reached is None or start > reached:
             total = total + end - start

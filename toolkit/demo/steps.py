@@ -38,7 +38,8 @@ SIZES = TinySizes(
     # At most 81 tokens per picture, so that a laptop can train it.
     max_pixels=252 * 252,
 )
-VIDEO_FPS, VIDEO_MAX_FRAMES = 2.0, 8
+VIDEO_FPS = 2.0
+VIDEO_MAX_FRAMES = 8
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def video_rules(
     folder = reader.path.parent
     trained = trained_video_rule(folder, reader.spec) if (folder / "run.json").is_file() else {}
     if not trained:
-        folder, trained = hf, exported_video_rule(hf, reader.spec)
+        folder = hf
+        trained = exported_video_rule(hf, reader.spec)
     return follow(folder, trained, asked, say)
 
 

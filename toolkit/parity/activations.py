@@ -174,10 +174,8 @@ class Recorder(Watch):
 
 def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str, Any]:
     """Relative L2 errors of all locations, and the first location that departs."""
-    facts, want = (
-        json.loads((folder / "reference.json").read_text()),
-        StoredTensors(folder / "activations.safetensors"),
-    )
+    facts = json.loads((folder / "reference.json").read_text())
+    want = StoredTensors(folder / "activations.safetensors")
     errors: dict[str, float] = {}
     for location in want:
         difference = scale = 0.0
@@ -224,10 +222,8 @@ def joined(parts: dict[Any, Any], location: str) -> Iterator[tuple[Tensor, int, 
         names = sorted(rows, key=lambda name: int(name.split("/")[1]))
 
         for name in names:
-            row, number = (
-                torch.cat([rank[name] for rank in holders], dim=-1 if location == LOGITS else 0),
-                int(name.split("/")[1]),
-            )
+            row = torch.cat([rank[name] for rank in holders], dim=-1 if location == LOGITS else 0)
+            number = int(name.split("/")[1])
             used = len(row) if location.startswith(VISUAL) else int(holders[0]["lengths"][number])
             if location == LOGITS and f"{SELECTED}/{number}" in holders[0]:
                 computed = holders[0][f"{SELECTED}/{number}"]

@@ -79,10 +79,8 @@ def show(report: dict[str, Any], console: Any) -> None:
             state = result.get("state", {})
             cells += [f"{state[kind][1]:.0e}" if kind in state else "" for kind in kinds]
         else:
-            gives, gradients = (
-                by_component(last.get("activations", {})),
-                by_component(last.get("gradients", {})),
-            )
+            gives = by_component(last.get("activations", {}))
+            gradients = by_component(last.get("gradients", {}))
             cells += [f"{_error(gives.get(kind))}\n{_error(gradients.get(kind))}" for kind in COMPONENTS]
             cells += [_error(last.get("activations", {}).get("logits"))]
         table.add_row(name, *cells, mark)

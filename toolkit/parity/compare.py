@@ -141,7 +141,8 @@ def _follow_videos(request: ParityRequest, hf: Path, spec: ModelSpec, say: Calla
 
     The rule changes nothing here, because only pictures and text are compared.
     """
-    folder, trained = hf, exported_video_rule(hf, spec)
+    folder = hf
+    trained = exported_video_rule(hf, spec)
     if request.checkpoint:
         step = WeightReader(request.checkpoint).path.parent
         if rule := trained_video_rule(step, spec):

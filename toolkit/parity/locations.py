@@ -8,7 +8,11 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import EMBEDDING
 
 COMPONENTS = ("patch embedding", "vision layers", "mergers", "embeddings", "decoder layers", "head")
-PATCH, MERGER, EMBEDDED, NORM, LOGITS = "patch embedding", "merger", "embeddings", "final norm", "logits"
+PATCH = "patch embedding"
+MERGER = "merger"
+EMBEDDED = "embeddings"
+NORM = "final norm"
+LOGITS = "logits"
 _LAYERS = (
     (re.compile(r"vision_model\.decoder\.layers\.(\d+)\."), "vision layer"),
     (re.compile(r"vision_model\.deepstack_mergers\.(\d+)\."), "DeepStack merger"),

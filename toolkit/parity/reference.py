@@ -80,7 +80,8 @@ def reference(
     hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module
 ) -> tuple[float, dict[str, Tensor]]:
     """Returns (mean loss over all loss tokens, canonical gradients) of samples run one by one."""
-    spec, norm = read_spec(hf_dir), read_pixel_norm(hf_dir)
+    spec = read_spec(hf_dir)
+    norm = read_pixel_norm(hf_dir)
     loss = backward(model, samples, spec, norm)
     grads = {
         name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()

@@ -115,10 +115,8 @@ def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
     if live.grid.rank == 0:
         source = step_folder(folder, step)
         files = {name.removeprefix("optimizer/"): facts for name, facts in read_run(source)["files"].items()}
-        reader, weights = (
-            OptimizerReader(source / "optimizer", files, live.layout.cut),
-            WeightReader(source / "weights"),
-        )
+        reader = OptimizerReader(source / "optimizer", files, live.layout.cut)
+        weights = WeightReader(source / "weights")
         table = tensor_table(live.spec)
         state["weights"] = {name: weights.get(name).float().clone() for name in table}
         for kind in ("main", "exp_avg", "exp_avg_sq"):
@@ -142,10 +140,8 @@ def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
 
 def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
     """Reads what :mod:`toolkit.parity.stored` wrote of :func:`reference_training`."""
-    facts, tensors = (
-        json.loads((folder / "reference.json").read_text()),
-        StoredTensors(folder / "training.safetensors"),
-    )
+    facts = json.loads((folder / "reference.json").read_text())
+    tensors = StoredTensors(folder / "training.safetensors")
     state: dict[str, dict[str, Tensor]] = {}
     for name in tensors:
         kind, _, tensor = name.partition("/")
@@ -158,7 +154,8 @@ def reference_training(
 ) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
     """Returns (losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW
     and gradient clipping."""
-    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    spec = read_spec(hf)
+    norm = read_pixel_norm(hf)
     model = load_hf(hf, device=device)
     named = dict(model.named_parameters())
     groups: list[dict[str, Any]] = [

@@ -97,7 +97,8 @@ def export_step(job: Job, out: Path, partial: Path) -> None:
 def _check_room(job: Job, partial: Path) -> None:
     size = sum(path.stat().st_size for path in Path(job.hf).glob("*.safetensors"))
     written = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
-    needed, free = size - written + job.leave_free, shutil.disk_usage(partial.parent).free
+    needed = size - written + job.leave_free
+    free = shutil.disk_usage(partial.parent).free
     if free < needed:
         raise NoRoomError(
             f"the disk has {free / 1e9:.1f} GB free; the export takes {size / 1e9:.1f} GB, and"
@@ -113,7 +114,8 @@ def _aside(out: Path) -> Path:
         base = f"{out.name}.branch_{branch[0]}.{int(facts['serial'])}" if branch else f"{out.name}.earlier"
     except (OSError, ValueError, KeyError, TypeError):
         base = f"{out.name}.earlier"
-    path, copies = out.with_name(base), 1
+    path = out.with_name(base)
+    copies = 1
     while path.exists():
         copies += 1
         path = out.with_name(f"{base}.{copies}")

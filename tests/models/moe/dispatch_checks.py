@@ -81,7 +81,9 @@ def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
     """Output and gradients of one rank's tokens and probabilities, and its share of the gradient
     of all scales."""
     x, probs, chosen, dy = tokens_of(rank, tokens, routing)
-    x, probs, scale = x.float().requires_grad_(), probs.requires_grad_(), scales().requires_grad_()
+    x = x.float().requires_grad_()
+    probs = probs.requires_grad_()
+    scale = scales().requires_grad_()
     weights = torch.where(chosen, probs, 0)
     out = (torch.tanh(x[:, None] * scale) * weights[..., None]).sum(1)
     dx, dprobs, dscale = torch.autograd.grad(out, [x, probs, scale], dy.float())
@@ -91,7 +93,8 @@ def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
 @contextmanager
 def exchanged_rows() -> Iterator[list[int]]:
     """Collects the rows of H columns that this rank passes to exchanges."""
-    exchange, rows = dist.all_to_all_single, []
+    exchange = dist.all_to_all_single
+    rows = []
 
     def counting(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
         if given.dim() == 2 and given.shape[1] == HIDDEN:
@@ -112,11 +115,13 @@ def through(
     dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
     if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
         padding_alone = not bool(chosen.any())
-        probs, chosen = probs.masked_fill(~chosen.any(1, keepdim=True), 0), dispatcher.with_a_row(chosen)
+        probs = probs.masked_fill(~chosen.any(1, keepdim=True), 0)
+        chosen = dispatcher.with_a_row(chosen)
         assert not padding_alone or int(chosen.sum()) == 1, "padding alone hands on one row"
     first = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x[:, None], chosen, probs))
     rows, counts, weights = dispatcher.dispatch_postprocess(*first)
-    total, exact = int(counts.sum()), getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
+    total = int(counts.sum())
+    exact = getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
     assert weights.shape[0] == rows.shape[0] and (total == rows.shape[0] or not exact and dispatcher.padded)
     # Of several ranks, one may receive nothing: the routing need not choose any of its experts.
     assert total or dispatcher.ep_size > 1 or isinstance(dispatcher, OncePerRankDispatcher)
@@ -129,12 +134,16 @@ def through(
 def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
     """Largest relative error of the output and all gradients; also checks that as few rows
     as possible travel."""
-    group, rank, device = dispatcher.ep_group, dist.get_rank(), PLATFORM.device
-    members, local = dist.get_process_group_ranks(group), dispatcher.num_local_experts
+    group = dispatcher.ep_group
+    rank = dist.get_rank()
+    device = PLATFORM.device
+    members = dist.get_process_group_ranks(group)
+    local = dispatcher.num_local_experts
     x, probs, chosen, dy = (t.to(device) for t in tokens_of(rank, tokens[rank], routing))
     first = local * group.rank()
     scale = scales()[first : first + local].to(device).requires_grad_()
-    x, probs = x.requires_grad_(), probs.requires_grad_()
+    x = x.requires_grad_()
+    probs = probs.requires_grad_()
     with exchanged_rows() as rows:
         out = through(dispatcher, x, probs, chosen, scale)
     pairs = int(chosen.view(-1, len(members), local).any(-1).sum())
@@ -158,8 +167,10 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
 def without_harm(dispatcher: OncePerRankDispatcher) -> float:
     """With NaN in one rank's tokens and probabilities, no rank hangs and all others compute what
     they would have."""
-    rank, device = dist.get_rank(), PLATFORM.device
-    members, local = dist.get_process_group_ranks(dispatcher.ep_group), dispatcher.num_local_experts
+    rank = dist.get_rank()
+    device = PLATFORM.device
+    members = dist.get_process_group_ranks(dispatcher.ep_group)
+    local = dispatcher.num_local_experts
     x, probs, chosen, _ = (t.to(device) for t in tokens_of(rank, TOKENS["uneven"][rank], "random"))
     if rank == members[0]:
         x, probs = x * torch.nan, probs * torch.nan
@@ -198,11 +209,13 @@ def on_all(value: float) -> float:
 
 
 def positions_by_counting(chosen: Tensor) -> Tensor:
-    row_ids, next_one = torch.full(chosen.shape, -1, dtype=torch.int32), 0
+    row_ids = torch.full(chosen.shape, -1, dtype=torch.int32)
+    next_one = 0
     for column in range(chosen.shape[1]):
         for row in range(chosen.shape[0]):
             if chosen[row, column]:
-                row_ids[row, column], next_one = next_one, next_one + 1
+                row_ids[row, column] = next_one
+                next_one += 1
     return row_ids
 
 
@@ -213,7 +226,8 @@ def main() -> None:
     torch.manual_seed(0)
     chosen = torch.rand(50, 5) < 0.3
     assert torch.equal(positions(chosen.to(PLATFORM.device)).cpu(), positions_by_counting(chosen))
-    world, errors = dist.get_world_size(), {}
+    world = dist.get_world_size()
+    errors = {}
     for ranks in (1, 2, 4, 8):
         if world % ranks:
             continue

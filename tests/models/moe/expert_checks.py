@@ -93,7 +93,8 @@ class Layer(nn.Module):
 
     def reference(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
         """Computes the same, expert by expert."""
-        parts, outs = zip(self.dense(x).split(counts), probs.split(counts), strict=True), []
+        parts = zip(self.dense(x).split(counts), probs.split(counts), strict=True)
+        outs = []
         for expert, (rows, weight) in enumerate(parts):
             gate, up = F.linear(rows, getattr(self.experts.linear_fc1, f"weight{expert}")).chunk(2, -1)
             outs.append(
@@ -129,17 +130,14 @@ def layer_error(*, main_grad: bool, recompute: bool, extra: int = 0) -> float:
 
     The memory after the experts' rows, and its gradient, is NaN.
     """
-    layer, counts = Layer(), [3, 0, 130, 7]
+    layer = Layer()
+    counts = [3, 0, 130, 7]
     layer.experts.activation_recompute = recompute
-    x, probs = (
-        torch.randn(sum(counts), HIDDEN, requires_grad=True),
-        torch.rand(sum(counts), requires_grad=True),
-    )
-    dy, weights, inputs = (
-        torch.randn(sum(counts), HIDDEN),
-        list(layer.experts.parameters()),
-        [x, probs, layer.dense.weight],
-    )
+    x = torch.randn(sum(counts), HIDDEN, requires_grad=True)
+    probs = torch.rand(sum(counts), requires_grad=True)
+    dy = torch.randn(sum(counts), HIDDEN)
+    weights = list(layer.experts.parameters())
+    inputs = [x, probs, layer.dense.weight]
     reference = layer.reference(x, counts, probs)
     want = [reference, *torch.autograd.grad(reference, [*inputs, *weights], dy)]
     if main_grad:
