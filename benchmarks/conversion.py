@@ -87,10 +87,12 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
     config = with_layers(config, layers)
     shapes = shapes_of(config)
     groups: list[list[str]] = [[]]
+
     for name in shapes:
         if size_of({n: shapes[n] for n in [*groups[-1], name]}) > FILE_BYTES:
             groups.append([])
         groups[-1].append(name)
+
     random = torch.randint(-(2**15), 2**15, (1 << 24,), dtype=torch.int16).view(torch.bfloat16)
 
     def pieces(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
@@ -111,6 +113,7 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
             writer.write(name, pieces(shapes[name]))
             where[name] = file
         writer.commit(sync=True)
+
     (folder / INDEX).write_text(
         json.dumps({"metadata": {"total_size": size_of(shapes)}, "weight_map": where})
     )
@@ -198,6 +201,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
             [],
         ),
     }
+
     results: dict[str, dict[str, float]] = {}
     for name, (words, finished) in steps.items():
         # A copy right before each command, because other disk activity changes from minute to minute.
@@ -277,6 +281,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
+
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         config = json.loads(args.config.read_text()) if args.config else CONFIG
         report = benchmark(Path(folder), config, args.gb, args.workers)

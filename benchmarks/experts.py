@@ -242,6 +242,7 @@ def main() -> None:
         if number < 2:
             torch_ones(cases)
             transformer_engine_ones(cases)
+
         sweep(
             cases,
             *(([ROWS_CONFIG], [WEIGHT_CONFIG]) if args.defaults else (ROW_CONFIGS, WEIGHT_CONFIGS)),
@@ -249,6 +250,7 @@ def main() -> None:
         )
         del cases
         torch.cuda.empty_cache()
+
     print(f"{time.monotonic() - begin:.0f} s")
 
 

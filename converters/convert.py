@@ -132,6 +132,7 @@ def _write(
     }
     work = _work(what, source, headers, layout.as_dict() if layout else None, origin)
     workers = workers or default_workers()
+
     with writing(out, inputs, headers, work, force=force, workers=workers, say=_say) as output:
         jobs: dict[str, list[CopyJob]] = {}
         for name, file in plan.order():
@@ -143,6 +144,7 @@ def _write(
                 jobs.setdefault(name, []).append(
                     _job(source, table[name], part, plan.cut, output.writers[file])
                 )
+
         seconds = _run(what, source, jobs, output, workers)
         entries = [
             file_entry(
@@ -152,8 +154,10 @@ def _write(
             )
             for file, names in plan.files.items()
         ]
+
         output.commit()
         write_manifest(out, source.spec, layout, entries, origin)
+
     size = sum(CopyJob.size(*plan.stored[name]) for names in plan.files.values() for name in names)
     kept = output.kept_files(), len(output.kept)
     return WeightsReport(out, len(plan.stored), len(plan.files), size, seconds, layout, {}, [], *kept)
@@ -253,6 +257,7 @@ def _shard_files(
                 file = expert_file_name(e, t, p)
                 files[file] = experts
                 ranks[file] = {"ep": e, "etp": t, "pp": p}
+
     return files, ranks
 
 
@@ -296,6 +301,7 @@ def export(
     headers = {file: read_header(origin.path / file) for file in origin.folder.files}
     inputs = [source.path, origin.path]
     work = _work("export", source, headers, None, origin.fingerprint())
+
     with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
         # In model order, so that tensors of one canonical tensor (q, k, v) find its bytes in the page cache.
         jobs: dict[str, list[CopyJob]] = {}
@@ -305,14 +311,17 @@ def export(
             if (file, stored) not in output.kept:
                 tensor = str(origin.hf_blocks(hf)[0].part)
                 jobs.setdefault(tensor, []).append(_hf_job(source, origin, output.writers[file], hf))
+
         seconds = _run("export", source, jobs, output, workers)
         output.commit()
         for path in companions:
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin.path / path, out / path)
+
         _write_video_rule(source, origin, out)
         for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
             durable.sync(path)
+
     cast = Counter(
         (dtype_name(source.dtype(rule.name)), dtype_name(origin.hf_dtype(hf)))
         for rule in origin.rules.values()
@@ -324,6 +333,7 @@ def export(
     size = sum(
         CopyJob.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order()
     )
+
     return WeightsReport(
         out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept
     )

@@ -192,6 +192,7 @@ def writing(
                 f"continuing: {output.kept_files()} of {len(writers)} files kept, "
                 f"{len(output.kept)} of {total} tensors"
             )
+
         yield output
     except BaseException as error:
         for writer in writers.values():
@@ -201,6 +202,7 @@ def writing(
             _remove_weights(out, hf)
         journal.close(remove=useless)
         raise
+
     journal.close(remove=True)
 
 
@@ -210,6 +212,7 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
         raise WeightsError(f"--out {out} is the input folder")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out {out} is a file")
+
     if not (out / UNFINISHED).is_file():
         _check_replaceable(out, force, hf)
     out.mkdir(parents=True, exist_ok=True)
@@ -218,6 +221,7 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
         if journal.work == work:
             journal.resume()
             return journal
+
         if journal.work is None:
             _check_replaceable(out, force, hf)
         elif not force or journal.work.get("kind") != work["kind"]:
@@ -230,6 +234,7 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
                     "give another --out"
                 )
             )
+
         journal.begin(work)  # before any removal: from here on the folder is unfinished
         _remove_weights(out, hf)
         return journal

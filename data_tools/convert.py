@@ -166,6 +166,7 @@ def _convert(
     known = journal.known()
     root = options.media_root.resolve()
     partial = space.work / "quarantine.jsonl"
+
     with (
         _Pool(options.workers) as pool,
         partial.open("w", encoding="utf-8") as quarantine,
@@ -187,6 +188,7 @@ def _convert(
                     by_reason = report.refused.setdefault(entry["file"], {})
                     by_reason[entry["reason"]] = by_reason.get(entry["reason"], 0) + 1
             meter.show(report, going_on=number < journal.count)
+
         meter.finish(report)
         writer.finish()
 
@@ -199,6 +201,7 @@ def _convert(
     space.finish(
         {s.name: {"samples": s.samples, "bytes": s.bytes, "sha256": s.sha256} for s in writer.index.shards}
     )
+
     return report
 
 
@@ -296,6 +299,7 @@ def _verify(
         if isinstance(verdict, dict):
             out.append(verdict)
             continue
+
         try:
             if isinstance(record, BadLine):
                 raise RecordError(record.reason, str(record))

@@ -237,10 +237,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
                 within_paragraph = False
             elif not lines or not lines[-1]:
                 within_paragraph = text[0] not in "|#"
+
         if text.startswith("```"):
             fence = "" if fence else text
             within_paragraph = False
+
         lines.append(" " * wider + line if text else line)
+
     return "\n".join(lines)
 
 

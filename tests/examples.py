@@ -46,6 +46,7 @@ def read_example(path: Path) -> Example:
     first, second = path.read_text().splitlines(keepends=True)[:2]
     gpus = GPUS.fullmatch(first)
     speed = SPEED.fullmatch(second)
+
     assert gpus, f"{path.name} begins with {first!r}"
     assert speed, f"{path.name} goes on with {second!r}"
     return Example(

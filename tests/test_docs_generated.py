@@ -198,6 +198,7 @@ A paragraph:
 
     code
 """
+
     given = docs_hooks().on_page_markdown(written)
     assert given.splitlines() == [
         "- item",

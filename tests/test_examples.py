@@ -233,6 +233,7 @@ def activations_gib(example: Example, stage: int) -> float:
     tower = depth * (width if config.recompute.vision == "full" else inner) * 2 * patches
     # Interleaved, the first chunk takes two rounds of micro-batches before its first backward pass.
     held = min(ahead + 1 if p.vpp == 1 else 2 * p.pp, passes)
+
     return (language + tower * held) / GIB
 
 

@@ -114,7 +114,9 @@ class ChatEncoder:
                 raise ChatError(
                     f"turn {i + 1}: the chat template does not write the conversation turn by turn"
                 )
+
             spans.append((start + len(header), len(after.rstrip())))
+
         return spans
 
     def encode(self, messages: Sequence[dict[str, Any]], grids: Sequence[GridTHW]) -> tuple[Tensor, Tensor]:

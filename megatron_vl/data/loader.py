@@ -206,6 +206,7 @@ class RowEncoder(DefaultTaskEncoder):
             self.shielded = True
             if get_worker_info() is not None:
                 shield_loader_worker()
+
         try:
             encoded = self._encode(sample)
         except UnusableError as error:
@@ -602,6 +603,7 @@ def build_loader(
         n_checkpoints=4 * workers + 4,
         watchdog_timeout_seconds=None,
     )
+
     # Rows are pinned where they are sent from. Energon offers no option for this.
     loader.pin_memory = False
 
@@ -625,6 +627,7 @@ def build_loader(
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
         **video_rule(data, spec.vision.video_timestamps),
     }
+
     notes = [_buffer_note(data, facts.sample_bytes)] if split == "train" and data.shuffle_buffer > 1 else []
     return RowLoader(loader, identity, facts, notes)
 
@@ -656,6 +659,7 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     }
     if split != "train":
         return get_val_dataset(data.path, split_part=split, **common)
+
     encoder.shuffles = True
     order: dict[str, int | None] = {"shuffle_buffer_size": None}  # RowEncoder.build_encode_sample has its own
     if data.shuffle_buffer > 0:
@@ -666,6 +670,7 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
             "max_samples_per_sequence": None,
             "parallel_shard_iters": 1,
         }
+
     return get_train_dataset(data.path, split_part=split, **order, **common)
 
 

@@ -152,6 +152,7 @@ def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> P
         resample=image.get("resample", 3),
         norm=_norm(image, hf_dir),
     )
+
     _check(settings, image, video, hf_dir)
     return settings
 
@@ -231,6 +232,7 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
         raise PixelError(
             f"{where}: a video processor with cap_pixels_per_frame is not supported; set it to false"
         )
+
     for low, high, kind in (
         (settings.min_pixels, settings.max_pixels, "image"),
         (settings.video_min_pixels, settings.video_max_pixels, "video"),
@@ -240,6 +242,7 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
                 f"data: the smallest {kind} area {low} is above the largest {high}; set min_pixels and"
                 " max_pixels to fit"
             )
+
     if settings.video_fps <= 0 or settings.video_max_frames < 1:
         raise PixelError(
             f"data: video_fps {settings.video_fps} and video_max_frames {settings.video_max_frames} must be"
@@ -527,6 +530,7 @@ def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor
         raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
+
     if len(chosen) < len(wanted):
         raise PixelError(f"frame {wanted[len(chosen)]} of the video is missing")
     return torch.stack(chosen)
@@ -555,4 +559,5 @@ def _open_video(data: bytes, max_pixels: int) -> Any:
                 " allowed"
             )
         codec.options = {"max_pixels": str(max_pixels)}  # later frames may be larger
+
     return container

@@ -43,6 +43,7 @@ class TolerantReader:
         except Exception as error:  # tarfile, struct and Energon raise all kinds of errors on a damaged tar
             reason = "shard damaged"
             detail = f"{type(error).__name__}: {error}"
+
         shard, number = self._place(index)
         return {
             "__key__": f"{shard}[{number}]",

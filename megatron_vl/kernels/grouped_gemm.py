@@ -37,6 +37,7 @@ def _plan(
     if tl.program_id(0) == 0:
         tl.store(starts, 0)
         tl.store(starts + 1 + expert, tl.cumsum(count, 0), mask=expert < experts)
+
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     before = ends[None, :] <= tile[:, None]
     mine = tl.sum(before.to(tl.int32), 1)
@@ -63,6 +64,7 @@ def _row_product(
     expert = tl.load(tiles + tile)
     if expert < 0:
         return
+
     first, end = tl.load(tiles + bound + tile), tl.load(tiles + 2 * bound + tile)
     weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
     row = first + tl.arange(0, BLOCK_M)
@@ -74,6 +76,7 @@ def _row_product(
     tl.multiple_of(left, [16, 16])
     tl.multiple_of(right, [16, 16])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
     for start in range(0, IN, BLOCK_K):
         if EVEN:
             a, b = tl.load(left), tl.load(right)
@@ -83,6 +86,7 @@ def _row_product(
         acc = tl.dot(a, b, acc)
         left += BLOCK_K
         right += BLOCK_K if TRANSPOSED else BLOCK_K * OUT
+
     pointers = out + row.to(tl.int64)[:, None] * OUT + n[None, :]
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (n < OUT)[None, :])
 
@@ -119,6 +123,7 @@ def _weight_product(
     first, end = tl.load(starts + expert), tl.load(starts + expert + 1)
     if ADD and first == end:
         return
+
     grad = tl.load(addresses + expert).to(tl.pointer_type(like.dtype.element_ty))
     ys = tl.make_tensor_descriptor(dy, [end, OUT], [OUT, 1], [BLOCK_K, BLOCK_M])
     xs = tl.make_tensor_descriptor(x, [end, IN], [IN, 1], [BLOCK_K, BLOCK_N])

@@ -41,6 +41,7 @@ def _backward(x, weight, dout, dx, dweight, width, WEIGHTED: tl.constexpr, BLOCK
     if WEIGHTED:
         tl.store(dweight + row, tl.sum(grad * silu * up, 0).to(dweight.dtype.element_ty))
         grad *= tl.load(weight + row).to(tl.float32)
+
     tl.store(
         dx + row * 2 * width + column,
         (grad * up * (sigmoid + silu * (1 - sigmoid))).to(dx.dtype.element_ty),

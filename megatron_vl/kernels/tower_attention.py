@@ -195,12 +195,14 @@ def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr
     whole = (row < patches) & (wide < 2 * HALF)
     place = packed + (head.to(tl.int64) * patches + row) * (2 * HALF) + wide
     plane = heads.to(tl.int64) * patches * (2 * HALF)
+
     for part in tl.static_range(2):
         x = base + part * 2 * HALF + column
         a = tl.load(x, mask=there, other=0.0).to(tl.float32)
         b = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
         pairs = tl.interleave(a * c - b * s, b * c + a * s)
         tl.store(place + part * plane, pairs.to(packed.dtype.element_ty), mask=whole)
+
     tl.store(place + 2 * plane, tl.load(base + 4 * HALF + wide, mask=whole, other=0.0), mask=whole)
 
 
@@ -235,6 +237,7 @@ def _forward(
     top = tl.full([OWN], float("-inf"), tl.float32)
     total = tl.zeros([OWN], tl.float32)
     sums = _zeros(OWN, D1, D2)
+
     for row in tl.range(start, end, STEP):
         k = _rows((walked1, walked2), heads + head, row, STEP, D1, D2)
         v = _rows((walked1, walked2), 2 * heads + head, row, STEP, D1, D2)
@@ -247,6 +250,7 @@ def _forward(
         total = total * shrink + tl.sum(p, 1)
         sums = _along(p.to(v[0].dtype), v, (sums[0] * shrink[:, None], sums[1] * shrink[:, None]), D2)
         top = new
+
     inverse = (1.0 / total)[:, None]
     place = out + start.to(tl.int64) * heads * D + head * D
     _store(place, heads * D, first - start, end - start, (sums[0] * inverse, sums[1] * inverse), D, D1, D2)
@@ -304,12 +308,14 @@ def _backward_query(
         do2, d2 = _product_sum(out, dout, start, first, end, OWN, D1, D2, D)
         do = do1, do2
         d += d2
+
     row = first + tl.arange(0, OWN)
     statistics = head.to(tl.int64) * width + row
     tl.store(delta + statistics, d, mask=row < end)
     norm = tl.load(lse + statistics, mask=row < end, other=float("inf"))
     q = _rows((own1, own2), head, first, OWN, D1, D2)
     dq = _zeros(OWN, D1, D2)
+
     for row in tl.range(start, end, STEP):
         k = _rows((walked1, walked2), heads + head, row, STEP, D1, D2)
         v = _rows((walked1, walked2), 2 * heads + head, row, STEP, D1, D2)
@@ -319,6 +325,7 @@ def _backward_query(
         p = tl.exp2(s * scale - norm[:, None])
         ds = p * (_across(do, v, D2) - d[:, None])
         dq = _along(ds.to(k[0].dtype), k, dq, D2)
+
     dq = dq[0] * factor, dq[1] * factor
     _store_gradient(dqkv, 0, cos, sin, start, first - start, end - start, dq, ROTATED, D, D1, D2)
 
@@ -360,6 +367,7 @@ def _backward_key(
     k = _rows((own1, own2), heads + head, first, OWN, D1, D2)
     v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
     dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
+
     # Descriptors of statistics start and end at multiples of 16 bytes. Queries of other segments get no
     # weight. Values after the last query were never written and may be NaN,
     # which a weight of zero would not remove.
@@ -374,6 +382,7 @@ def _backward_key(
         dv = _along(p.to(do[0].dtype), do, dv, D2)
         ds = p * (_across(v, do, D2) - d[None, :])
         dk = _along(ds.to(q[0].dtype), q, dk, D2)
+
     dk = dk[0] * factor, dk[1] * factor
     _store_gradient(dqkv, 1, cos, sin, start, first - start, end - start, dk, ROTATED, D, D1, D2)
     _store_gradient(dqkv, 2, cos, sin, start, first - start, end - start, dv, False, D, D1, D2)

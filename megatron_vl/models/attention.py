@@ -136,6 +136,7 @@ def choose_backend(
         if towers and kernels_are_fastest(head_dim):
             return "triton"
         return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
+
     if name not in BACKENDS:
         raise RunConfigError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
     if platform == "cpu" and name != "sdpa":
@@ -145,10 +146,12 @@ def choose_backend(
             "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use"
             " auto"
         )
+
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise RunConfigError(
             "attention backend flash_attn: the package is not installed (pip install -e .[gpu])"
         )
+
     return name
 
 
@@ -189,6 +192,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal:
             out.append(o.transpose(1, 2).flatten(0, 1))
         i += n
         start = end
+
     return torch.cat(out)
 
 
@@ -238,6 +242,7 @@ class _TransformerEngine:
                 qkv_format="thd",
                 attn_mask_type="padding_causal" if causal else "padding",
             )
+
         out = self.module(
             query,
             key,
@@ -249,4 +254,5 @@ class _TransformerEngine:
             max_seqlen_kv=segments.max_seqlen,
             attn_mask_type="padding_causal" if causal else "padding",
         )
+
         return out.view(out.shape[0], query.shape[1], query.shape[2])

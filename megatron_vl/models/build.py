@@ -58,10 +58,12 @@ def build_chunks(
         aux_loss=aux_loss_coefficient(spec, config.model),
         tp_comm_overlap=config.parallel.tp_comm_overlap,
     )
+
     if core.tp_comm_overlap:
         tp_overlap.start(
             config.data.seq_len, spec.language.hidden_size, layout.tp, dtype, fp8=core.fp8 is not None
         )
+
     deepstack = len(spec.vision.deepstack_layers)
     # The number of levels only decreases, so the first boundary between chunks has the most.
     message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
@@ -84,6 +86,7 @@ def build_chunks(
     if platform.transformer_engine:
         for chunk in chunks:
             fuse_weight_gradients(chunk)
+
     return chunks
 
 
@@ -103,6 +106,7 @@ def _tower(
         raise RunConfigError(
             "model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend"
         )
+
     return VisionTower(
         platform,
         spec.vision,
@@ -162,6 +166,7 @@ def _language(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         vp_stage=stage if layout.vpp > 1 else None,
     )
+
     language.rotary_pos_emb = MRope(m)
     return language
 

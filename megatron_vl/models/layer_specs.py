@@ -170,4 +170,5 @@ def block_spec(
     if any(experts):
         submodules = replace(layer.submodules, pre_mlp_layernorm=expert_norm, mlp=moe_layer(platform))
         layers = [replace(layer, submodules=submodules) if has_experts else layer for has_experts in experts]
+
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)

@@ -107,6 +107,7 @@ def make_layout(
     for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("etp", etp)):
         if value < 1:
             raise LayoutError(f"{name}={value} must be at least 1")
+
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
     check_cut(spec, Cut(tp, ep, etp))
@@ -119,6 +120,7 @@ def make_layout(
                 " to leave some empty"
             )
         layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
+
     if len(layers) != entries:
         raise LayoutError(
             f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}"
@@ -127,6 +129,7 @@ def make_layout(
         raise LayoutError(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers"
         )
+
     return Layout(tp, pp, vpp, tuple(layers), ep, etp)
 
 

@@ -166,6 +166,7 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
         if m.qk_norm:
             add("self_attention.q_layernorm.weight", (m.head_dim,))
             add("self_attention.k_layernorm.weight", (m.head_dim,))
+
         add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
         if m.moe and m.has_experts(i):
             count, width = m.moe.num_experts, m.moe.ffn_hidden_size
@@ -196,9 +197,11 @@ def check_cut(spec: ModelSpec, cut: Cut) -> None:
                     f"{name}={value} is for models with experts; {spec.family} is dense: leave {name} at 1"
                 )
         return
+
     if moe.num_experts % cut.ep:
         valid = [n for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
         raise LayoutError(f"ep={cut.ep} does not divide {moe.num_experts} experts; valid: {valid}")
+
     if moe.ffn_hidden_size % cut.etp:
         valid = [n for n in (1, 2, 4, 8, 16) if moe.ffn_hidden_size % n == 0]
         raise LayoutError(

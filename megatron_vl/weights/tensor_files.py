@@ -119,6 +119,7 @@ class TensorReader:
             raise WeightsError(
                 f"{path} is not a whole safetensors file ({error}); fetch or write it again"
             ) from error
+
         self._entries: dict[str, dict[str, Any]] = json.loads(header[8:])
         self._entries.pop("__metadata__", None)
         self._start = len(header)
@@ -128,6 +129,7 @@ class TensorReader:
             flags = mmap.MAP_PRIVATE | MAP_NORESERVE
             protection = mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(file.fileno(), 0, flags, protection)
+
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
 

@@ -172,6 +172,7 @@ def test_mlps_compute_the_same(converted) -> None:
             v.gated_mlp,
             v.activation,
         )
+
         if spec.language.moe is None:
             hidden = spec.language.hidden_size
             check(
@@ -195,6 +196,7 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
         if style == "output_first"
         else released
     )
+
     convert(write_hf(tmp_path / "hf", tensors, small_config(size)), tmp_path / "full")
     reader = WeightReader(tmp_path / "full")
     layer = 2
@@ -205,6 +207,7 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
     )
     hf_model(size).set_experts_implementation("eager")  # grouped matrix products know no float64
     module = hf_model(size).model.language_model.layers[layer]
+
     assert torch.equal(norm, module.post_attention_layernorm.weight.double())
     hidden = torch.randn(
         1, 5, router.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64

@@ -128,6 +128,7 @@ def test_square_experts_are_refused(tmp_path: Path, width: int, stack: str, mess
         if ".mlp.experts." in name:
             shape = (8, 192, 2 * width) if name.endswith("gate_up_proj") else (8, width, 192)
             tensors[name] = torch.zeros(shape, dtype=tensor.dtype)
+
     with pytest.raises(WeightsError, match=message):
         convert(write_hf(tmp_path / "hf", tensors, config), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -77,11 +77,13 @@ def test_other_arguments_are_refused(tmp_path: Path, origin: Path, monkeypatch: 
     ):
         with pytest.raises(FileExistsError, match=f"unfinished conversion, and {message}.*--force"):
             convert(origin, out, other)
+
     with pytest.raises(
         FileExistsError, match="unfinished conversion to Megatron weights; give another --out"
     ):
         convert(origin, tmp_path / "full")
         export(tmp_path / "full", origin, out, force=True)
+
     report = convert(origin, out, {"tp": 4}, force=True)
     assert report.kept_tensors == 0
     convert(origin, tmp_path / "whole", {"tp": 4})
@@ -132,16 +134,19 @@ def test_damage_to_what_was_written_is_written_again(
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT), after=100)
     lines = (out / UNFINISHED).read_text().splitlines()
     files = sorted(out.glob("*.partial"))
+
     assert len(files) == 4
     data = bytearray(files[0].read_bytes())
     data[100_000] ^= 1
     files[0].write_bytes(data)
     files[1].write_bytes(files[1].read_bytes()[:5000])
     files[2].unlink()
+
     with (out / UNFINISHED).open("a") as file:
         file.write('["tp00_pp00.safetens')
     report = convert(origin, out, LAYOUT)
     assert 0 < report.kept_tensors < len(lines) - 1
+
     assert_same_folder(tmp_path / "whole", out)
 
 
@@ -180,6 +185,7 @@ def test_an_unfinished_folder_is_not_a_checkpoint(
         TensorFolder(tmp_path / "back")
     with pytest.raises(FileNotFoundError, match="a conversion that is not finished; run it again"):
         WeightReader(tmp_path / "shards")
+
     assert (
         main(
             [
@@ -194,6 +200,7 @@ def test_an_unfinished_folder_is_not_a_checkpoint(
         )
         == 0
     )
+
     told = capsys.readouterr()
     assert "of 2 files kept" in told.err and "continued: " in told.out
     assert_same_folder(origin, tmp_path / "back")

@@ -142,6 +142,7 @@ def test_types(tmp_path: Path, size: str, kind: str) -> None:
     convert(origin, tmp_path / "shards", {"tp": 4, "pp": 2, "layers": [1, 3]})
     report = export(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
+
     assert not report.cast
 
 
@@ -162,11 +163,13 @@ def test_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
         tensors = experts_apart(tensors)
     elif style == "output_first":
         tensors = {name: t.transpose(1, 2) if ".mlp.experts." in name else t for name, t in tensors.items()}
+
     if kind == "mixed":  # one of the two stacks, or within one canonical tensor
         tensors = {
             name: t.float() * 1.0001 if "experts" in name and "up_proj" in name else t
             for name, t in tensors.items()
         }
+
     origin = write_hf(tmp_path / "hf", tensors, config, files=3)
     convert(origin, tmp_path / "full")
     reshard(tmp_path / "full", tmp_path / "shards", {"tp": 4, "pp": 2, "vpp": 2, "ep": 2, "etp": 2})
@@ -219,6 +222,7 @@ def test_files_that_come_along(tmp_path: Path) -> None:
     (origin / "pytorch_model.bin").write_bytes(b"other weights")
     convert(origin, tmp_path / "full")
     report = export(tmp_path / "full", origin, tmp_path / "back")
+
     assert report.skipped == ["pytorch_model.bin"]
     assert (tmp_path / "back" / "merges.txt").read_text() == "vocabulary"
     assert not (tmp_path / "back" / "merges.txt").is_symlink()

@@ -47,6 +47,7 @@ def nodes_of_experts() -> dict[str, Any]:
         bias_activation_fusion=True,
         add_bias_linear=False,
     )
+
     torch.manual_seed(0)
     experts = TEGroupedMLP(
         EXPERTS,
@@ -133,6 +134,8 @@ def counts_brought_to_the_host() -> list[bool]:
             num_out_tokens=None,
             num_local_experts=1,
         )
+
         assert dispatcher._maybe_dtoh_and_synchronize("here", counts) is counts
         found.append(any(tensor is counts for tensor in moved))
+
     return found

@@ -58,6 +58,7 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
                 },
             ][i % 5]
         )
+
     return records
 
 

@@ -53,6 +53,7 @@ def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
         rgb.convert("1").save(out, "PNG")
     else:
         raise ValueError(kind)
+
     return out.getvalue()
 
 

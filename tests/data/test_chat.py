@@ -81,11 +81,13 @@ def released_tokenizer_folder() -> Path:
         for token, rank in ranks.items()
         if (split := last_merge(token, rank, ranks))
     ]
+
     folder = Path(tempfile.mkdtemp())
     _write_tokenizer(folder, {written[t]: r for t, r in ranks.items()}, merges)
     (folder / "preprocessor_config.json").write_text(
         (tiny_checkpoint() / "preprocessor_config.json").read_text()
     )
+
     return folder
 
 

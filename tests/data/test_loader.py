@@ -92,6 +92,7 @@ def hf_inputs(folder, record, parts, video_prompt):
         metadata = [VideoMetadata(total_num_frames=m["frames"], fps=m["fps"]) for _, m in clips]
         extra = {"videos": [frames for frames, _ in clips], "video_metadata": metadata}
         extra |= {"do_sample_frames": True, "fps": 2.0, "max_frames": 32}
+
     text = processor.apply_chat_template(record["messages"], tokenize=False)
     text = video_text(text, processor, read_spec(folder), video_prompt)
     limits: dict = dict(PIXELS)
@@ -111,6 +112,7 @@ def hf_inputs(folder, record, parts, video_prompt):
             "size": video_size,
             **{n: extra.pop(n) for n in ("do_sample_frames", "fps", "max_frames") if extra},
         }
+
     out = processor(text=[text], images=images or None, return_tensors="pt", **limits, **extra)
     return out
 
@@ -154,10 +156,12 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
         from transformers import AutoConfig
 
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).model
+
     volume = VOLUME if family == "qwen3_vl" else 0
     rows = list(loader(dataset, family, split="val", video_max_pixels=volume, **rules))
     seen = [key for row in rows for key in row.keys]
     assert len(seen) == len(set(seen)) == 4 and any(row.num_samples > 1 for row in rows)
+
     for row in rows:
         features = pixel_table(row, spec, norm)
         for i, key in enumerate(row.keys):
@@ -165,6 +169,7 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
             end = row.cu_seqlens[i + 1]
             hf = hf_inputs(folder, *samples[key], rules["video_prompt"])
             assert row.tokens[start:end].tolist() == hf["input_ids"][0].tolist()
+
             names = ("image_grid_thw", "video_grid_thw") + (
                 ("second_per_grid_ts",) if family == "qwen2_5_vl" else ()
             )
@@ -176,6 +181,7 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
             elif CUTS_SECONDS or "second_per_grid_ts" not in grids:
                 given = {"mm_token_type_ids": hf["mm_token_type_ids"], **grids}
                 assert torch.equal(ours, model.get_rope_index(hf["input_ids"], **given)[0][:, 0])
+
             for token, name in (
                 (spec.image_token_id, "pixel_values"),
                 (spec.video_token_id, "pixel_values_videos"),
@@ -222,11 +228,13 @@ def test_resume_continues_with_the_same_rows(dataset, workers):
     # A save right after a restore, before every worker has spoken, must not rewind the silent ones.
     second = loader(dataset, num_workers=workers)
     second.load_state_dict(state)
+
     assert same(next(second), wanted[0])
     again = json.loads(json.dumps(second.state_dict()))
     second.close()
     third = loader(dataset, num_workers=workers)
     third.load_state_dict(again)
+
     assert all(same(next(third), row) for row in wanted[1:])
     third.close()
 
@@ -378,6 +386,7 @@ def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
     at = data.index(b"\x89PNG")
     shard.write_bytes(data[:at] + bytes(200) + data[at + 200 :])
     row = next(loader(path, shuffle_buffer=0, packing_buffer=2))
+
     assert row.dropped == {"image changed since conversion": 1} and row.num_samples == 2
     damaged = slice(int(row.cu_seqlens[0]), int(row.cu_seqlens[1]))
     assert row.loss_mask[damaged].sum() == 0 and row.loss_mask.sum() > 0

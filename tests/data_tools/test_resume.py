@@ -263,6 +263,7 @@ def test_other_arguments_or_input_are_refused_and_force_starts_anew(tmp_path):
             convert(inputs(tmp_path), options(tmp_path, out))
         else:
             half(tmp_path, out)
+
         state = digests(out)
         for change in (
             {"val_fraction": 0.3},
@@ -272,12 +273,14 @@ def test_other_arguments_or_input_are_refused_and_force_starts_anew(tmp_path):
         ):
             with pytest.raises(ConvertError, match=f"{next(iter(change))} was .*--force"):
                 convert(inputs(tmp_path), options(tmp_path, out, **change))
+
         with pytest.raises(ConvertError, match="inputs were a.json, b.jsonl, now a.json"):
             convert(inputs(tmp_path)[:1], options(tmp_path, out))
         (tmp_path / "b.jsonl").write_text("[]\n")
         with pytest.raises(ConvertError, match="input b.jsonl has changed"):
             convert(inputs(tmp_path), options(tmp_path, out))
         (tmp_path / "b.jsonl").write_text("{}\n")
+
         assert {name: d for name, d in digests(out).items() if "lock" not in name} == {
             name: d for name, d in state.items() if "lock" not in name
         }

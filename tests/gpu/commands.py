@@ -71,6 +71,7 @@ def write_inputs(folder: Path) -> None:
             {"from": "gpt", "value": f"Something {name}."},
         ]
         conversations.append({"id": name, "image": path.name, "conversations": turns})
+
     (folder / "conversations.json").write_text(json.dumps(conversations))
     with (folder / "lmu" / "colours.tsv").open("w", newline="") as file:
         csv.writer(file, delimiter="\t").writerows([["index", "image", "question", *"ABCD", "answer"], *rows])
@@ -142,6 +143,7 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
         "overlap": several if cuda else "false",
         "dtype": "bfloat16" if cuda else "float32",
     }
+
     paths = {name: work / name for name in ("hf", "shards", "data", "run")}
     run.write_text(RUN.format(**paths, **fields, ranks=ranks, platform=platform))
     checks.run("doctor", "-m", "toolkit", "doctor", "--config", run, "--world-size", ranks)
@@ -154,6 +156,7 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
         "-m",
         "megatron_vl.train",
     ]
+
     checks.run("training with validation", *launch, "--config", run)
     answers = work / "run" / "eval.jsonl"
     lines = answers.read_text().splitlines() if answers.is_file() else []
@@ -174,6 +177,7 @@ def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
         platform,
         "--json",
     ]
+
     dense = ["-m", "toolkit", "generate", "--checkpoint", work / "shards", "--hf", work / "hf", *asked]
     want = transformers_tokens(work / "hf", image, platform)
     for tp in sorted({1, ranks}):
@@ -187,6 +191,7 @@ def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
             bool(got) and got[:compared] == want[:compared],
             f"{same} of {len(want)}",
         )
+
     experts = ["-m", "toolkit", "generate", "--checkpoint", work / "moe_shards", "--hf", work / "moe", *asked]
     checks.run(f"generate ep {ranks}", *experts, "--ep", ranks)
 
@@ -197,6 +202,7 @@ def check_evaluate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     if imports.returncode:
         print(f"       evaluate left out: {imports.stderr.strip().splitlines()[-1]}")
         return
+
     folders = ["--original", work / "hf", "--converted", work / "again", "--out", work / "evaluated"]
     table = ["--lmu-data", work / "lmu", "--data", "colours", "--max-new-tokens", 2]
     checks.run(

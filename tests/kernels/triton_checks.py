@@ -170,6 +170,7 @@ def on_gpu() -> dict[str, float]:
         torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2)
     )
     packed = kernels._pack_rotated(qkv.detach(), angles.cos(), angles.sin(), 72)
+
     with ThreadPoolExecutor(1) as pool:  # a loaded kernel is the first thing that this thread runs
         other = pool.submit(kernels._attend, packed, cu, kernels.TILES.forward).result()[0]
     experts = partial(experts_error, device="cuda", dtype=torch.bfloat16)
@@ -178,6 +179,7 @@ def on_gpu() -> dict[str, float]:
         "experts, blocks that do not divide": experts([3, 0, 130, 300], 712, 200, ROWS_CONFIG, WEIGHT_CONFIG),
         "experts, no rows": experts([0, 0], 256, 256, ROWS_CONFIG, WEIGHT_CONFIG),
     }
+
     rows = partial(rows_error, device="cuda", dtype=torch.bfloat16)
     errors |= {
         "each row to 4 others": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
@@ -186,6 +188,7 @@ def on_gpu() -> dict[str, float]:
         "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.TILES),
     }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
+
     return errors
 
 
@@ -220,6 +223,7 @@ def experts_error(
     added = torch.randn(shape, device=x.device)
     written = torch.full_like(stacked, torch.nan)
     before = added.clone()
+
     for grads, add in ((added, True), (written, False)):
         weight_product(dy, x, Addresses().of(list(grads)), where, grads, add=add, config=weight_config)
     ours = [
@@ -228,6 +232,7 @@ def experts_error(
         added,
         written,
     ]
+
     parts = [
         (a.float(), b.float(), w.float())
         for a, b, w in zip(x.split(counts), dy.split(counts), weights, strict=True)
@@ -239,6 +244,7 @@ def experts_error(
         before + wgrad,
         wgrad,
     ]
+
     pairs = zip(ours, reference, strict=True)
     # Not Python's max, which passes over NaN.
     return float(
@@ -277,6 +283,7 @@ def main() -> None:
     if "--gpu" in sys.argv:
         print(json.dumps(on_gpu()))
         return
+
     fix_interpreter()
     errors = {
         "windows of 64, 80 a head": attention_error([64, 64, 32, 16, 7, 1], 2, 80),
@@ -297,6 +304,7 @@ def main() -> None:
         "each row to 40 others": rows_error([0.2] * 39 + [0.0], 20, 16),
         "tower, patches that 4 does not divide": unaligned_error(),
     }
+
     print(json.dumps(errors))
 
 

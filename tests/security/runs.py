@@ -62,6 +62,7 @@ def pickles(step: Path, mark: Mark) -> None:
         "weights/model.pt",
         "weights/tp00_pp00.bin",
     )
+
     for name in (
         *names,
         "../latest.pkl",
@@ -70,6 +71,7 @@ def pickles(step: Path, mark: Mark) -> None:
         "metadata.json.pkl",
     ):
         (step / name).write_bytes(mark.pickle())
+
     mark.torch(step / "optimizer" / "optim.pt")
 
 

@@ -64,6 +64,7 @@ def whole_sets(folder: Path) -> None:
         "Which?",
         "a cat",
     )
+
     columns = (
         "index video prefix suffix question answer dim task_type candidates mc_question mc_answer".split()
     )
@@ -150,6 +151,7 @@ def answers(folder: Path) -> dict[str, Any]:
         "limit": None,
         "work": str(work / "cells"),
     }
+
     unjudged = common | {
         "root": str(folder / "whole"),
         "data": "MMDU",
@@ -171,6 +173,7 @@ def answers(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         command, input=json.dumps(asked), env=environment, capture_output=True, text=True, cwd=work
     )
+
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     mark.check()

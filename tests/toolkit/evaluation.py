@@ -130,6 +130,7 @@ def video_row(i: int, name: str) -> list[object]:
         "Technology",
         "Counting Problem",
     ]
+
     return [
         i,
         name,

@@ -163,16 +163,19 @@ def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
     write_table(usual / "photos.tsv", [[1, "Where?"]], ("index", "question"))
     mine = ("photos", tmp_path / "mine")
     assert find_data(str(tmp_path / "mine" / "photos.tsv"), None, usual) == mine
+
     monkeypatch.chdir(tmp_path / "mine")
     assert find_data("photos.tsv", None, usual) == find_data("../mine/photos.tsv", None, usual) == mine
     assert find_data("photos", None, usual) == ("photos", usual)
     assert find_data("photos", tmp_path, usual) == ("photos", tmp_path)
+
     (tmp_path / "mine" / "MMBench").touch()
     (tmp_path / "mine" / "folder.tsv").mkdir()
     assert find_data("MMBench", None, usual) == ("MMBench", usual)
     for wrong in ("folder.tsv", "gone.tsv", "../mine/photos", "..", ""):
         with pytest.raises(UsageError, match="is not a file; give the path of a table"):
             find_data(wrong, None, usual)
+
     with pytest.raises(UsageError, match="leave it out"):
         find_data("photos.tsv", tmp_path, usual)
 

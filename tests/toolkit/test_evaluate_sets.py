@@ -134,6 +134,7 @@ def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image])
         with torch.no_grad():
             answers.append(processor.decode(model(**batch).logits[0, -1].argmax()))
         messages.append({"role": "assistant", "content": [{"type": "text", "text": answers[-1]}]})
+
     return answers
 
 
@@ -145,11 +146,13 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, ju
     assert code == 0 and report["passed"], capsys.readouterr()
     assert [gate["passed"] for gate in report["gates"]] == [True] * 4 and report["questions"] == 2
     assert report["settings"]["tables"]["MMDU.tsv"]["of VLMEvalKit"] is False
+
     lines = answers_of(tmp_path / "out", "original")
     pictures = photographs()
     for line, questions, shown in zip(lines, DIALOGUES, (pictures[:2], pictures[2:3]), strict=True):
         assert line["answer"] == dialogue_of(both[0], questions, shown)
     said = [answer for line in lines for answer in line["answer"]]
+
     assert sorted(seen) == sorted(2 * said)  # of both checkpoints
     # VLMEvalKit's arithmetic: the mean of all turns, of ten, in per cent
     mean = 10 * sum("ABCD".index(letter) + 1 for letter in said) / len(said)
@@ -174,15 +177,18 @@ def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
         ]
         columns = ("index", "image", "question", "A", "B", "C", "D", "answer", "category", "split")
         write_table(tmp_path / "LMUData" / f"MMMB_{language}.tsv", rows, columns)
+
     out = tmp_path / "MMMB"  # VLMEvalKit replaces the name of the set wherever it is in a path
     pair_ = (original, damage(converted, tmp_path / "damaged"))
     options = ["--limit", "12", "--max-new-tokens", "1", "--keep-going", "--json"]
     code, report = evaluate(pair_, "MMMB", tmp_path / "LMUData", out, *options)
     printed = capsys.readouterr()
+
     assert json.loads(printed.out) == report and code == 1 and report["questions"] == 12
     assert f"VLMEvalKit runs {report['settings']['isolation']}\n" in printed.err
     assert [gate["passed"] for gate in report["gates"]][:2] == [False, False]
     assert report["gates"][1]["measured"].startswith("4 of 4 prompts differ")
+
     lines = answers_of(out, "original")
     assert [line["question"].count("(tr)") for line in lines[-2:]] == [1, 1]
     metrics = report["checkpoints"]["original"]["metrics"]
@@ -227,6 +233,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
         frames = torch.stack(
             [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
         )
+
     settings = {
         "dtype": "float32",
         "device": "cpu",
@@ -234,6 +241,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
         "max_new_tokens": 1,
         "video_max_frames": 20,
     }
+
     for own, theirs in (
         ({"nframes": 8}, {"num_frames": 8, "fps": None}),
         ({"fps": 2.0}, {"fps": 2.0}),
@@ -264,6 +272,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
             return_tensors="pt",
             **theirs,
         )
+
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
@@ -278,12 +287,14 @@ def test_videos_are_shown_as_frames_and_two_processes_answer_alike(pair, videos,
         tmp_path / "out",
         *("--max-new-tokens", "1", "--processes", "2"),
     )
+
     assert code == 0, report["gates"]
     assert [gate["passed"] for gate in report["gates"]] == [True] * 4 and report["questions"] == len(ASKED)
     lines = answers_of(tmp_path / "out", "original")
     for number, line in enumerate(lines):
         [video] = line["videos"]
         assert f"/data_{number % 2}/" in video and video.endswith(f"clip{ASKED[number]}.mp4")
+
     answers = [line["answer"] for line in lines]
     said = {
         question: [answers[i] for i, asked in enumerate(ASKED) if asked == question] for question in range(4)

@@ -45,6 +45,7 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
     for record in records:
         record["conversations"] = record["conversations"][:2]
     files = [tmp_path / "raw" / "media" / "first.jsonl", tmp_path / "raw" / "media" / "second.jsonl"]
+
     for file, some in zip(files, (records[:2], records[2:]), strict=True):  # media are sought beside the file
         file.write_text("".join(json.dumps(record) + "\n" for record in some))
     common = [
@@ -57,6 +58,7 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
         "--prompt-file",
         files[1],
     ]
+
     sampling = ["--video-max-frames", 8, "--max-new-tokens", TOKENS, "--json", "--platform", "cpu"]
     assert main(["generate", *map(str, (*common, *sampling, *layout))]) == 0
     answers = json.loads(capsys.readouterr().out)
@@ -72,6 +74,7 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
         )
         assert answer["prompt_tokens"] == batch["input_ids"].shape[1], record["id"]
         assert answer["tokens"] == tokens[0, batch["input_ids"].shape[1] :].tolist(), record["id"]
+
     assert len({tuple(answer["tokens"]) for answer in answers}) == len(answers)
 
 

@@ -34,6 +34,7 @@ def test_positions_of_a_padded_batch(family: str) -> None:
     ]
     longest = max(map(len, samples))
     ids, mask = torch.zeros(2, longest, dtype=torch.int64), torch.zeros(2, longest, dtype=torch.int64)
+
     for row, sample in enumerate(samples):
         ids[row, longest - len(sample) :] = sample.token_ids
         mask[row, longest - len(sample) :] = 1
@@ -50,6 +51,7 @@ def test_positions_of_a_padded_batch(family: str) -> None:
         second_per_grid_ts=torch.tensor([g.second_per_grid for g in by_kind["video"]]),
         attention_mask=mask,
     )
+
     for row, sample in enumerate(samples):
         counted = positions_one_by_one(sample.token_ids, [m.grid for m in sample.media], spec)
         assert positions[:, row, mask[row].bool()].T.tolist() == counted

@@ -92,6 +92,7 @@ def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str)
     freeze = ModelConfig(**FREEZE[frozen])
     model = load(hf)
     sample = make_sample("mixed", spec, 0)
+
     for name, parameter in model.named_parameters():
         part = (
             "merger"
@@ -101,16 +102,19 @@ def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str)
             else "language"
         )
         parameter.requires_grad_(not getattr(freeze, f"freeze_{part}"))
+
     with FlopCounterMode(display=False) as counter:
         model(
             **hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=learnt(sample)
         ).logits.sum().backward()
+
     model.requires_grad_(True).zero_grad()
     where = lengths([sample], spec)
     ours = (
         row_flops(spec, freeze, *where, len(learnt(sample))).total
         + 3 * language_parts(spec.language, where[0], 0).attention
     )
+
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -122,6 +126,7 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     model = load(hf).train()
     sample = make_sample("mixed", spec, 0)
     counts = []
+
     for recompute in (False, True):
         # Reentrant: the other kind stops before the last product of a layer, whose output the backward pass
         # does not need.
@@ -135,16 +140,19 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
         with FlopCounterMode(display=False) as counter:
             model(**hf_inputs(sample, spec, norm), use_cache=False).logits.sum().backward()
         counts.append(counter.get_total_flops())
+
     model.gradient_checkpointing_disable()
     where = lengths([sample], spec)
     ours = recompute_flops(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where)
     attention = language_parts(spec.language, where[0], 0).attention
     squares = attention if part == "language" else 0.0
+
     assert counts[1] - counts[0] == ours.total + squares
     done = Work()  # as the benchmark counts what this model does with its logits of every token
     done.add(
         spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where, len(learnt(sample)), whole_head=True
     )
+
     assert counts[1] - done.executed.total == 3 * attention + squares + rotary(spec, len(sample))
     assert (ours.vision if part == "language" else ours.language) == 0.0
 
@@ -163,6 +171,7 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
         RecomputeConfig(language="selective", language_modules=["core_attn"]),
         RecomputeConfig(language="selective", language_modules=["core_attn", "mlp"]),
     ]
+
     chosen = [
         {"language": k.language, "language_modules": k.language_modules, "vision": k.vision} for k in kinds
     ]
@@ -173,6 +182,7 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
     loss_tokens = sum(len(learnt(sample)) for sample in samples)
     v = spec.vision
     squares = language_parts(spec.language, where[0], 0).attention
+
     assert loss_tokens < LOSS_INDEX_MULTIPLE < sum(where[0])
     filled_up = 3 * language_parts(spec.language, where[0], LOSS_INDEX_MULTIPLE - loss_tokens).head
     padding = (
@@ -183,6 +193,7 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
         * (v.padded_ffn_hidden_size - v.ffn_hidden_size)
         * sum(where[1])
     )
+
     model = row_flops(spec, ModelConfig(), *where, loss_tokens).total
     for kind, count in zip(kinds, counted, strict=True):
         again = recompute_flops(spec, ModelConfig(), kind, *where).total

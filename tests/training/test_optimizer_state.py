@@ -71,9 +71,11 @@ def saved(
                     tensors |= {f"{info.name}[{start}:{end}]/{kind}": held[kind][start:end] for kind in kinds}
                     tensors[f"{info.name}[{start}:{end}]/step"] = torch.tensor([7])
                 at += count
+
             name = f"rank_{dp * cut.tp + tp:05d}.safetensors"
             files[name] = write_hashed(folder / name, tensors, {"tp": str(tp)})
             slices[name] = slices_of(tensors, tp, 0)
+
     if index:
         files[INDEX] = write_index(folder, slices)
     return files

@@ -547,6 +547,7 @@ def test_a_flipped_bit_is_refused_by_name(
     flip(file, len(header) + json.loads(header[8:])[name]["data_offsets"][1] - 1)
     reader = WeightReader(tmp_path)
     refused = 0
+
     for rank in range(tp):
         try:
             got = reader.get(name, rank, Cut(tp))
@@ -555,6 +556,7 @@ def test_a_flipped_bit_is_refused_by_name(
             refused += 1
         else:
             assert torch.equal(got, shard(full[name], reader.table[name], rank, Cut(tp)))
+
     assert refused == max(1, tp // 2)
     for other in set(full) - {name}:
         assert torch.equal(reader.get(other), full[other])
@@ -572,14 +574,17 @@ def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict
     second = b.read_bytes()
     a.write_bytes(second)
     b.write_bytes(first)
+
     with pytest.raises(
         WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.embedding"
     ):
         WeightReader(tmp_path).get(EMBEDDING)
+
     b.write_bytes(second)
     names = [f"language_model.decoder.layers.{i}.mlp.linear_fc2.weight".encode() for i in (1, 2)]
     swapped = first.replace(names[0], b"(other)").replace(names[1], names[0]).replace(b"(other)", names[1])
     assert len(swapped) == len(first)
+
     a.write_bytes(swapped)
     with pytest.raises(
         WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.decoder.layers.1.mlp"
@@ -610,6 +615,7 @@ def test_the_newest_step_of_a_run(tmp_path: Path, spec: ModelSpec, full: dict[st
     for step in (4, 8):
         folder = tmp_path / f"step_{step:08d}" / "weights"
         write_manifest(folder, spec, None, [write_rank_file(folder, 0, 0, full)])
+
     assert WeightReader(tmp_path).path.parent.name == "step_00000008"
     for text, error, message in (
         ('{"step": 4}', None, ""),

@@ -234,6 +234,7 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
         }
         for name in PARTS
     }
+
     stages: dict[int, list[int]] = {}
     for rank, (stage, _) in enumerate(places):
         stages.setdefault(stage, []).append(rank)
@@ -250,6 +251,7 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
         {name: sum(means[rank][name] for rank in ranks) / len(ranks) for name in PARTS}
         for _, ranks in sorted(stages.items())
     ]
+
     return {
         "parts": parts,
         "parts_by_stage": by_stage,

@@ -44,6 +44,7 @@ def convert(given: DataConvertOptions) -> int:
         duplicate_ids=given.duplicate_ids,
         force=given.force,
     )
+
     report = convert(given.input, options, _show)
     quarantine = given.out / "quarantine.jsonl"
     if given.json:
@@ -52,6 +53,7 @@ def convert(given: DataConvertOptions) -> int:
         )
     else:
         _print(report, given.out, quarantine)
+
     if not report.samples:
         raise ConvertError(
             f"none of {report.records} records can be used{_first_refusal(quarantine)}; see {quarantine}"
@@ -61,6 +63,7 @@ def convert(given: DataConvertOptions) -> int:
             f"{report.samples} sample is too few for a validation split; "
             "give more, or leave out --val-fraction"
         )
+
     if report.quarantined > given.max_quarantined * report.records:
         share = report.quarantined / report.records
         print(
@@ -71,6 +74,7 @@ def convert(given: DataConvertOptions) -> int:
             file=sys.stderr,
         )
         return TOO_MANY_QUARANTINED
+
     return 0
 
 
@@ -116,6 +120,7 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
     print(f"{written}, {report.quarantined} quarantined{end}")
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {report.shards} shards, {report.bytes / 2**20:.1f} MiB")
+
     for location, found in report.ignored.items():
         print(f"  ignored: {_ignored(location, found)}")
     if report.answer_media:

@@ -77,6 +77,7 @@ def _requirements() -> Iterator[Finding]:
             "packages", "megatron-vl is not installed, so its requirements are unknown", "pip install -e ."
         )
         return
+
     versions = {}
     wrong = False
     for requirement in wanted:
@@ -89,6 +90,7 @@ def _requirements() -> Iterator[Finding]:
             advice = f"pip install '{requirement.name}{requirement.specifier}' -c constraints.txt"
             found = f"{version or 'not installed'}, required: {requirement.specifier or 'any version'}"
             yield broken(requirement.name, found, advice)
+
     if not wrong:
         named = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
         yield ok("packages", ", ".join(f"{name} {versions[name]}" for name in named if name in versions))
@@ -270,6 +272,7 @@ def _environment(has_gpu: bool) -> Iterator[Finding]:
         "PYTORCH_CUDA_ALLOC_CONF",
         "PYTORCH_ALLOC_CONF",
     )
+
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
     shown = ", ".join(f"{name}={value}" for name, value in found.items()) or "none set"
     slow = [name for name in SLOW_NCCL if found.get(name, "0") not in ("0", "")]

@@ -112,6 +112,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
     work = _prepare(options)
     settings["isolation"] = _isolation(work, bool(options.judge_url))
     show(f"VLMEvalKit runs {settings['isolation']}")
+
     with _Workers(options, settings, work) as workers:
         show(
             f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute; "
@@ -119,6 +120,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
         )
         workers.start(settings["processes"])
         checkpoints: dict[str, dict[str, Any]] = {}
+
         for role, folder in options.checkpoints.items():
             show(f"{role}: reading {folder}")
             checkpoints[role] = {
@@ -128,6 +130,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
                 "problem": "",
             }
             workers.check()
+
         result = Result(options.data, 0, settings, checkpoints)
         result.gates.append(gates.tensors(options.checkpoints["original"], options.checkpoints["converted"]))
         if result.passed or options.keep_going:
@@ -227,6 +230,7 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
             raise UsageError(
                 f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt"
             ) from error
+
     if version("ms-vlmeval") != VLMEVALKIT:
         raise UsageError(
             f"ms-vlmeval {version('ms-vlmeval')} is installed, but version {VLMEVALKIT} is required: "
@@ -240,22 +244,26 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         raise UsageError(
             "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
         )
+
     counts = "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
     counts += "video_max_frames"
     for name in counts.split():
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+
     if options.video_fps is not None and not options.video_fps > 0:
         raise UsageError(f"--video-fps {options.video_fps} must be above 0")
     gpus = torch.cuda.device_count()
     device = options.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and gpus < options.gpus_per_process:
         raise UsageError(f"--gpus-per-process {options.gpus_per_process}, but this machine has {gpus} GPUs")
+
     processes = options.processes or (gpus // options.gpus_per_process if device == "cuda" else 1)
     if device == "cuda" and processes * options.gpus_per_process > gpus:
         raise UsageError(
             f"--processes {processes} of {options.gpus_per_process} GPUs each: this machine has {gpus} GPUs"
         )
+
     return {
         "dtype": options.dtype or _own_dtype(options.checkpoints["original"]),
         "device": "auto" if device == "cuda" and options.gpus_per_process > 1 else device,
@@ -461,6 +469,7 @@ def _environment(options: EvaluationOptions, work: Path, rank: int) -> dict[str,
         environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(HERE))
     if options.device != "cpu" and (visible := _gpus(options.gpus_per_process, rank)):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+
     return environment
 
 

@@ -86,6 +86,7 @@ def run_generate(
             batch=request.batch,
             video_positions=data.video_positions,
         )
+
         write_job(job, work / "job.json")
         ranks = layout.tp * layout.pp * layout.least_dp
         say(
@@ -95,6 +96,7 @@ def run_generate(
         done = run_group("toolkit.generate.worker", [work / "job.json", work / "answers.json"], ranks)
         if done.returncode:
             raise UserError(f"the processes failed:\n{end_of(done)}")
+
         answers: list[list[int]] = json.loads((work / "answers.json").read_text())
 
     decode = encoder.chat.tokenizer.decode

@@ -94,10 +94,12 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
             device=request.reference_device or ("cuda" if request.platform == "cuda" else "cpu"),
             steps=request.steps,
         )
+
         write_job(job, work / "job.json")
         done = run_group("toolkit.parity.stored", [work / "job.json"], 1)
         if done.returncode:
             raise UserError(f"transformers failed on {hf}:\n{end_of(done)}")
+
         results = run_layouts(request, hf, weights, samples, work, say)
         facts = json.loads((work / "reference.json").read_text())
         inputs = facts["inputs"]
@@ -111,6 +113,7 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
         and all(r["ok"] for r in results.values())
     )
     shown = str(request.hf) if request.hf else request.family
+
     return {
         "ok": ok,
         "hf": shown,
@@ -266,6 +269,7 @@ def run_layouts(
             )
             for layout in group
         ]
+
         say(f"{', '.join(layout.text for layout in group)} in {ranks} process{'es' if ranks > 1 else ''}")
         given, out = work / f"cases_{ranks}.json", work / f"results_{ranks}.json"
         write_cases(cases, given)

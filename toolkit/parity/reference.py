@@ -47,6 +47,7 @@ def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "c
         "attention_mask": torch.ones_like(ids),
         "mm_token_type_ids": types,
     }
+
     for kind, pixels, grid in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
@@ -159,6 +160,7 @@ def canonical(tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tenso
             for name, tensor in tensors.items()
             if not (tied and name == "lm_head.weight")
         }
+
         save_file(stored, hf / "model.safetensors", metadata={"format": "pt"})
         convert(hf, folder / "full")
         reader = WeightReader(folder / "full")

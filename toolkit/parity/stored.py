@@ -78,6 +78,7 @@ def one_pass(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
         "activation_noise": {},
         "order": forward_order(spec),
     }
+
     facts |= {"inputs": inputs, "tokens": sum(len(s) for s in samples)}
     if job.dtype == "bfloat16":
         del gradients, activations

@@ -125,6 +125,7 @@ def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
                 state[kind][name] = full_state(reader, info, kind)
         reader.close()
         shutil.rmtree(folder)
+
     return state
 
 
@@ -164,6 +165,7 @@ def reference_training(
     ]
     adam = torch.optim.AdamW(groups, lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps)
     losses, norms = [], []
+
     for number, samples in enumerate(batches):
         losses.append(backward(model, samples, spec, norm))
         for parameter in model.parameters():

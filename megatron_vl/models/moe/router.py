@@ -131,6 +131,7 @@ class CountingRouter(TopKRouter):
             coefficient,
             fused=self.config.moe_router_fusion,
         )
+
         return MoEAuxLossAutoScaler.apply(probs, loss * tokens * self.loss_scale)
 
 

@@ -287,6 +287,7 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
         raise ConfigError(
             f"config.json: vision head dimension {vision.head_dim} must divide by 4 for 2D RoPE"
         )
+
     deep = vision.deepstack_layers
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
         raise ConfigError(

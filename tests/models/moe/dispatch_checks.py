@@ -59,12 +59,14 @@ def tokens_of(rank: int, tokens: int, routing: str) -> tuple[Tensor, Tensor, Ten
     elif routing == "few experts":
         logits[:, :: EXPERTS // 4] += 4
         logits[:, 1] -= 100
+
     top = logits.topk(TOP_K, dim=1).indices
     chosen = torch.zeros(tokens, EXPERTS, dtype=torch.bool).scatter(1, top, True)
     if routing == "padding alone" and rank % 2:
         chosen[:] = False
     elif routing.startswith("padding"):
         chosen[2 * tokens // 3 :] = False
+
     probs = logits.softmax(1).masked_fill(~chosen, 0)
     if routing == "probabilities of zero":
         probs[:, ::2] = 0
@@ -118,6 +120,7 @@ def through(
         probs = probs.masked_fill(~chosen.any(1, keepdim=True), 0)
         chosen = dispatcher.with_a_row(chosen)
         assert not padding_alone or int(chosen.sum()) == 1, "padding alone hands on one row"
+
     first = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x[:, None], chosen, probs))
     rows, counts, weights = dispatcher.dispatch_postprocess(*first)
     total = int(counts.sum())
@@ -125,6 +128,7 @@ def through(
     assert weights.shape[0] == rows.shape[0] and (total == rows.shape[0] or not exact and dispatcher.padded)
     # Of several ranks, one may receive nothing: the routing need not choose any of its experts.
     assert total or dispatcher.ep_size > 1 or isinstance(dispatcher, OncePerRankDispatcher)
+
     expert = torch.arange(len(scale), device=rows.device).repeat_interleave(counts.to(rows.device))
     outs = (torch.tanh(rows[:total].float() * scale[expert]) * weights[:total, None]).to(rows.dtype)
     outs = torch.cat((outs, outs.new_full((rows.shape[0] - total, HIDDEN), torch.nan)))
@@ -144,6 +148,7 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
     scale = scales()[first : first + local].to(device).requires_grad_()
     x = x.requires_grad_()
     probs = probs.requires_grad_()
+
     with exchanged_rows() as rows:
         out = through(dispatcher, x, probs, chosen, scale)
     pairs = int(chosen.view(-1, len(members), local).any(-1).sum())
@@ -151,6 +156,7 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
         int(tokens_of(r, tokens[r], routing)[2][:, first : first + local].any(-1).sum()) for r in members
     )  # which come back once
     ours_alone = isinstance(dispatcher, OncePerRankDispatcher)
+
     assert not ours_alone or rows == ([pairs, received] if len(members) > 1 else []), (rows, pairs, received)
     ours = [out.detach(), *torch.autograd.grad(out, [x, probs, scale], dy)]
     wanted, dscale = dense(rank, tokens[rank], routing)
@@ -161,6 +167,7 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
         for a, b in zip(ours, wanted, strict=True)
         if b.numel()
     ]
+
     return float(torch.stack(each).max())
 
 
@@ -225,6 +232,7 @@ def main() -> None:
     init_distributed(PLATFORM)
     torch.manual_seed(0)
     chosen = torch.rand(50, 5) < 0.3
+
     assert torch.equal(positions(chosen.to(PLATFORM.device)).cpu(), positions_by_counting(chosen))
     world = dist.get_world_size()
     errors = {}
@@ -237,6 +245,7 @@ def main() -> None:
         mine = SimpleNamespace(ep=group, expt_tp=alone[dist.get_rank()], tp_ep=group)
         if GPU or ranks == 1:  # core's does not exchange over gloo
             errors |= core_errors(ranks, mine)
+
         for interpreted in (True,) if GPU else (True, False):
             settings = SimpleNamespace(moe_router_topk=TOP_K)
             dispatcher = OncePerRankDispatcher(EXPERTS // ranks, settings, mine, exact_rows=not interpreted)
@@ -246,6 +255,7 @@ def main() -> None:
                 for routing in ROUTINGS:
                     errors[f"{how}, {name}, {routing}"] = on_all(error(dispatcher, tokens, routing))
             errors[f"{how}, NaN"] = on_all(without_harm(dispatcher))
+
     if dist.get_rank() == 0:
         print(json.dumps(errors))
     dist.destroy_process_group()

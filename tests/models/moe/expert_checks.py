@@ -144,6 +144,7 @@ def layer_error(*, main_grad: bool, recompute: bool, extra: int = 0) -> float:
         layer.fuse()
         for weight in weights:
             weight.main_grad = torch.full_like(weight, 0.5)
+
     out = layer(x, counts, probs, extra)
     value = out[: sum(counts)].detach().clone()
     out.backward(torch.cat((dy, torch.full((extra, HIDDEN), torch.nan))))
@@ -181,9 +182,11 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
         reference.load_state_dict(chunk.state_dict())
         chunk.experts.activation_recompute = recompute
         chunk.fuse()
+
     if frozen:
         chunks[1].experts.requires_grad_(False)
         references[1].experts.requires_grad_(False)
+
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=4 * HIDDEN * FFN
     )
@@ -192,6 +195,7 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
     for ddp in wrapped:
         ddp.module.experts.report_to(ddp)
     errors = []
+
     for step in range(2):
         started = run_step(wrapped, groups, step)
         if overlap:
@@ -205,6 +209,7 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
         for reference in references:
             reference.zero_grad()
         errors.append(difference(ours, expected(references, step)))
+
     return max(errors)
 
 
@@ -252,6 +257,7 @@ def main() -> None:
             overlap=True, frozen=True, recompute=recompute
         ),
     }
+
     if dist.get_rank() == 0:
         print(json.dumps(errors))
     dist.destroy_process_group()

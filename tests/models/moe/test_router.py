@@ -68,6 +68,7 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
             logits, spec.language.moe.num_experts, spec.language.moe.top_k, mask
         )
         (loss + COEFFICIENT * balance * len(sample) / tokens).backward()
+
     return canonical({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, hf)
 
 
