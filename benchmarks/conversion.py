@@ -172,6 +172,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
     layers = write_hf(root / "hf", config, gigabytes)
     layout = EXPERTS if read_spec(config).language.moe else DENSE
     size = sum(path.stat().st_size for path in (root / "hf").iterdir())
+
     tool = [sys.executable, "-m", "toolkit"]
     common = ["--workers", str(workers)]
     paths = {name: str(root / name) for name in ("hf", "copy", "shards", "split", "full", "back")}

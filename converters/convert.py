@@ -322,12 +322,12 @@ def export(
         for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
             durable.sync(path)
 
-    cast = Counter(
-        (dtype_name(source.dtype(rule.name)), dtype_name(origin.hf_dtype(hf)))
-        for rule in origin.rules.values()
-        for hf in rule.hf
-        if source.dtype(rule.name) != origin.dtype(rule.name)
-    )
+    cast: Counter[tuple[str, str]] = Counter()
+    for rule in origin.rules.values():
+        dtype = source.dtype(rule.name)
+        if dtype != origin.dtype(rule.name):
+            cast.update((dtype_name(dtype), dtype_name(origin.hf_dtype(hf))) for hf in rule.hf)
+
     names = [str(path) for path in skipped]
     kept = (output.kept_files(), len(output.kept))
     size = sum(

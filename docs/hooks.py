@@ -178,9 +178,8 @@ def as_markdown(text: str) -> str:
 def choices(hint: Any) -> tuple[Any, ...]:
     """The words that a field takes, where they are listed."""
     parts = typing.get_args(hint) if _is_union(hint) else (hint,)
-    return tuple(
-        word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)
-    )
+    literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
+    return tuple(word for part in literals for word in typing.get_args(part))
 
 
 def type_text(hint: Any) -> str:

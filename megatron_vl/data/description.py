@@ -455,7 +455,9 @@ def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
         raise DescriptionError(
             f"{path}: field {sorted(map(str, unknown))[0]!r} is not supported in a metadataset"
         )
-    inner = [found for key, part in value.items() if key != "subflavors" for found in _references(path, part)]
+
+    parts = [part for key, part in value.items() if key != "subflavors"]
+    inner = [found for part in parts for found in _references(path, part)]
     if named or "path" not in value:
         return inner
     if not isinstance(value["path"], str) or "://" in value["path"]:

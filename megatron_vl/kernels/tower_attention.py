@@ -193,7 +193,7 @@ def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr
     base = qkv + row * (heads * 6 * HALF) + head * 6 * HALF
     wide = tl.arange(0, 2 * TILE)[None, :]
     whole = (row < patches) & (wide < 2 * HALF)
-    place = packed + (head.to(tl.int64) * patches + row) * (2 * HALF) + wide
+    pointers = packed + (head.to(tl.int64) * patches + row) * (2 * HALF) + wide
     plane = heads.to(tl.int64) * patches * (2 * HALF)
 
     for part in tl.static_range(2):
@@ -201,9 +201,9 @@ def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr
         a = tl.load(x, mask=there, other=0.0).to(tl.float32)
         b = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
         pairs = tl.interleave(a * c - b * s, b * c + a * s)
-        tl.store(place + part * plane, pairs.to(packed.dtype.element_ty), mask=whole)
+        tl.store(pointers + part * plane, pairs.to(packed.dtype.element_ty), mask=whole)
 
-    tl.store(place + 2 * plane, tl.load(base + 4 * HALF + wide, mask=whole, other=0.0), mask=whole)
+    tl.store(pointers + 2 * plane, tl.load(base + 4 * HALF + wide, mask=whole, other=0.0), mask=whole)
 
 
 @triton.jit(do_not_specialize=["segments", "width"])
@@ -252,8 +252,8 @@ def _forward(
         top = new
 
     inverse = (1.0 / total)[:, None]
-    place = out + start.to(tl.int64) * heads * D + head * D
-    _store(place, heads * D, first - start, end - start, (sums[0] * inverse, sums[1] * inverse), D, D1, D2)
+    pointers = out + start.to(tl.int64) * heads * D + head * D
+    _store(pointers, heads * D, first - start, end - start, (sums[0] * inverse, sums[1] * inverse), D, D1, D2)
     row = first + tl.arange(0, OWN)
     tl.store(lse + head.to(tl.int64) * width + row, top + tl.log2(total), mask=row < end)
 

@@ -123,6 +123,7 @@ def block_spec(
     layer_norm: Any = local_norm(config)
     expert_norm = layer_norm  # separate on all platforms, because the router also reads its output
     head_norm: Any = local_norm(config) if config.qk_layernorm else None
+
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
         from megatron.core.transformer.identity_op import IdentityOp

@@ -4,6 +4,7 @@ all naming styles."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,20 @@ PIPELINES = {
     "empty_first_stage": {"pp": 4, "layers": [0, 2, 1, 1]},
     "uneven_vpp": {"pp": 2, "vpp": 2, "layers": [0, 2, 2, 0]},
 }
-CASES = [
-    (size, tp, pipeline)
-    for i, size in enumerate(SIZES)
-    for j, tp in enumerate(tp_sizes(size))
-    for k, pipeline in enumerate(PIPELINES)
-    if tp == tp_sizes(size)[-1] or (i + j + k) % 2 == 0
-]
-"""Each size gets every pipeline with its largest TP, and every other pipeline with smaller ones,
-alternating by size."""
+
+
+def _cases() -> Iterator[tuple[str, int, str]]:
+    """Each size gets every pipeline with its largest TP, and every other pipeline with smaller ones,
+    alternating by size."""
+    for i, size in enumerate(SIZES):
+        for j, tp in enumerate(tp_sizes(size)):
+            largest = tp == tp_sizes(size)[-1]
+            for k, pipeline in enumerate(PIPELINES):
+                if largest or (i + j + k) % 2 == 0:
+                    yield size, tp, pipeline
+
+
+CASES = list(_cases())
 EXPERTS = ({"ep": 8}, {"ep": 2}, {}, {"ep": 4, "etp": 2}, {"ep": 2, "etp": 4}, {"etp": 2})
 """What a model with experts adds to a layout, used in turn."""
 

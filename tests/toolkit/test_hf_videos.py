@@ -40,9 +40,8 @@ def test_positions_of_a_padded_batch(family: str) -> None:
         mask[row, longest - len(sample) :] = 1
 
     model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
-    by_kind = {
-        kind: [m.grid for s in samples for m in s.media if m.grid.kind == kind] for kind in ("image", "video")
-    }
+    grids = [m.grid for s in samples for m in s.media]
+    by_kind = {kind: [grid for grid in grids if grid.kind == kind] for kind in ("image", "video")}
     positions, deltas = model.model.get_rope_index(
         ids,
         mm_token_type_ids=torch.zeros_like(ids),

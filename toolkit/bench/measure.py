@@ -265,9 +265,8 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
     """The share of the peak that each half of the model reaches in its own time, summed over ranks."""
     result: dict[str, float | None] = {}
     for half in ("language", "vision"):
-        seconds = sum(
-            step[f"{half} {way}"] for rank in steps for step in rank for way in ("forward", "backward")
-        )
+        times = [step for rank in steps for step in rank]
+        seconds = sum(step[f"{half} forward"] + step[f"{half} backward"] for step in times)
         done = sum(getattr(f, half) for f in flops)
         result[half] = done / seconds / 1e12 / peak if peak and seconds and done else None
     return result

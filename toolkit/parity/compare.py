@@ -79,8 +79,10 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
         for layout in request.layouts:
             _check_layout(spec, layout)
         _follow_videos(request, hf, spec, say)
+
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
+
         say(
             f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, "
             f"{request.dtype}"
@@ -247,9 +249,11 @@ def run_layouts(
     rows = spread(len(samples), _count(request.layouts))
     longest = max(sum(len(samples[i]) for i in row) for row in rows)
     unit = math.lcm(64, *(layout.tp for layout in request.layouts))
+
     results: dict[str, dict[str, Any]] = {}
     for ranks in sorted({layout.ranks for layout in request.layouts}):
         group = [layout for layout in request.layouts if layout.ranks == ranks]
+
         cases = [
             Case(
                 name=layout.text,

@@ -156,6 +156,8 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         self.num_local_experts = num_local_experts
         self.top_k = config.moe_router_topk
         self.exact_rows = exact_rows
+
+        # Of the micro-batch under way.
         self._shape: torch.Size
         self._counts: Counts
         self._splits: Splits

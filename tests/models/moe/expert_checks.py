@@ -167,8 +167,8 @@ def expected(chunks: list[Layer], step: int) -> list[Tensor]:
             for rank in range(dist.get_world_size()):
                 x, counts, probs, dy = rows_of(step, microbatch, number, rank)
                 chunk.reference(x, counts, probs).backward(dy)
-    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-    return [gradient_of(p) for p in parameters]
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    return [gradient_of(p) for p in parameters if p.requires_grad]
 
 
 def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -> float:
@@ -205,7 +205,8 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
         for ddp in wrapped:
             ddp.finish_grad_sync()
         assert [started[group] for group in groups] == [1] * len(groups), started
-        ours = [p.main_grad.clone() for ddp in wrapped for p in ddp.parameters() if p.requires_grad]
+        parameters = [p for ddp in wrapped for p in ddp.parameters()]
+        ours = [p.main_grad.clone() for p in parameters if p.requires_grad]
         for reference in references:
             reference.zero_grad()
         errors.append(difference(ours, expected(references, step)))
