@@ -108,8 +108,9 @@ def _weight_product(
     dy, x, starts, addresses, like, OUT, IN, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT,
-    rows] times x [rows, IN], into the type of ``like``.
+    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN].
+
+    The result has the type of ``like``.
 
     The tensor memory accelerator loads blocks.
     It fills rows past the expert's last one with zeros, so no mask is needed.

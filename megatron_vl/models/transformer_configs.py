@@ -110,8 +110,10 @@ def vision_config(
     recompute: RecomputeConfig,
     fp8: Fp8Config,
 ) -> TransformerConfig:
-    """The vision tower's config: one pipeline stage
-    and no sequence parallelism (its patch count varies per row)."""
+    """The vision tower's config: one pipeline stage and no sequence parallelism.
+
+    Its number of patches differs from row to row.
+    """
     v = spec.vision
     return TransformerConfig(
         num_layers=v.num_layers,

@@ -307,8 +307,8 @@ class ExpertsLayer(MoELayer):
     """Core's layer, with the dispatcher that fits its experts.
 
     Each token goes at most once to a rank. The exceptions use core's dispatcher: experts whose matrices are
-    cut (expert tensor parallelism)
-    and experts that Transformer Engine computes (FP8, float32). Padding is not sent.
+    cut (expert tensor parallelism) and experts that Transformer Engine computes (FP8, float32).
+    Padding is not sent.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
