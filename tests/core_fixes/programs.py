@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
 from megatron_vl.parallel.grid import end_distributed, init_distributed
 from megatron_vl.platform import get_platform
+from tests.support.expert_config import expert_config
 
 HIDDEN, FFN, EXPERTS = 8, 6, 2
 COUNTS = [3, 2]
@@ -34,24 +35,11 @@ def nodes_of_experts() -> dict[str, Any]:
     difference to a SwiGLU written out."""
     get_platform("cpu")
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        num_moe_experts=EXPERTS,
-        moe_ffn_hidden_size=FFN,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=True,
-        add_bias_linear=False,
-    )
 
     torch.manual_seed(0)
     experts = TEGroupedMLP(
         EXPERTS,
-        config,
+        expert_config(HIDDEN, FFN, EXPERTS, bias_activation_fusion=True),
         submodules=GroupedMLPSubmodules(linear_fc1=PlainGroupedLinear, linear_fc2=PlainGroupedLinear),
         pg_collection=SimpleNamespace(ep=None, expt_tp=None),
     )

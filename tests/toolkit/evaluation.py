@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import base64
 import csv
+import importlib.util
 import io
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import av
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from toolkit.hf import load_processor
+
+needs_vlmevalkit = pytest.mark.skipif(
+    importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
+)
 
 COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
 VIDEO_COLUMNS = (
@@ -140,3 +147,15 @@ def video_row(i: int, name: str) -> list[object]:
         f"What is in video {i}?",
         "ABCD"[i],
     ]
+
+
+def video_mme(folder: Path, asked: Sequence[int] = range(4)) -> None:
+    """Video-MME's form, as in its repository after VLMEvalKit has prepared it: a clip of each photograph.
+
+    Args:
+        asked: the clip of each question.
+    """
+    for i, picture in enumerate(photographs()):
+        write_video(folder / "video" / f"clip{i}.mp4", picture, 24 + i)
+    rows = [[index, *video_row(i, f"clip{i}")[1:]] for index, i in enumerate(asked)]
+    write_table(folder / "Video-MME.tsv", rows, tuple(VIDEO_COLUMNS))

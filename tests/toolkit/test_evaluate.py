@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import importlib.util
 import io
 import json
 import os
@@ -21,15 +20,20 @@ from PIL import Image
 from converters.convert import convert, export, reshard
 from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint
-from tests.toolkit.evaluation import answers_letters, answers_of, damage, photograph_table, write_table
+from tests.toolkit.evaluation import (
+    answers_letters,
+    answers_of,
+    damage,
+    needs_vlmevalkit,
+    photograph_table,
+    write_table,
+)
 from toolkit.cli import main
 from toolkit.evaluate.comparison import _gpus
 from toolkit.evaluate.early import check_data, find_data
 from toolkit.hf import load_model, load_processor
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
-)
+pytestmark = needs_vlmevalkit
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--dtype", "float32", "--max-new-tokens", "1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,14 +15,14 @@ from PIL import Image
 from converters.convert import convert, export
 from tests.toolkit.evaluation import (
     DIALOGUES,
-    VIDEO_COLUMNS,
     answers_letters,
     answers_of,
     damage,
     dialogue_table,
     encoded,
+    needs_vlmevalkit,
     photographs,
-    video_row,
+    video_mme,
     write_table,
     write_video,
 )
@@ -32,12 +31,7 @@ from toolkit.evaluate.model import Checkpoint
 from toolkit.hf import load_model, load_processor
 from toolkit.tiny import write_tiny_checkpoint
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
-    ),
-]
+pytestmark = [pytest.mark.ranks, needs_vlmevalkit]
 
 
 LETTER_SEEDS = {"qwen3_vl": 2005}
@@ -213,11 +207,7 @@ ASKED = (0, 1, 2, 3, 1, 2, 3, 0)
 @pytest.fixture
 def videos(tmp_path) -> Path:
     """Video-MME's form, as in its repository after VLMEvalKit has prepared it."""
-    folder = tmp_path / "LMUData" / "Video-MME"
-    for i, picture in enumerate(photographs()):
-        write_video(folder / "video" / f"clip{i}.mp4", picture, 24 + i)
-    rows = [[index, *video_row(i, f"clip{i}")[1:]] for index, i in enumerate(ASKED)]
-    write_table(folder / "Video-MME.tsv", rows, tuple(VIDEO_COLUMNS))
+    video_mme(tmp_path / "LMUData" / "Video-MME", ASKED)
     return tmp_path / "LMUData"
 
 

@@ -26,25 +26,15 @@ get_platform("cpu")
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear  # noqa: E402
 from megatron_vl.parallel.ddp import ReplicaDDP  # noqa: E402
 from megatron_vl.parallel.grid import init_distributed  # noqa: E402
 from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
+from tests.support.expert_config import expert_config  # noqa: E402
 
 HIDDEN, FFN, EXPERTS = 32, 24, 4
-CONFIG = TransformerConfig(
-    num_layers=1,
-    hidden_size=HIDDEN,
-    num_attention_heads=2,
-    num_moe_experts=EXPERTS,
-    moe_ffn_hidden_size=FFN,
-    gated_linear_unit=True,
-    activation_func=F.silu,
-    add_bias_linear=False,
-    calculate_per_token_loss=True,
-)
+CONFIG = expert_config(HIDDEN, FFN, EXPERTS, calculate_per_token_loss=True)
 MICROBATCHES = [
     [[3, 0, 130, 7], [0, 0, 0, 0]],
     [[0, 0, 5, 1], [2, 0, 1, 0]],
