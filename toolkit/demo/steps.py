@@ -293,7 +293,7 @@ def train_until_killed(demo: Demo) -> None:
             time.sleep(0.2)
         if process.poll() is not None:
             raise UserError(
-                f"the training ended by itself with exit code {process.returncode}; {log} says why"
+                f"the training ended on its own with exit code {process.returncode}; {log} says why"
             )
         kill_tree(process.pid)
         process.wait()
