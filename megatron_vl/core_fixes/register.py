@@ -43,7 +43,7 @@ def check_core_version() -> None:
         return
     raise CoreVersionError(
         f"{CORE} {installed} was never tested with this toolkit, which replaces parts of it; "
-        f"pip install {CORE}=={TESTED_CORE[-1]}, or set {AT_OWN_RISK}=1 to go on at your own risk"
+        f"pip install {CORE}=={TESTED_CORE[-1]}, or set {AT_OWN_RISK}=1 to continue at your own risk"
     )
 
 
