@@ -46,8 +46,8 @@ def turn(size: str, pipeline: str) -> int:
 
 
 def is_chosen(size: str, tp: int, pipeline: str) -> bool:
-    """Whether a layout is among those that hold every pair: each size with every pipeline and every TP, and each
-    pipeline with every TP."""
+    """Whether a layout is among those that hold every pair: each size with every pipeline and every TP,
+    and each pipeline with every TP."""
     sizes = tp_sizes(size)
     return tp == sizes[-1 - turn(size, pipeline) % len(sizes)]
 

@@ -1,7 +1,7 @@
 """Prints by how many MiB a new process grows while it takes ids: ``python -m tests.data_tools.programs KIND
 FOLDER``.
 
-A process forked from the tests would hide it: what it asks for lies in memory that the tests had already used.
+A process forked from the tests would hide it: it would take memory that the tests had used and freed.
 """
 
 from __future__ import annotations
