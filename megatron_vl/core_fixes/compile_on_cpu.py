@@ -1,4 +1,4 @@
-"""Lets core start faster: without Weights & Biases, and with its small functions uncompiled if there is no GPU.
+"""Lets core start faster: without Weights & Biases, and without compiling its small functions on CPU.
 
 Megatron-core 0.19.2 wraps some forty of them in ``torch.compile`` while it is imported. Making the wrappers
 imports inductor. That takes two of the six seconds of processor time that each rank needs to start, and a CPU

@@ -87,8 +87,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.core_fixes.compile_on_cpu:without",
         touches=("megatron.core.timers.wandb",),
         why=(
-            "Core imports Weights & Biases wherever it is installed, for timers that are not used here: half a"
-            " second of every start."
+            "Core imports Weights & Biases wherever it is installed, for timers that are not used here: half"
+            " a second of every start."
         ),
         written_for=_CORE,
         goes_when="core imports it when it is used",
