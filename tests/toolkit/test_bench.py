@@ -15,7 +15,7 @@ import pytest
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.flops import Flops, recompute_flops, row_flops
-from tests.support.ranks import call
+from tests.support.ranks import call, python_path
 from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare
 from toolkit.bench import parts
@@ -27,7 +27,7 @@ SEQ_LEN, WARM_UP, TIMED, ROWS, RANKS = 500, 1, 1, 2, 2
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 
 
 @pytest.fixture(scope="module")
