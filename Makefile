@@ -4,6 +4,8 @@ PYTHON ?= python3.12
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Python compiles what it imports; all of the 25,000 files would take another minute here.
+INSTALL := $(BIN)/python -m pip install --no-compile
 # SEED=1 runs the tests in a random order that the seed repeats.
 ORDER  := $(if $(SEED),-p randomly -p no:cacheprovider --randomly-seed=$(SEED),-p no:randomly)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ORDER)
@@ -42,7 +44,7 @@ test-full: $(READY) ## every test, the whole parity table, long fuzzing and twen
 
 test-next: $(READY) ## the tests with the newest released Megatron-core in place of the pinned one
 	rm -rf $(NEXT)
-	$(BIN)/python -m pip install --no-deps --upgrade --target $(NEXT) megatron-core
+	$(INSTALL) --no-deps --upgrade --target $(NEXT) megatron-core
 	@if [ -d $(NEXT)/megatron_core-$(CORE).dist-info ]; then \
 	   echo "nothing newer than the pinned megatron-core $(CORE): nothing to test"; exit 0; fi; \
 	 set -x; export PYTHONPATH=$(abspath $(NEXT)) MEGATRON_VL_UNTESTED_CORE=1; \
@@ -55,7 +57,7 @@ test-transformers: $(NEWEST) ## the tests of transformers' rules, with its newes
 # Beside the environment, which keeps its own; tokenizers and huggingface_hub of constraints.txt suit both.
 $(NEWEST): $(READY)
 	rm -rf $@.part
-	$(BIN)/python -m pip install --no-deps --target $@.part transformers==$(subst $(VENV)/transformers-,,$@)
+	$(INSTALL) --no-deps --target $@.part transformers==$(subst $(VENV)/transformers-,,$@)
 	rm -rf $@ && mv $@.part $@
 
 check: lint types docs ## what the pre-commit hooks run
@@ -75,14 +77,14 @@ setup: $(READY)  ## the virtual environment, pinned by constraints.txt
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	$(INSTALL) -e '.[dev]' -c constraints.txt
 	touch $@
 
 eval: $(VENV)/.ready-eval ## setup with VLMEvalKit, for `megatron-vl evaluate` and its tests (needs a C compiler)
 
 $(VENV)/.ready-eval: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -e '.[dev,eval]' -c constraints.txt
+	$(INSTALL) -e '.[dev,eval]' -c constraints.txt
 	touch $(READY) $@
 
 lock: eval       ## constraints.txt from what is installed now
