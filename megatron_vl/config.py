@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import operator
 import os
@@ -385,6 +386,12 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+@functools.cache
+def _parser() -> ArgumentParser:
+    """:func:`build_parser`'s, made once: reading all docstrings takes longer than parsing a command line."""
+    return build_parser()
+
+
 def fields(config: type = TrainConfig, prefix: str = "") -> list[str]:
     """Dotted names of all fields, in order."""
     names: list[str] = []
@@ -408,7 +415,7 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
             the message says what would be valid.
         SystemExit: ``--help`` was asked for.
     """
-    parser = build_parser()
+    parser = _parser()
     namespace = read_arguments(parser, argv)
     config = parser.instantiate_classes(namespace)
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})

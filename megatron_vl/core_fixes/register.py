@@ -84,6 +84,17 @@ FIXES: tuple[Fix, ...] = (
         test="tests/test_start.py::test_core_is_imported_without_inductor",
     ),
     Fix(
+        ours="megatron_vl.core_fixes.compile_on_cpu:without",
+        touches=("megatron.core.timers.wandb",),
+        why=(
+            "Core imports Weights & Biases wherever it is installed, for timers that are not used here: half"
+            " a second of every start."
+        ),
+        written_for=_CORE,
+        goes_when="core imports it when it is used",
+        test="tests/test_start.py::test_core_is_imported_without_weights_and_biases",
+    ),
+    Fix(
         ours="megatron_vl.core_fixes.default_store:default_store",
         touches=("torch.distributed.distributed_c10d._get_default_store",),
         why=(

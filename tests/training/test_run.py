@@ -18,7 +18,8 @@ from converters.convert import convert, export
 from converters.verify import compare
 from megatron_vl.spec.tensors import Cut
 from megatron_vl.weights.reader import WeightReader
-from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, metrics, prepare, train
+from tests.support.ranks import python_path
+from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.demo.reference import DemoReference
 
@@ -311,7 +312,7 @@ def test_impossible_runs_are_refused_before_a_group_starts(
         "cpu",
         *options,
     ]
-    environment = {**os.environ, "WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, "-m", "megatron_vl.train", *common],
         env=environment,
