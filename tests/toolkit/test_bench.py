@@ -15,6 +15,7 @@ import pytest
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.planning.flops import Flops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
+from tests.support.ranks import call, python_path
 from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare
 from toolkit.bench import parts
