@@ -5,16 +5,21 @@ save and end together, whichever of them were signalled. A second SIGTERM ends t
 
 torchrun forwards SIGTERM and kills the remaining ranks after 30 seconds. It also sends SIGTERM to the
 remaining ranks when one has died. These would wait for the dead rank without end, which :func:`_peer_is_gone`
-prevents. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
+prevents: they end with its message (see :mod:`megatron_vl.parallel.failures`), or without one after
+``_MESSAGE_S``. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from types import FrameType
 
 from megatron_vl.processes import children
+
+_MESSAGE_S = 10.0
+"""Seconds that a rank whose peer is gone has to say why."""
 
 _asked: str = ""
 
@@ -32,9 +37,13 @@ def asked_to_stop() -> str:
 
 def _ask(number: int, frame: FrameType | None) -> None:
     global _asked
-    if number == signal.SIGTERM and (_asked == "SIGTERM" or _peer_is_gone()):
+    if number == signal.SIGTERM and _asked == "SIGTERM":
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+    if number == signal.SIGTERM and _peer_is_gone():
+        end = threading.Timer(_MESSAGE_S, os._exit, (128 + number,))
+        end.daemon = True
+        end.start()
     _asked = signal.Signals(number).name
 
 

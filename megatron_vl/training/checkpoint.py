@@ -39,11 +39,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_vl import durable
+from megatron_vl import durable, progress
 from megatron_vl.data.bad_samples import BadSampleMeter, add_pending
 from megatron_vl.json_files import manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.names import LiveTensor
+from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
@@ -240,6 +241,7 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot) -> None:
         partial, rank = self._partial(snapshot.step), self.grid.rank
+        progress.in_background(progress.WRITING)
         try:
             grid = self.grid
             marker = {
@@ -249,9 +251,11 @@ class CheckpointSaver:
                 "pending": snapshot.pending,
             }
             write_json(partial / "done" / f"rank_{rank:05d}.json", marker)
+            progress.in_background("")
             if rank == 0:
                 self._commit(partial, snapshot)
         except BaseException as error:  # a thread's exception would be lost, so the loop asks for it
+            progress.in_background("")
             self._error = (
                 f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
             )
@@ -335,8 +339,12 @@ class CheckpointSaver:
                 raise CheckpointError(
                     f"rank {rank}: {json.loads(said) if said else 'its part could not be written'}"
                 )
-            if len(list(done.glob("rank_*.json"))) == self.grid.world_size:
-                return [json.loads(path.read_text()) for path in sorted(done.glob("rank_*.json"))]
+            present = sorted(done.glob("rank_*.json"))
+            if len(present) == self.grid.world_size:
+                return [json.loads(path.read_text()) for path in present]
+            lost = [rank for rank in failures.lost() if done / f"rank_{rank:05d}.json" not in present]
+            if lost:
+                raise CheckpointError(f"rank {lost[0]} has ended before its part was written")
             time.sleep(0.05)
 
     def prune(self) -> None:
@@ -551,6 +559,7 @@ def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: Proce
         info = reader.table[name]
         local = None if expert is None else expert % (info.experts // grid.cut.ep)
         parameter.copy_(reader.get(name, grid.part(info), grid.cut, local))
+        progress.tick()
 
 
 def verify_files(source: Path) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vl import progress
 from megatron_vl.data.row import Row, loss_index
 from megatron_vl.errors import UserError
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
@@ -153,6 +154,7 @@ class Feed:
         """
         start = time.perf_counter()
         rows, error = self._read()
+        progress.rows_are_read()
         wait = time.perf_counter() - start
 
         own = [_pack(row) for row in rows]
@@ -183,15 +185,20 @@ class Feed:
     def _read(self) -> tuple[list[Row], str]:
         if not self.grid.owns_loader:
             return [], ""
-        assert self.loader is not None
         where = f"data-parallel rank {self.grid.dp_rank}: the loader failed"
         try:
-            return [next(self.loader) for _ in range(self.micro_batches)], ""
+            return [self._next_row() for _ in range(self.micro_batches)], ""
         except StopIteration:
             return [], f"{where}: the data set ended; training needs a repeating loader"
         except Exception as error:
             # Every rank of the replica must learn of the error, or it would hang in the broadcast.
             return [], f"{where}: {type(error).__name__}: {error}"
+
+    def _next_row(self) -> Row:
+        assert self.loader is not None
+        row = next(self.loader)
+        progress.tick()
+        return row
 
     def _exchange(self, own: list[_Packed], error: str) -> tuple[list[_Packed], str]:
         """The rows after balancing over the owners of all replicas, or the error of one of them.

@@ -1,0 +1,99 @@
+"""A rank of a real training to which something happens; started by test_faults.py.
+
+    python -m tests.training.faulty_rank FAULT RANK STEP MOMENT OPTIONS OF THE TRAINING
+
+As soon as the log has STEP's line and, after that, MOMENT has come (``step``, ``save``, or a number of
+seconds), a thread of rank RANK does it: the fault is real, only its cause is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import torch
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_loader() -> None:
+    """The loader's processes hang, and the rank waits for a row."""
+    workers = psutil.Process().children(recursive=True)
+    assert workers
+    for worker in workers:
+        worker.suspend()
+
+
+def exhaust() -> None:
+    """The main thread allocates until there is no more."""
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def take_all(number: int, frame: FrameType | None) -> None:
+    most = psutil.Process().memory_info().vms + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    held = []
+    while True:
+        held.append(torch.ones(4 << 20))
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "kill": kill,
+    "stop": stop,
+    "stop_loader": stop_loader,
+    "exhaust": exhaust,
+}
+
+
+def lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def wait_and_do(fault: str, run: Path, count: int, moment: str) -> None:
+    while lines(run) < count:
+        time.sleep(0.002)
+    if moment == "save":
+        while not list(run.glob("step_*.partial")):
+            time.sleep(0.0005)
+    elif moment != "step":
+        time.sleep(float(moment))
+    told = {"at": time.time(), "saving": bool(list(run.glob("step_*.partial")))}
+    (run / "fault.json").write_text(json.dumps(told | {"children": pids()}))
+    FAULTS[fault]()
+
+
+def pids() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def main() -> int:
+    fault, rank, step, moment, *options = sys.argv[1:]
+    run = Path(options[options.index("--checkpoint.dir") + 1])
+    if os.environ["RANK"] == rank:
+        signal.signal(signal.SIGUSR2, take_all)
+        count = lines(run) + int(step)
+        threading.Thread(target=wait_and_do, args=(fault, run, count, moment), daemon=True).start()
+
+    from megatron_vl.train import main as train
+
+    return train(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
