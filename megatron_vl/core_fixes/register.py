@@ -323,7 +323,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         written_for=_CORE,
         goes_when="core recomputes the activation of a dense MLP with a fused SwiGLU",
-        test="tests/training/test_flops.py::test_recompute_of_our_modules_equals_counted",
+        test="tests/planning/test_flops.py::test_recompute_of_our_modules_equals_counted",
     ),
     Fix(
         ours="megatron_vl.models.fused_layers:with_bias",

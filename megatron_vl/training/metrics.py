@@ -16,11 +16,11 @@ import torch
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.bad_samples import DROPPED, BadSampleMeter
 from megatron_vl.parallel.grid import ProcessGrid
+from megatron_vl.planning.flops import peak_tflops, row_flops
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.evaluation import Evaluation
 from megatron_vl.training.feed import StepData
-from megatron_vl.training.flops import peak_tflops, row_flops
 from megatron_vl.training.mailbox import Mailbox
 from megatron_vl.training.optimizer import Rates
 from megatron_vl.training.sinks import Sink, open_sinks

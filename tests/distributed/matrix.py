@@ -234,7 +234,7 @@ PROOFS = (
     ),
     Proof(
         "FLOPs of a training step as torch counts them",
-        {"tests/training/test_flops.py::test_training_step_equals_counted": EVERY},
+        {"tests/planning/test_flops.py::test_training_step_equals_counted": EVERY},
     ),
 )
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.planning.flops import Flops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.flops import Flops, recompute_flops, row_flops
 from tests.support.ranks import call
 from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare

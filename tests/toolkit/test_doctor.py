@@ -16,13 +16,13 @@ import yaml
 
 from converters.convert import convert
 from megatron_vl.config import parse_config
+from megatron_vl.planning.memory import StageMemory, estimate, peak_gib
 from megatron_vl.spec.families import read_spec
 from tests.training.small_run import prepare
 from toolkit.doctor import Finding
 from toolkit.doctor.before_start import _resume, check_checkpoint, check_data, check_run
 from toolkit.doctor.command import show
 from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
-from toolkit.plan.memory import StageMemory, estimate, peak_gib
 
 ROOT = Path(__file__).resolve().parents[2]
 

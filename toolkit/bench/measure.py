@@ -24,11 +24,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_vl.data.row import Row, pin
 from megatron_vl.models.moe.router import routers
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
+from megatron_vl.planning.flops import peak_tflops
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.feed import Feed, StepData
-from megatron_vl.training.flops import peak_tflops
 from megatron_vl.training.model import HALF, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import StepResult, train_step, wrap

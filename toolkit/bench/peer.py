@@ -30,8 +30,8 @@ from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import PixelNorm
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments
+from megatron_vl.planning.flops import peak_tflops
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.flops import peak_tflops
 from toolkit.parity.reference import hf_pixels
 
 from . import report

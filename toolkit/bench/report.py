@@ -2,7 +2,7 @@
 
 Our figures and the peer's come from the same code, so their FLOPs are counted alike: true document, frame and
 window lengths, no padding, the output layer only for tokens with loss (see
-:mod:`megatron_vl.training.flops`). ``mfu_all_tokens`` counts the output layer for every token, as most
+:mod:`megatron_vl.planning.flops`). ``mfu_all_tokens`` counts the output layer for every token, as most
 published figures do.
 """
 
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.planning.flops import Flops, recompute_flops, row_flops
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import tensor_table
-from megatron_vl.training.flops import Flops, recompute_flops, row_flops
 
 from .options import BenchRun
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
+from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, estimate, peak_gib
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.spec.layout import Layout
@@ -21,7 +22,6 @@ from megatron_vl.spec.tensors import LayoutError, tensor_table
 from megatron_vl.training.preflight import check, check_start_weights, read_data, remarks, step_to_resume
 from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.machine import Gpu, check_disk
-from toolkit.plan.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, estimate, peak_gib
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Estimates a run's memory before it starts, and checks that its model can be built."""
+"""Builds the model of any run without memory, to check that it can be built."""

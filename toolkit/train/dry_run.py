@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, estimate, peak_gib, warm_up_passes
+from megatron_vl.planning.speed import estimate_speed
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, run_layout
 from toolkit.doctor.machine import list_gpus
-from toolkit.plan.memory import GPU_GIB, PARTS, RESERVE_GIB, estimate, peak_gib, warm_up_passes
-from toolkit.plan.speed import estimate_speed
 
 
 def show(config: TrainConfig, per_node: int | None, nnodes: int, as_json: bool) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_vl.config import TrainConfig, validate
+from megatron_vl.planning.flops import recompute_flops, row_flops
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.flops import recompute_flops, row_flops
 
 PEAK = 989e12
 """FLOP/s of H100 and H200 in bfloat16."""

@@ -1,24 +1,6 @@
 """Estimates the GPU memory of each pipeline stage of a run before anything is allocated.
 
 Parameters are counted from the tensor table, so weights, gradients and optimizer state are exact. Activations
-    ================================================================== input and output of both norms        4
-    h         shared over tensor-parallel ranks only under sequence parallelism,
-                                                      which the vision tower does not have
-    q and k after RoPE, v, attention      heads, kv   with Transformer Engine v is a copy; FlashAttention's v
-    is a view that
-                                                      keeps the whole fused QKV output; window layers keep
-                                                      that and the output, our kernels for full attention a
-                                                      rotated copy of it and the output
-    MLP: linear and activation            3 f or 2 f  with and without a gate; for experts ``top_k`` times,
-    and their inputs ====================================  ==========
-    ==================================================================
-
-How many micro-batches are in flight comes from playing the schedule (1F1B or interleaved) through. The loss
-holds the logits twice, because Transformer Engine's cross entropy copies them, and of every token, as in a
-row that is all answers. Experts are taken to be evenly loaded; FP8 is not modelled. Not counted, hence
-:data:`RESERVE_GIB`: the CUDA context, NCCL's buffers, and what the allocator cannot use. The measurements
-that the formula was compared with are in ``docs/log/2026-11.md``.
-=======
 are what the modules keep for their backward pass. Each token (or patch) of a layer of width ``h`` and FFN
 width ``f`` keeps these elements:
 
