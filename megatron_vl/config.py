@@ -303,7 +303,7 @@ class FailuresConfig:
     timeout_s: float = 600.0
     """Seconds after which a run in which nothing goes on ends with a message: no row, micro-batch or part of
     a file, on any rank. Until the first step is done, and so while kernels are compiled, it is three times as
-    long. A Python debugger stops the clock; for one that stops processes (gdb), take 0. 0: no limit of ours;
+    long, and at least five minutes. A Python debugger stops the clock; for one that stops processes (gdb), take 0. 0: no limit of ours;
     the collectives' own limit of 30 minutes stays."""
 
 
@@ -689,7 +689,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
             " data.shuffle_buffer"
         ),
     ),
-    (0, math.inf, "data.shuffle_buffer_gib"),
+    (0, math.inf, "data.shuffle_buffer_gib failures.timeout_s"),
     (
         0,
         math.inf,

@@ -68,7 +68,7 @@ class Failure:
     silent: tuple[int, ...] = ()
     """Ranks that are dead or stopped."""
     processes: tuple[Process, ...] = ()
-    """Processes of silent ranks."""
+    """Processes of the ranks that are dead or stopped, or hang."""
     died: bool = False
     """Whether the rank has ended without a message."""
     hangs: bool = False
@@ -186,8 +186,9 @@ class _Watch:
         """
         deadline = time.monotonic() + _WRITERS_S
         all_seen = store is not None and self.meet(store, "seen", _SEEN_S)
-        for process in self.known.processes if self.known else ():
-            process.kill()
+        known = self.known
+        if known is not None and known.silent:
+            self._kill(known.processes)
 
         for thread in threading.enumerate():
             if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
@@ -195,10 +196,17 @@ class _Watch:
         if all_seen:
             self.meet(store, "done", max(_SEEN_S, deadline - time.monotonic()))
 
+        if known is not None and not all_seen:
+            self._kill(known.processes)  # what hangs may not be able to end
         sys.stdout.flush()
         sys.stderr.flush()
         kill_children()  # loaders and exports, of which a stopped one would stay
         os._exit(1)
+
+    def _kill(self, processes: tuple[Process, ...]) -> None:
+        for process in processes:
+            if process != self.life.process:
+                process.kill()
 
 
 def _host_is_gone() -> str:

@@ -9,8 +9,8 @@ rank 0 reads at most :data:`LINES_A_S` of them a second. Nothing of it touches t
 A run hangs if nothing goes on anywhere for ``timeout_s``: no row, no micro-batch, no part of a file, on any
 rank. A rank that waits for another is not at fault. Named are the ranks that were not heard of, because they
 are stopped or their node is lost; if there are none, those that came least far, because the others wait for
-them. Before the first step is done the limit is :data:`SLOW_START` times as long, because kernels are
-compiled and tuned then. A rank whose main thread is in a Python debugger stops the clock.
+them. Before the first step is done the limit is :data:`SLOW_START` times as long (and at least
+:data:`SLOW_START_S`), because kernels are compiled and tuned then. A rank whose main thread is in a Python debugger stops the clock.
 
 The ranks watch rank 0 in the same way, which sends its own lines to all of them.
 """
@@ -41,8 +41,8 @@ from megatron_vl.progress import Progress
 
 LINES_A_S = 128
 """Lines that rank 0 reads in a second, at most: 4,096 ranks send one every 32 seconds."""
-SLOW_START = 3
-"""How much longer than usual nothing may go on before the first step is done."""
+SLOW_START, SLOW_START_S = 3, 300.0
+"""How much longer than usual nothing may go on before the first step is done, and how long at least."""
 CONNECT_S = 60.0
 """Seconds that a rank tries to reach rank 0."""
 _TOGETHER_S = 0.3
@@ -96,7 +96,10 @@ def own_process() -> Process:
 def _machine() -> str:
     parts = []
     with contextlib.suppress(OSError):
-        parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        parts = [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join([*parts, socket.gethostname()])
 
 
@@ -146,6 +149,11 @@ def interval(world: int, timeout_s: float) -> float:
     return min(wanted, max(0.2, timeout_s / 4)) if timeout_s else wanted
 
 
+def longest_s(timeout_s: float) -> float:
+    """Seconds without progress that are allowed before the first step is done."""
+    return max(SLOW_START * timeout_s, SLOW_START_S)
+
+
 class SignsOfLife:
     """The thread of this rank. Begins at once; collective, because the others need rank 0's address.
 
@@ -161,6 +169,8 @@ class SignsOfLife:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.timeout_s, self.tell = timeout_s, tell
         self.interval = interval(self.world, timeout_s)
+        self.silent_s = min(3 * self.interval + 5, self.interval + timeout_s / 2)
+        """Seconds after which a rank that was not heard of does not run."""
         self.process = own_process()
         self.ended = threading.Event()
         self.verdict: Verdict | None = None
@@ -229,7 +239,7 @@ class _Clock:
         if not self.timeout_s:
             return False
         warm = all(sign.progress.steps_done > 0 for sign in signs)
-        return seconds > self.timeout_s * (1 if warm else SLOW_START)
+        return seconds > (self.timeout_s if warm else longest_s(self.timeout_s))
 
 
 class _FirstRank:
@@ -263,7 +273,7 @@ class _FirstRank:
             self._send_to_all(self.signs[0].line())
             seconds = clock.look(self.signs.values(), life.interval + 1)
             if clock.is_over(seconds, self.signs.values()):
-                life.find(hanging(self.signs, seconds, 3 * life.interval + 5, life.timeout_s))
+                life.find(hanging(self.signs, seconds, life.silent_s, life.timeout_s))
                 return
 
     def _serve(self, selector: selectors.BaseSelector, found: Any) -> None:
@@ -350,7 +360,7 @@ class _OtherRank:
             still = min(clock.look([own], life.interval + 1), time.monotonic() - heard_at)
             if self.zero is not None and clock.is_over(still, [own, self.zero]):
                 signs = {0: self.zero, life.rank: own}
-                life.find(hanging(signs, still, 3 * life.interval + 5, life.timeout_s))
+                life.find(hanging(signs, still, life.silent_s, life.timeout_s))
                 return
 
     def _connect(self) -> socket.socket | None:
@@ -440,7 +450,8 @@ def hanging(signs: dict[int, Sign], seconds: float, silent_s: float, timeout_s: 
         waits = f"it has been there for {seconds:.0f} s, and the others wait for it{_others(slowest)}"
     process = f"process {first.process.pid} on {first.process.host}"
     message = f"{waits} ({process}). {_ADVICE.get(p.phase, '')}{limit}"
-    return Verdict(slowest[0], progress.where(p), message, hangs=True)
+    processes = tuple(signs[rank].process for rank in slowest) if len(slowest) < len(signs) else ()
+    return Verdict(slowest[0], progress.where(p), message, processes=processes, hangs=True)
 
 
 _ADVICE = {

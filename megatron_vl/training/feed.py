@@ -23,6 +23,7 @@ from megatron_vl.data.row import Row, loss_index
 from megatron_vl.errors import UserError
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.parallel.balance import balance
+from megatron_vl.parallel.failures import LESS_HOST_MEMORY
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
 
@@ -192,7 +193,7 @@ class Feed:
             return [], f"{where}: the data set ended; training needs a repeating loader"
         except Exception as error:
             # Every rank of the replica must learn of the error, or it would hang in the broadcast.
-            return [], f"{where}: {type(error).__name__}: {error}"
+            return [], f"{where}: {type(error).__name__}: {error}{_worker_note(error)}"
 
     def _next_row(self) -> Row:
         assert self.loader is not None
@@ -258,6 +259,13 @@ class Feed:
         group = grid.replica_group if buffer.whole_replica else grid.tp_group
         dist.broadcast(joined, src=grid.replica_source, group=group)
         return list(joined.split(sizes))
+
+
+def _worker_note(error: Exception) -> str:
+    """What to do if a loader's process has died, which torch reports as an error."""
+    if "DataLoader worker" not in str(error):
+        return ""
+    return f". If the kernel killed it for lack of memory (dmesg says so), {LESS_HOST_MEMORY}"
 
 
 def _step_data(rows: list[DeviceRow], described: list[dict[str, Any]], wait_s: float) -> StepData:

@@ -21,7 +21,7 @@ from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.parallel.groups import end_groups
-from megatron_vl.parallel.signs_of_life import SLOW_START
+from megatron_vl.parallel.signs_of_life import longest_s
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.spec.families import ModelSpec
@@ -33,6 +33,7 @@ from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.model import build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.out_of_memory import explained
 from megatron_vl.training.preflight import (
     Start,
     check,
@@ -115,7 +116,7 @@ def set_up(config: TrainConfig) -> Run:
 
 def _minutes_of_collectives(timeout_s: float) -> int:
     """How long a collective may wait: longer than our own limit, whose message says more."""
-    return max(30, math.ceil(SLOW_START * timeout_s / 60) + 10) if timeout_s else 30
+    return max(30, math.ceil(longest_s(timeout_s) / 60) + 10) if timeout_s else 30
 
 
 def agree_on_start(config: TrainConfig, grid: ProcessGrid) -> Start:
@@ -316,7 +317,8 @@ def train(config: TrainConfig) -> None:
     Raises:
         TrainingStopped, CheckpointError: the run cannot continue.
     """
-    run = set_up(config)
+    with explained(config):
+        run = set_up(config)
     say(run.grid, _banner(run))
     if reason := aux_loss_reason(run.spec, config.model):
         say(run.grid, f"load-balancing loss of the experts: {reason}")
@@ -334,7 +336,7 @@ def train(config: TrainConfig) -> None:
             " go on",
         )
     profiler = StepProfiler(config, run.grid.rank)
-    with _closing(run, log, profiler):
+    with _closing(run, log, profiler), explained(config):
         signalled = _steps(run, log, profiler)
         progress.enter(progress.SAVING)
         profiler.finish()

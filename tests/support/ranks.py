@@ -58,7 +58,12 @@ def run_module(
 
 
 def run_apart(
-    module: str, arguments: Sequence[str | Path], ranks: int, *, timeout_s: float = 120, cwd: Path | None = None
+    module: str,
+    arguments: Sequence[str | Path],
+    ranks: int,
+    *,
+    timeout_s: float = 120,
+    cwd: Path | None = None,
 ) -> tuple[list[int], str, str]:
     """Like :func:`run_module`, but nobody ends the other ranks when one fails, as if each had its own node.
 

@@ -227,7 +227,12 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     profiler = SimpleNamespace(drop=lambda: order.append("trace dropped"))
     with pytest.raises(TrainingStopped, match="the reason"), _closing(run, log, profiler):
         raise TrainingStopped("the reason")
-    assert order == ["reported the reason, fixable True, follows False", "trace dropped", "closed", "loader closed"]
+    assert order == [
+        "reported the reason, fixable True, follows False",
+        "trace dropped",
+        "closed",
+        "loader closed",
+    ]
 
     with pytest.raises(OSError, match="No space left"), _closing(run, log, profiler):
         pass

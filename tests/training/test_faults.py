@@ -26,7 +26,7 @@ from toolkit.checkpoint.contents import verify_checkpoint
 pytestmark = pytest.mark.ranks
 
 STEPS = 12
-TIMEOUT_S = 6
+TIMEOUT_S = 8
 """``failures.timeout_s`` of these runs: no step of theirs takes as long."""
 DEAD_S, HANG_S = 20, TIMEOUT_S + 20
 """Limits between the fault and the end of the last rank on a busy machine."""
@@ -83,7 +83,9 @@ def nothing_is_left(children: list[int]) -> None:
     """No rank, loader or export of the job is alive; the children of a killed rank see it within seconds."""
     deadline = time.monotonic() + 6
     while left := [pid for pid in children if psutil.pid_exists(pid) and not is_zombie(pid)]:
-        assert time.monotonic() < deadline, [psutil.Process(pid).as_dict(["status", "cmdline"]) for pid in left]
+        assert time.monotonic() < deadline, [
+            psutil.Process(pid).as_dict(["status", "cmdline"]) for pid in left
+        ]
         time.sleep(0.05)
 
 
@@ -121,8 +123,10 @@ def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one
     ended = disturb(prepared, run, "stop", 1, 2, "step")
     assert f"resumed at step {first} " in ended.stdout
     assert ended.codes == [1, -signal.SIGKILL, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended
-    assert re.search("train: rank 1 " + WHERE.format(tp=1, pp=0) + "no sign of life for", ended.message), ended
-    assert "its state is 'stopped'" in ended.message and "raise failures.timeout_s (6;" in ended.message
+    assert re.search("train: rank 1 " + WHERE.format(tp=1, pp=0) + "no sign of life for", ended.message), (
+        ended
+    )
+    assert "its state is 'stopped'" in ended.message and "raise failures.timeout_s (8;" in ended.message
     second = last_is_good(run)
     assert second >= first
 
@@ -136,7 +140,9 @@ def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one
     assert numbers(run) == undisturbed
 
 
-def test_the_death_or_stop_of_the_first_rank_ends_the_others(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_the_death_or_stop_of_the_first_rank_ends_the_others(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
     """The others listen to it as it listens to them; with it the store is gone."""
     ended = disturb(prepared, tmp_path / "kill", "kill", 0, 3, "step")
     assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < DEAD_S, ended
@@ -152,7 +158,9 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
     """Its rank is alive and says where it stands; the processes that hang do not outlive it."""
     ended = disturb(prepared, tmp_path / "run", "stop_loader", 0, 3, "step")
     assert ended.codes == [1, 1, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended
-    assert re.search(r"train: rank 0 \(tp 0, pp 0, dp 0; step \d+, loading rows\): it has been", ended.message)
+    assert re.search(
+        r"train: rank 0 \(tp 0, pp 0, dp 0; step \d+, loading rows\): it has been", ended.message
+    )
     assert "the loader's worker processes" in ended.message
     assert "feed.py" in ended.stderr and "_next_row" in ended.stderr
 
@@ -165,7 +173,9 @@ def test_faults_at_random_moments(
     run, rng, during_save = tmp_path / "run", random.Random(7), 0
     for _ in range(12):
         fault = rng.choice(["kill", "stop", "exhaust"])
-        ended = disturb(prepared, run, fault, rng.randrange(4), 2, str(rng.uniform(0.0, 0.5)), "--steps", "400")
+        ended = disturb(
+            prepared, run, fault, rng.randrange(4), 2, str(rng.uniform(0.0, 0.5)), "--steps", "400"
+        )
         assert any(ended.codes) and ended.seconds < HANG_S, ended
         during_save += ended.during_save
         if latest(run) is not None:
