@@ -301,10 +301,10 @@ class FailuresConfig:
     """When a rank that does not go on ends the run. A rank that fails or dies ends it in any case."""
 
     timeout_s: float = 600.0
-    """Seconds after which a run in which nothing goes on ends with a message: no row, micro-batch or part of
-    a file, on any rank. Until the first step is done, and so while kernels are compiled, it is three times as
-    long, and at least five minutes. A Python debugger stops the clock; for one that stops processes (gdb), take 0. 0: no limit of ours;
-    the collectives' own limit of 30 minutes stays."""
+    """Seconds after which a run ends with a message if nothing goes on in it: no row, no micro-batch, no part
+    of a file, on any rank. Until the first step is done, and so while kernels are compiled, it is three times
+    as long, and at least five minutes. A Python debugger stops the clock; for one that stops processes (gdb),
+    take 0. 0: no limit of ours; the collectives' own limit of 30 minutes stays."""
 
 
 @dataclass

@@ -352,7 +352,7 @@ def _memory_note(failure: Failure) -> str:
         return f"If `dmesg` there shows that the kernel killed it for lack of memory, {LESS_HOST_MEMORY}"
     if now[0] > before[0]:
         return (
-            f"Since the start the kernel has killed {now[0] - before[0]} processes {now[1]} for lack of memory"
+            f"Since the start the kernel has killed {now[0] - before[0]} processes for lack of memory {now[1]}"
             f" ({host_memory.limits()}): {LESS_HOST_MEMORY}"
         )
     return "The kernel has killed nothing for lack of memory here, so look for who ended it"

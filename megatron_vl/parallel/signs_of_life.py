@@ -7,10 +7,11 @@ wherever that was, however it was started. Over it goes a line that says how far
 rank 0 reads at most :data:`LINES_A_S` of them a second. Nothing of it touches the store or a collective.
 
 A run hangs if nothing goes on anywhere for ``timeout_s``: no row, no micro-batch, no part of a file, on any
-rank. A rank that waits for another is not at fault. Named are the ranks that were not heard of, because they
-are stopped or their node is lost; if there are none, those that came least far, because the others wait for
-them. Before the first step is done the limit is :data:`SLOW_START` times as long (and at least
-:data:`SLOW_START_S`), because kernels are compiled and tuned then. A rank whose main thread is in a Python debugger stops the clock.
+rank. A rank that waits for another is not at fault. The verdict names the ranks that were not heard of,
+because they are stopped or their node is lost. If there are none, it names those that came least far, because
+the others wait for them. Before the first step is done the limit is :data:`SLOW_START` times as long (and at
+least :data:`SLOW_START_S`), because kernels are compiled and tuned then. A rank whose main thread is in a
+Python debugger stops the clock.
 
 The ranks watch rank 0 in the same way, which sends its own lines to all of them.
 """

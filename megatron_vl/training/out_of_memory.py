@@ -1,4 +1,4 @@
-"""The message of a rank that runs out of memory: how much there was, what was expected, and what would fit."""
+"""The message of a rank that runs out of memory: how much there was, what was expected, what would fit."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ from megatron_vl.parallel.signs_of_life import (
 from megatron_vl.progress import COMPUTING, LOADING, SAVING, SHARING, WRITING, Progress
 
 
-def sign(rank: int, phase: str, step: int = 7, *, age: float = 0.0, background: str = "", done: int = 3) -> Sign:
+def sign(
+    rank: int, phase: str, step: int = 7, *, age: float = 0.0, background: str = "", done: int = 3
+) -> Sign:
     where = Progress(f"tp {rank}, pp 0, dp 0", step, phase, background, done, count=1)
     process = Process("elsewhere", 1000 + rank, "another machine", 0.0)
     return Sign(rank, process, where, heard_at=time.monotonic() - age)

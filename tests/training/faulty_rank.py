@@ -2,12 +2,13 @@
 
     python -m tests.training.faulty_rank FAULT RANK STEP MOMENT OPTIONS OF THE TRAINING
 
-As soon as the log has STEP's line and, after that, MOMENT has come (``step``, ``save``, or a number of
-seconds), a thread of rank RANK does it: the fault is real, only its cause is not.
+As soon as the log has STEP more lines and, after that, MOMENT has come (``step``, ``save``, ``export``, or a
+number of seconds), a thread of rank RANK does it: the fault is real, only its cause is not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -44,6 +45,29 @@ def exhaust() -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
 
 
+def exhaust_gpu() -> None:
+    """A thread takes all memory of the GPU, what steps leave in the allocator's cache included."""
+    held: list[torch.Tensor] = []
+    while True:
+        torch.cuda.empty_cache()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            free = torch.cuda.mem_get_info()[0]
+            held.append(torch.empty(max(1 << 20, free - (4 << 20)), dtype=torch.uint8, device="cuda"))
+        time.sleep(0.002)
+
+
+def fill_disk() -> None:
+    """The export cannot write more than 64 KiB into a file."""
+    for process in exports():
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+
+def exports() -> list[psutil.Process]:
+    """The processes that export a saved step, once they write."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if "toolkit.weights.export_step" in process.cmdline()]
+
+
 def take_all(number: int, frame: FrameType | None) -> None:
     most = psutil.Process().memory_info().vms + (256 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -57,6 +81,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stop": stop,
     "stop_loader": stop_loader,
     "exhaust": exhaust,
+    "exhaust_gpu": exhaust_gpu,
+    "fill_disk": fill_disk,
 }
 
 
@@ -71,6 +97,9 @@ def wait_and_do(fault: str, run: Path, count: int, moment: str) -> None:
     if moment == "save":
         while not list(run.glob("step_*.partial")):
             time.sleep(0.0005)
+    elif moment == "export":
+        while not exports() or fault == "kill" and not list(run.glob("hf/*.partial/*")):
+            time.sleep(0.002)
     elif moment != "step":
         time.sleep(float(moment))
     told = {"at": time.time(), "saving": bool(list(run.glob("step_*.partial")))}

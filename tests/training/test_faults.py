@@ -18,6 +18,8 @@ import psutil
 import pytest
 import torch
 
+from converters.convert import convert
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import latest
 from tests.support import ranks
 from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
@@ -163,6 +165,52 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
     )
     assert "the loader's worker processes" in ended.message
     assert "feed.py" in ended.stderr and "_next_row" in ended.stderr
+
+
+EXPORTS = ["--checkpoint.interval", "2", "--checkpoint.export_hf", "2"]
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "hf").iterdir())
+
+
+def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """The export's process ends with its rank. The next start makes up for what is missing."""
+    killed, full = tmp_path / "killed", tmp_path / "full"
+    for run in (killed, full):
+        run.mkdir()
+
+    def start(fault: str, run: Path) -> tuple[int, str]:
+        words = [fault, 0, 2, "export", *options_of(prepared, run, *EXPORTS, steps=4)]
+        [code], said, _ = ranks.run_apart("tests.training.faulty_rank", words, 1)
+        return code, said
+
+    code, _ = start("kill", killed)
+    assert code == -signal.SIGKILL and names(killed) in (["step_00000002.partial"], ["step_00000004.partial"])
+    nothing_is_left(json.loads((killed / "fault.json").read_text())["children"])
+
+    code, said = start("fill_disk", full)
+    assert code == 0 and names(full) == ["step_00000004"]
+    assert "NOTE: step 2 could not be exported to" in said and "File too large" in said
+
+    for run in (killed, full):
+        done = train(prepared, run, *EXPORTS, ranks=1, steps=4)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert names(run) == ["step_00000002", "step_00000004"]
+        for step in (2, 4):
+            assert_whole(
+                run / "hf" / f"step_{step:08d}", run / f"step_{step:08d}", tmp_path / run.name / str(step)
+            )
+
+
+def assert_whole(exported: Path, saved: Path, back: Path) -> None:
+    """A Hugging Face folder holds the weights of the checkpoint, each of them."""
+    convert(exported, back)
+    ours, theirs = WeightReader(back), WeightReader(saved / "weights")
+    assert sorted(ours.names()) == sorted(theirs.names())
+    assert all(torch.equal(ours.get(name), theirs.get(name)) for name in ours.names())
 
 
 @pytest.mark.full

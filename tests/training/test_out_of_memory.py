@@ -22,11 +22,11 @@ from megatron_vl.training.out_of_memory import (
 
 HF = Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
 TORCH = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 511.94 MiB"
-    " is free. Process 4242 has {other} GiB memory in use. Including non-PyTorch memory, this process has"
-    " {own} GiB memory in use. Of the allocated memory {allocated} GiB is allocated by PyTorch, and {unused} GiB"
-    " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
-    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
+    " 511.94 MiB is free. Process 4242 has {other} GiB memory in use. Including non-PyTorch memory, this"
+    " process has {own} GiB memory in use. Of the allocated memory {allocated} GiB is allocated by PyTorch,"
+    " and {unused} GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try"
+    " setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 """As torch 2.11.0 writes it."""
 
