@@ -11,6 +11,8 @@ prevents: they end with its message (see :mod:`megatron_vl.parallel.failures`), 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -57,9 +59,16 @@ def _peer_is_gone() -> bool:
     return list(siblings.values()).count(own) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if own else False
 
 
+_PR_SET_PDEATHSIG = 1
+"""Linux's prctl: the signal that a process gets when its parent ends."""
+
+
 def shield_loader_worker(seconds: int = 30) -> None:
     """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too.
 
-    The rank needs its workers until it has saved the loader's state.
+    The rank needs its workers until it has saved the loader's state. When the rank has died, they end with
+    it; a stopped one would stay otherwise.
     """
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds) and None)

@@ -224,6 +224,8 @@ def _read(value: bytes) -> Failure:
 
 
 _watch: _Watch | None = None
+_alone: SignsOfLife | None = None
+"""The clock of a run of one rank, which has nobody to tell."""
 _started = 0
 
 
@@ -234,12 +236,30 @@ def watch(timeout_s: float = 0.0) -> None:
         timeout_s: seconds in which something must go on somewhere (``failures.timeout_s``); 0: no limit. A
             rank that dies is found in any case.
     """
-    global _watch, _started
+    global _watch, _alone, _started
     import torch.distributed as dist
 
+    if dist.get_world_size() == 1 and timeout_s:
+        _alone = SignsOfLife("", timeout_s, _end_alone)
     if dist.get_world_size() > 1 and _watch is None:
         _started += 1
         _watch = _Watch(_started, timeout_s)
+
+
+def _end_alone(verdict: Verdict) -> None:
+    failure = Failure.of(verdict)
+    _print_stack()
+    tell_once(failure)
+    kill_children()
+    os._exit(1)
+
+
+def stop_alone() -> None:
+    """Ends the clock of a run of one rank, however that has ended."""
+    global _alone
+    if _alone is not None:
+        _alone.stop()
+    _alone = None
 
 
 def stop() -> None:
@@ -351,8 +371,9 @@ def _memory_note(failure: Failure) -> str:
     if before is None or now is None or not any(process.is_here() for process in failure.processes):
         return f"If `dmesg` there shows that the kernel killed it for lack of memory, {LESS_HOST_MEMORY}"
     if now[0] > before[0]:
+        count = now[0] - before[0]
         return (
-            f"Since the start the kernel has killed {now[0] - before[0]} processes for lack of memory {now[1]}"
+            f"Since the start the kernel has killed {count} processes for lack of memory {now[1]}"
             f" ({host_memory.limits()}): {LESS_HOST_MEMORY}"
         )
     return "The kernel has killed nothing for lack of memory here, so look for who ended it"

@@ -176,10 +176,13 @@ class SignsOfLife:
         self.ended = threading.Event()
         self.verdict: Verdict | None = None
 
-        if self.rank == 0:
+        work: Callable[[], None]
+        if self.world == 1:
+            work = self._alone
+        elif self.rank == 0:
             server, token = _listen(self.world), secrets.token_hex(16)
             default_store().set(f"{key}/address", json.dumps([server.getsockname()[1], token]))
-            work: Callable[[], None] = _FirstRank(self, server, token).run
+            work = _FirstRank(self, server, token).run
         else:
             port, token = json.loads(default_store().get(f"{key}/address"))
             work = _OtherRank(self, port, token).run
@@ -196,6 +199,16 @@ class SignsOfLife:
         self.verdict = verdict
         self.tell(verdict)
         return True
+
+    def _alone(self) -> None:
+        """A single rank looks at its own clock only."""
+        clock = _Clock(self.timeout_s)
+        while not self.ended.wait(self.interval):
+            own = self.own()
+            seconds = clock.look([own], self.interval + 1)
+            if clock.is_over(seconds, [own]):
+                self.find(hanging({0: own}, seconds, self.silent_s, self.timeout_s))
+                return
 
     def stop(self) -> None:
         """The connections of this rank may end from now on."""
@@ -288,6 +301,7 @@ class _FirstRank:
         data = _received(found)
         if data is None:
             selector.unregister(found)
+            found.close()
             del self.buffers[found]
             if found in self.ranks:
                 self.lost.append(self.ranks.pop(found))
@@ -445,8 +459,9 @@ def hanging(signs: dict[int, Sign], seconds: float, silent_s: float, timeout_s: 
     slowest = sorted(rank for rank in signs if far(rank) == least)
     first = signs[slowest[0]]
     p = first.progress
-    if len(slowest) == len(signs) and len(signs) > 1:
-        waits = f"nothing has gone on for {seconds:.0f} s on any rank, and all are at the same place"
+    if len(slowest) == len(signs):
+        same = ", and all are at the same place" if len(signs) > 1 else ""
+        waits = f"nothing has gone on for {seconds:.0f} s on any rank{same}"
     else:
         waits = f"it has been there for {seconds:.0f} s, and the others wait for it{_others(slowest)}"
     process = f"process {first.process.pid} on {first.process.host}"

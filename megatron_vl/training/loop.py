@@ -317,6 +317,13 @@ def train(config: TrainConfig) -> None:
     Raises:
         TrainingStopped, CheckpointError: the run cannot continue.
     """
+    try:
+        _train(config)
+    finally:
+        failures.stop_alone()
+
+
+def _train(config: TrainConfig) -> None:
     with explained(config):
         run = set_up(config)
     say(run.grid, _banner(run))

@@ -25,8 +25,8 @@ TORCH = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
     " 511.94 MiB is free. Process 4242 has {other} GiB memory in use. Including non-PyTorch memory, this"
     " process has {own} GiB memory in use. Of the allocated memory {allocated} GiB is allocated by PyTorch,"
-    " and {unused} GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try"
-    " setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    " and {unused} GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large"
+    " try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 """As torch 2.11.0 writes it."""
 
