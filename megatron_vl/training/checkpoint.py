@@ -216,7 +216,11 @@ class CheckpointSaver:
             for name in ("weights", "optimizer", "loader", "done"):
                 (partial / name).mkdir(parents=True)
         dist.barrier()
-        snapshot = take()
+        try:
+            snapshot = take()
+        except BaseException as error:
+            self._mark_failed(partial, error)  # the others may be writing already
+            raise
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"checkpoint-{step}")
         self._thread.start()
 
@@ -259,14 +263,18 @@ class CheckpointSaver:
             self._error = (
                 f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
             )
+            self._mark_failed(partial, error)
+
+    def _mark_failed(self, partial: Path, error: BaseException) -> None:
+        """Tells rank 0 that this rank's part will not come."""
+        failed = partial / "done" / f"rank_{self.grid.rank:05d}.failed"
+        try:
             try:
-                failed = partial / "done" / f"rank_{rank:05d}.failed"
-                try:
-                    write_json(failed, f"{type(error).__name__}: {error}")
-                except OSError:  # even the message does not fit on the disk
-                    failed.touch()
-            except OSError:
-                pass  # rank 0 will see the missing marker when this rank stops
+                write_json(failed, f"{type(error).__name__}: {error}")
+            except OSError:  # even the message does not fit on the disk
+                failed.touch()
+        except OSError:
+            pass  # rank 0 will see the missing marker when this rank stops
 
     def _write_weights(self, partial: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
         """Writes this rank's dense tensors, its experts, both or none.
