@@ -60,7 +60,8 @@ CONFIG: dict[str, Any] = {
 }
 """The fields of the released Qwen2.5-VL-7B-Instruct that determine its tensors."""
 FILE_BYTES = 4_000_000_000
-DENSE, EXPERTS = ["--tp", "4", "--pp", "2"], ["--tp", "2", "--pp", "2", "--ep", "4"]
+DENSE = ["--tp", "4", "--pp", "2"]
+EXPERTS = ["--tp", "2", "--pp", "2", "--ep", "4"]
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -86,10 +87,12 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
     config = with_layers(config, layers)
     shapes = shapes_of(config)
     groups: list[list[str]] = [[]]
+
     for name in shapes:
         if size_of({n: shapes[n] for n in [*groups[-1], name]}) > FILE_BYTES:
             groups.append([])
         groups[-1].append(name)
+
     random = torch.randint(-(2**15), 2**15, (1 << 24,), dtype=torch.int16).view(torch.bfloat16)
 
     def pieces(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
@@ -110,6 +113,7 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
             writer.write(name, pieces(shapes[name]))
             where[name] = file
         writer.commit(sync=True)
+
     (folder / INDEX).write_text(
         json.dumps({"metadata": {"total_size": size_of(shapes)}, "weight_map": where})
     )
@@ -168,6 +172,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
     layers = write_hf(root / "hf", config, gigabytes)
     layout = EXPERTS if read_spec(config).language.moe else DENSE
     size = sum(path.stat().st_size for path in (root / "hf").iterdir())
+
     tool = [sys.executable, "-m", "toolkit"]
     common = ["--workers", str(workers)]
     paths = {name: str(root / name) for name in ("hf", "copy", "shards", "split", "full", "back")}
@@ -197,6 +202,7 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
             [],
         ),
     }
+
     results: dict[str, dict[str, float]] = {}
     for name, (words, finished) in steps.items():
         # A copy right before each command, because other disk activity changes from minute to minute.
@@ -276,6 +282,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
+
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         config = json.loads(args.config.read_text()) if args.config else CONFIG
         report = benchmark(Path(folder), config, args.gb, args.workers)

@@ -102,12 +102,14 @@ def dispatchers(platform: Platform, options: argparse.Namespace) -> dict[str, An
         bf16=platform.name == "cuda",
         params_dtype=torch.bfloat16 if platform.name == "cuda" else torch.float32,
     )
+
     local = options.experts // dist.get_world_size()
     rank = dist.get_rank()
     alone = [dist.new_group([i]) for i in range(dist.get_world_size())]
     groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=alone[rank], tp_ep=dist.group.WORLD)
     mine = list(range(local * rank, local * (rank + 1)))
     ours = OncePerRankDispatcher(local, config, groups, exact_rows=platform.name == "cpu")
+
     return {"ours": ours, "core": Core(local, mine, config=config, pg_collection=groups)}
 
 
@@ -161,10 +163,8 @@ def exchange(platform: Platform, inputs: Inputs, sent: list[int]) -> tuple[float
     dist.all_to_all_single(got, torch.tensor(sent, device=platform.device))
     received = got.tolist()
     width = inputs[0].shape[-1]
-    out, rows = (
-        inputs[0].detach().new_zeros(sum(received), width),
-        inputs[0].detach().new_zeros(sum(sent), width),
-    )
+    out = inputs[0].detach().new_zeros(sum(received), width)
+    rows = inputs[0].detach().new_zeros(sum(sent), width)
     value = milliseconds(platform, partial(dist.all_to_all_single, out, rows, received, sent))
     return value, (sum(sent) - sent[dist.get_rank()]) * width * rows.element_size() / 1e9
 
@@ -178,6 +178,7 @@ def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
         f"{difference(results['ours'], results['core']):.1e}"
     )
     del results
+
     for name, dispatcher in both.items():
         one_way = milliseconds(platform, partial(forward, dispatcher, inputs))
         two_ways = milliseconds(platform, partial(forward_backward, dispatcher, inputs))
@@ -206,23 +207,26 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
         f"{moved / milliseconds(platform, lambda: plain[0].copy_(plain[1])) / 1e6:.0f} GB/s"
     )
     maps = {f"to {ranks} ranks": chosen.view(tokens, ranks, -1).any(-1) for ranks in (2, 4, 8)}
+
     for ranks in (2, 4, 8):
         here = chosen[:, : options.experts // ranks]
         maps[f"received by one of {ranks}, to its experts"] = here[here.any(-1)].repeat(ranks, 1)
+
     for name, table in (maps | {"to all experts": chosen}).items():
         rows = x[torch.arange(table.shape[0], device=x.device) % tokens]
-        places = positions(table)
+        row_ids = positions(table)
         total = int(table.sum())
-        wide = scatter_rows(rows, places, total)
-        moved = (table.shape[0] + total) * options.hidden * x.element_size() + places.numel() * 4
+        wide = scatter_rows(rows, row_ids, total)
+        moved = (table.shape[0] + total) * options.hidden * x.element_size() + row_ids.numel() * 4
         times = [
             milliseconds(platform, function)
             for function in (
-                partial(scatter_rows, rows, places, total),
-                partial(sum_rows, wide, places),
+                partial(scatter_rows, rows, row_ids, total),
+                partial(sum_rows, wide, row_ids),
                 partial(positions, table),
             )
         ]
+
         say(
             f"  {name} ({table.shape[0]} -> {total}): scatter {times[0]:.3f} ms "
             f"({moved / times[0] / 1e6:.0f} GB/s), sum {times[1]:.3f} ms "

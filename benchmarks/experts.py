@@ -114,10 +114,8 @@ class Ours:
         self.case = case
         self.plan = plan(case.counts, ROWS)
         self.grads = torch.zeros(case.weights.shape, device="cuda")
-        self.addresses, self.grad_addresses = (
-            Addresses().of(list(case.weights)),
-            Addresses().of(list(self.grads)),
-        )
+        self.addresses = Addresses().of(list(case.weights))
+        self.grad_addresses = Addresses().of(list(self.grads))
 
     def forward(self, config: Config = ROWS_CONFIG) -> Tensor:
         return row_product(
@@ -244,6 +242,7 @@ def main() -> None:
         if number < 2:
             torch_ones(cases)
             transformer_engine_ones(cases)
+
         sweep(
             cases,
             *(([ROWS_CONFIG], [WEIGHT_CONFIG]) if args.defaults else (ROW_CONFIGS, WEIGHT_CONFIGS)),
@@ -251,6 +250,7 @@ def main() -> None:
         )
         del cases
         torch.cuda.empty_cache()
+
     print(f"{time.monotonic() - begin:.0f} s")
 
 

@@ -66,7 +66,8 @@ def measure(make: Callable[[Path], First], count: int, folder: Path, results: Co
     peak = 0
     repeated = 0
     first = make(folder)
-    begin, cpu = time.monotonic(), time.process_time()
+    begin = time.monotonic()
+    cpu = time.process_time()
 
     for record, identity in enumerate(ids(count)):
         here = ("a.jsonl", record)

@@ -142,6 +142,7 @@ def main() -> None:
     args = parser.parse_args()
     world = args.tp * args.pp * args.dp
     place = Path(tempfile.mkdtemp(prefix="growth-resume-"))
+
     try:
         begin = time.perf_counter()
         files = write(place / "optimizer", args.tp, args.pp, args.dp)
@@ -170,18 +171,18 @@ def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Names
         ("dp doubled", args.tp, 2 * args.dp),
         ("tp halved", args.tp // 2, 2 * args.dp),
     ]
+
     for layout, tp, dp in cases:
         for how, given, index in (("headers", plain, None), ("told", plain, told), ("index", files, None)):
             opens.names.clear()
             begin = time.perf_counter()
             for number in range(args.ranks):
-                stage, dp_rank, tp_rank = (
-                    number * args.pp // args.ranks,
-                    number * dp // args.ranks,
-                    number % tp,
-                )
+                stage = number * args.pp // args.ranks
+                dp_rank = number * dp // args.ranks
+                tp_rank = number % tp
                 reader = OptimizerReader(folder, given, Cut(args.tp), index)
                 resume(reader, stage_tensors(stage, args.pp), Cut(tp), tp_rank, dp_rank, dp)
+
             seconds = (time.perf_counter() - begin) / args.ranks
             line = {
                 "layout": layout,

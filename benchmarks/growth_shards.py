@@ -88,7 +88,8 @@ def opened(data: Path, owners: int) -> Any:
 def measured(name: str, ranks: int, run: Callable[[], Any]) -> Any:
     """Prints what ``run`` cost on one rank and in a job. Returns its result."""
     CALLS.clear()
-    clock, processor = time.perf_counter(), time.process_time()
+    clock = time.perf_counter()
+    processor = time.process_time()
     result = run()
     clock, processor = time.perf_counter() - clock, time.process_time() - processor
     stats = CALLS["stat"]

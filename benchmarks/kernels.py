@@ -65,7 +65,8 @@ def windows() -> None:
     cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
     qkv = torch.randn(PATCHES, HEADS * 3 * DIM, device="cuda", dtype=torch.bfloat16)
     half = torch.rand(PATCHES, DIM // 2, device="cuda") * 10
-    cos, sin = half.cos(), half.sin()
+    cos = half.cos()
+    sin = half.sin()
     angles = torch.cat((half, half), -1)[:, None, None]
     grad = torch.randn(PATCHES, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
 

@@ -55,6 +55,7 @@ def main() -> None:
     media = args.out / "media"
     media.mkdir(parents=True, exist_ok=True)
     conversations = []
+
     for number in range(args.count):
         name = f"{number:05d}.jpg"
         crop(rng.choice(sources), rng.choice(COCO_SIZES), rng).save(media / name, quality=85)

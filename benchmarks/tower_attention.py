@@ -191,6 +191,7 @@ def main() -> None:
     torch.manual_seed(0)
     bounds = [0, *torch.tensor([int(n) for n in options.lengths.split(",")]).cumsum(0).tolist()]
     print(torch.cuda.get_device_name(), torch.__version__, f"{bounds[-1]} patches")
+
     for i, dim in enumerate(int(d) for d in options.dims.split(",")):
         qkv = torch.randn(bounds[-1], options.heads * 3 * dim, device="cuda", dtype=torch.bfloat16)
         case = Case(qkv, torch.rand(bounds[-1], dim // 2, device="cuda") * 10, bounds, options.heads, dim)

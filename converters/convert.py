@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_vl import __version__, durable
+from megatron_vl.json_files import write_json
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import WHOLE, Cut, TensorInfo, tensor_table
 from megatron_vl.weights.blocks import gather, part_blocks
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.run_folder import EXPORTED
 from megatron_vl.weights.tensor_files import (
     Region,
     TensorWriter,
@@ -30,6 +32,7 @@ from megatron_vl.weights.tensor_files import (
     matrix_shape,
     read_header,
 )
+from megatron_vl.weights.video_rule import export_facts, exported_video_rule, trained_video_rule
 
 from .hf import HfCheckpoint
 from .restart import Output, writing
@@ -129,28 +132,32 @@ def _write(
     }
     work = _work(what, source, headers, layout.as_dict() if layout else None, origin)
     workers = workers or default_workers()
+
     with writing(out, inputs, headers, work, force=force, workers=workers, say=_say) as output:
         jobs: dict[str, list[CopyJob]] = {}
         for name, file in plan.order():
             if (file, name) not in output.kept:
                 part = plan.cut.part(
                     table[name],
-                    **{f"{kind}_rank": n for kind, n in plan.places[file].items() if kind != "pp"},
+                    **{f"{kind}_rank": n for kind, n in plan.ranks[file].items() if kind != "pp"},
                 )
                 jobs.setdefault(name, []).append(
                     _job(source, table[name], part, plan.cut, output.writers[file])
                 )
+
         seconds = _run(what, source, jobs, output, workers)
         entries = [
             file_entry(
                 file,
                 {name: (*plan.stored[name], output.digests[file, name]) for name in names},
-                plan.places[file],
+                plan.ranks[file],
             )
             for file, names in plan.files.items()
         ]
+
         output.commit()
         write_manifest(out, source.spec, layout, entries, origin)
+
     size = sum(CopyJob.size(*plan.stored[name]) for names in plan.files.values() for name in names)
     kept = output.kept_files(), len(output.kept)
     return WeightsReport(out, len(plan.stored), len(plan.files), size, seconds, layout, {}, [], *kept)
@@ -199,7 +206,7 @@ class _Plan:
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Tensor -> type and shape in the files (of one shard)."""
     files: dict[str, list[str]]
-    places: dict[str, dict[str, int]]
+    ranks: dict[str, dict[str, int]]
     """File -> the ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
     cut: Cut = WHOLE
 
@@ -236,23 +243,27 @@ def _shard_files(
 ) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
     """File -> tensors and file -> ranks, for all ranks of a layout; a rank without tensors has no file."""
     files: dict[str, list[str]] = {}
-    places: dict[str, dict[str, int]] = {}
+    ranks: dict[str, dict[str, int]] = {}
     for p in range(layout.pp):
         here = [info for info in table.values() if layout.stage_of(info) == p]
         dense, experts = (
             [info.name for info in here if bool(info.experts) is which] for which in (False, True)
         )
         for t in range(layout.tp):
-            files[rank_file_name(t, p)], places[rank_file_name(t, p)] = dense, {"tp": t, "pp": p}
+            files[rank_file_name(t, p)] = dense
+            ranks[rank_file_name(t, p)] = {"tp": t, "pp": p}
         for e in range(layout.ep if experts else 0):
             for t in range(layout.etp):
                 file = expert_file_name(e, t, p)
-                files[file], places[file] = experts, {"ep": e, "etp": t, "pp": p}
-    return files, places
+                files[file] = experts
+                ranks[file] = {"ep": e, "etp": t, "pp": p}
+
+    return files, ranks
 
 
 def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWriter) -> CopyJob:
-    dtype, blocks = source.dtype(info.name), part_blocks(info, part, cut)
+    dtype = source.dtype(info.name)
+    blocks = part_blocks(info, part, cut)
 
     def read(region: Region) -> Tensor:
         return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)
@@ -273,21 +284,24 @@ def export(
     back byte for byte. Values of another type (a run that kept float32) are rounded to the original's type
     and counted in the report. Everything except weights is copied verbatim.
 
+    ``megatron_vl.json`` beside the weights names the rule for videos that they were trained under, where it
+    is known: that of the run, or of weights outside of a run that of ``hf``.
+
     Raises:
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
             HF cannot store.
     """
-    source, origin, out, workers = (
-        WeightReader(checkpoint),
-        HfCheckpoint(hf),
-        Path(out),
-        workers or default_workers(),
-    )
+    source = WeightReader(checkpoint)
+    origin = HfCheckpoint(hf)
+    out = Path(out)
+    workers = workers or default_workers()
     _check_same_model(source, origin)
     _check_padding(source, origin, workers)
     companions, skipped = origin.folder.companions()
     headers = {file: read_header(origin.path / file) for file in origin.folder.files}
-    inputs, work = [source.path, origin.path], _work("export", source, headers, None, origin.fingerprint())
+    inputs = [source.path, origin.path]
+    work = _work("export", source, headers, None, origin.fingerprint())
+
     with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
         # In model order, so that tensors of one canonical tensor (q, k, v) find its bytes in the page cache.
         jobs: dict[str, list[CopyJob]] = {}
@@ -297,30 +311,49 @@ def export(
             if (file, stored) not in output.kept:
                 tensor = str(origin.hf_blocks(hf)[0].part)
                 jobs.setdefault(tensor, []).append(_hf_job(source, origin, output.writers[file], hf))
+
         seconds = _run("export", source, jobs, output, workers)
         output.commit()
         for path in companions:
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin.path / path, out / path)
+
+        _write_video_rule(source, origin, out)
         for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
             durable.sync(path)
-    cast = Counter(
-        (dtype_name(source.dtype(rule.name)), dtype_name(origin.hf_dtype(hf)))
-        for rule in origin.rules.values()
-        for hf in rule.hf
-        if source.dtype(rule.name) != origin.dtype(rule.name)
-    )
-    names, kept = [str(path) for path in skipped], (output.kept_files(), len(output.kept))
+
+    cast: Counter[tuple[str, str]] = Counter()
+    for rule in origin.rules.values():
+        dtype = source.dtype(rule.name)
+        if dtype != origin.dtype(rule.name):
+            cast.update((dtype_name(dtype), dtype_name(origin.hf_dtype(hf))) for hf in rule.hf)
+
+    names = [str(path) for path in skipped]
+    kept = (output.kept_files(), len(output.kept))
     size = sum(
         CopyJob.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order()
     )
+
     return WeightsReport(
         out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept
     )
 
 
+def _write_video_rule(source: WeightReader, origin: HfCheckpoint, out: Path) -> None:
+    """Notes the rule for videos in ``out``, and removes an earlier note where no rule is known."""
+    rule = trained_video_rule(source.path.parent, source.spec) or exported_video_rule(
+        origin.path, origin.spec
+    )
+    if rule:
+        write_json(out / EXPORTED, export_facts(rule))
+    else:
+        (out / EXPORTED).unlink(missing_ok=True)
+
+
 def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> CopyJob:
-    blocks, dtype, stored = origin.hf_blocks(hf), origin.hf_dtype(hf), origin.stored[hf]
+    blocks = origin.hf_blocks(hf)
+    dtype = origin.hf_dtype(hf)
+    stored = origin.stored[hf]
 
     def read(region: Region) -> Tensor:
         return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)

@@ -66,6 +66,7 @@ class TensorFolder:
             raise WeightsError(
                 f"{self.path} holds an unfinished export; run the same export again to continue it"
             )
+
         path = self.path / INDEX
         if not path.is_file():
             if not (self.path / SINGLE).is_file():
@@ -73,10 +74,12 @@ class TensorFolder:
                     f"{self.path} holds neither {SINGLE} nor {INDEX}; only safetensors weights are read"
                 )
             return None
+
         try:
             index = json.loads(path.read_text())
         except ValueError as error:
             raise WeightsError(f"{path} is not JSON ({error}); copy it again") from error
+
         index = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(index, dict) or not index:
             raise WeightsError(f"{path}: field 'weight_map' is missing or empty")
@@ -86,6 +89,7 @@ class TensorFolder:
                 raise WeightsError(
                     f"{path} places tensor {tensor!r} in {file!r}, which is not a file name of weights"
                 )
+
         return index
 
     def _check_index(self) -> None:
@@ -98,7 +102,8 @@ class TensorFolder:
         if self.index is None or self.index == self.where:
             return
         for tensor in sorted(self.index.keys() | self.where.keys()):
-            said, found = self.index.get(tensor, "no file"), self.where.get(tensor, "no file")
+            said = self.index.get(tensor, "no file")
+            found = self.where.get(tensor, "no file")
             if said != found:
                 raise WeightsError(
                     f"{self.path}: {INDEX} says tensor {tensor!r} is in {said}, but it is in {found}"
@@ -130,7 +135,7 @@ class TensorFolder:
             folders[:] = [name for name in folders if name not in (".git", ".cache")]
             for name in names:
                 path = (Path(folder) / name).relative_to(self.path)
-                if str(path) == EXPORTED:  # says of which step another export was made
+                if str(path) == EXPORTED:  # speaks of another export
                     continue
                 weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json")) and str(path) != INDEX
                 (other if weights else keep).append(path)
@@ -162,12 +167,14 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
     """
     if spec.language.moe is None:
         return RELEASED
-    f, h = spec.language.moe.ffn_hidden_size, spec.language.hidden_size
+    f = spec.language.moe.ffn_hidden_size
+    h = spec.language.hidden_size
     stacks = {
         name: (2 * f, h) if name.endswith(GATE_UP) else (h, f)
         for name in folder.where
         if name.endswith((GATE_UP, DOWN))
     }
+
     if not stacks:
         return "apart" if any(".mlp.experts." in name for name in folder.where) else RELEASED
     for name, (rows, cols) in stacks.items():
@@ -177,6 +184,7 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
                 "whether their inputs or their outputs come first. Store each expert's gate_proj, up_proj "
                 "and down_proj as separate tensors"
             )
+
     output_first = any(folder.shape(name)[1:] == matrix for name, matrix in stacks.items())
     return "output_first" if output_first else RELEASED
 
@@ -245,6 +253,7 @@ class HfCheckpoint:
         for name in expected:
             if name not in self.stored:
                 raise WeightsError(f"{self.path}: tensor {name!r} is missing, but config.json requires it")
+
         for name, stored in self.stored.items():
             if name not in expected:
                 raise WeightsError(

@@ -90,7 +90,9 @@ class WriteJournal:
     def begin(self, work: dict[str, Any]) -> None:
         """Discards the journal's contents and writes its first line."""
         os.ftruncate(self._fd, 0)
-        self.work, self.done, self._end = work, {}, 0
+        self.work = work
+        self.done = {}
+        self._end = 0
         self._append(work)
 
     def resume(self) -> None:
@@ -107,7 +109,8 @@ class WriteJournal:
         line = memoryview(json.dumps(value, separators=(",", ":")).encode() + b"\n")
         while len(line):
             written = os.pwrite(self._fd, line, self._end)
-            line, self._end = line[written:], self._end + written
+            line = line[written:]
+            self._end += written
 
     def close(self, *, remove: bool) -> None:
         if remove:
@@ -189,6 +192,7 @@ def writing(
                 f"continuing: {output.kept_files()} of {len(writers)} files kept, "
                 f"{len(output.kept)} of {total} tensors"
             )
+
         yield output
     except BaseException as error:
         for writer in writers.values():
@@ -198,6 +202,7 @@ def writing(
             _remove_weights(out, hf)
         journal.close(remove=useless)
         raise
+
     journal.close(remove=True)
 
 
@@ -207,6 +212,7 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
         raise WeightsError(f"--out {out} is the input folder")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out {out} is a file")
+
     if not (out / UNFINISHED).is_file():
         _check_replaceable(out, force, hf)
     out.mkdir(parents=True, exist_ok=True)
@@ -215,6 +221,7 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
         if journal.work == work:
             journal.resume()
             return journal
+
         if journal.work is None:
             _check_replaceable(out, force, hf)
         elif not force or journal.work.get("kind") != work["kind"]:
@@ -227,6 +234,7 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
                     "give another --out"
                 )
             )
+
         journal.begin(work)  # before any removal: from here on the folder is unfinished
         _remove_weights(out, hf)
         return journal

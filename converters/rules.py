@@ -59,7 +59,8 @@ def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rul
 def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: int, dim: int) -> Rule:
     """HF has query, key and value; for each key/value head, the canonical tensor has its query heads, its key
     and its value head."""
-    per_group, cols = heads // groups, matrix_shape(info.shape)[1]
+    per_group = heads // groups
+    cols = matrix_shape(info.shape)[1]
     sizes = dict(zip(hf, (per_group * dim, dim, dim), strict=True))
     return _runs(
         info, {name: groups * rows for name, rows in sizes.items()}, _interleaved(sizes, groups, cols)
@@ -119,7 +120,8 @@ def expert_by_expert(info: TensorInfo, hf: Sequence[str]) -> Rule:
 
 
 def _interleaved(sizes: dict[str, int], groups: int, cols: int) -> list[Block]:
-    blocks, row = [], 0
+    blocks = []
+    row = 0
     for group in range(groups):
         for hf, rows in sizes.items():
             blocks.append(Block(hf, rows, cols, row=row, part_row=group * rows))
@@ -230,7 +232,8 @@ def each_expert(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
 
 def check_cover(spec: ModelSpec, rules: Sequence[Rule]) -> None:
     """Raises :class:`ValueError` unless every tensor of the model has exactly one rule."""
-    table, names = tensor_table(spec), [rule.name for rule in rules]
+    table = tensor_table(spec)
+    names = [rule.name for rule in rules]
     wrong = sorted(set(table) ^ set(names)) or sorted(name for name in set(names) if names.count(name) > 1)
     if wrong:
         raise ValueError(f"{spec.family}: no rule, or more than one, for tensor {wrong[0]!r}")

@@ -29,7 +29,9 @@ class Progress:
     every 30 seconds."""
 
     def __init__(self, what: str, total: int, stream: TextIO | None = None) -> None:
-        self._what, self._total, self._done = what, total, 0
+        self._what = what
+        self._total = total
+        self._done = 0
         self._stream = stream or sys.stderr
         self._terminal = self._stream.isatty()
         self._interval = 0.2 if self._terminal else 30.0
@@ -118,7 +120,8 @@ def checked_ahead(
 
     A job checks an unchecked tensor first. Checks ahead of time keep the workers from waiting for each other.
     """
-    names, tasks = list(jobs), list[Task]()
+    names = list(jobs)
+    tasks = list[Task]()
     ahead = names[workers:]
     tasks += [partial(check, name) for name in names[:workers]]
     for i, name in enumerate(names):

@@ -125,6 +125,7 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
             "Compare two folders of one kind; `megatron-vl export` makes a Hugging Face folder of "
             "Megatron weights"
         )
+
     other_names = _same_under_other_names(left, right)
     right = right.renamed(other_names)
     names = sorted(left.shapes.keys() | right.shapes.keys())
@@ -133,12 +134,14 @@ def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
         for name, shape in left.shapes.items()
         if name in right.shapes
     )
+
     progress = Progress("verify", size)
     try:
         with ThreadPoolExecutor(workers or default_workers()) as pool:
             found = list(pool.map(lambda name: _difference(name, left, right, progress), names))
     finally:
         progress.close()
+
     example = next(
         (f"{name} is {other} in the second folder" for name, other in sorted(other_names.items())), ""
     )
@@ -162,7 +165,8 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
     count, first, largest = 0, -1, 0.0
     cols = matrix_shape(a.shapes[name])[1]
     for region in row_regions(a.shapes[name], _itemsize(a.codes[name])):
-        x, y = a.region(name, region).contiguous(), b.region(name, region).contiguous()
+        x = a.region(name, region).contiguous()
+        y = b.region(name, region).contiguous()
         bits = BITS[x.element_size()]
         # Compared as integers, two NaN of the same bits are equal, and 0.0 and -0.0 are not.
         other = (x.view(bits) != y.view(bits)).flatten()
@@ -171,6 +175,7 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
             first = first if first >= 0 else region.row * cols + int(other.nonzero()[0])
             largest = max(largest, float((x.double() - y.double()).abs().nan_to_num(float("inf")).max()))
         progress.add(x.nbytes)
+
     if not count:
         return None
     return Difference(

@@ -59,8 +59,8 @@ class DataReport:
     refused: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of refused records by input file and reason."""
     ignored: dict[str, dict[str, int]] = field(default_factory=dict)
-    """How often a key without effect occurs in the samples, by place (``records``, ``turns``, ``content
-    parts``, ``listed media``) and key. In each place, keys beyond the first 100 are counted together."""
+    """How often a key without effect occurs in the samples, by location (``records``, ``turns``, ``content
+    parts``, ``listed media``) and key. At each location, keys beyond the first 100 are counted together."""
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but does not learn them."""
     seconds: float = 0.0
@@ -82,8 +82,8 @@ class DataReport:
 
     def add(self, entry: Entry) -> None:
         """Counts the keys without effect in a sample."""
-        for place, key in entry.ignored:
-            counts = self.ignored.setdefault(place, {})
+        for location, key in entry.ignored:
+            counts = self.ignored.setdefault(location, {})
             key = key if key in counts or len(counts) < MOST_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += entry.answer_media
@@ -166,6 +166,7 @@ def _convert(
     known = journal.known()
     root = options.media_root.resolve()
     partial = space.work / "quarantine.jsonl"
+
     with (
         _Pool(options.workers) as pool,
         partial.open("w", encoding="utf-8") as quarantine,
@@ -187,6 +188,7 @@ def _convert(
                     by_reason = report.refused.setdefault(entry["file"], {})
                     by_reason[entry["reason"]] = by_reason.get(entry["reason"], 0) + 1
             meter.show(report, going_on=number < journal.count)
+
         meter.finish(report)
         writer.finish()
 
@@ -199,6 +201,7 @@ def _convert(
     space.finish(
         {s.name: {"samples": s.samples, "bytes": s.bytes, "sha256": s.sha256} for s in writer.index.shards}
     )
+
     return report
 
 
@@ -222,11 +225,11 @@ def _check(inputs: list[Path], options: ConversionOptions) -> None:
 
 def _records(inputs: list[Path], meter: _Meter) -> Iterator[tuple[int, str, int, Any]]:
     """Yields (index among all records, file, number in the file, record)."""
-    place = 0
+    index = 0
     for name, path in zip(names(inputs), inputs, strict=True):
         for number, record in read_records(path, meter.advance):
-            yield place, name, number, record
-            place += 1
+            yield index, name, number, record
+            index += 1
 
 
 class _Duplicates:
@@ -290,12 +293,13 @@ def _verify(
         known: the verdicts of an earlier run on this batch; None: decode the media now.
     """
     out: list[Entry | dict[str, Any]] = []
-    for i, (place, file, number, record) in enumerate(batch):
+    for i, (index, file, number, record) in enumerate(batch):
         source = {"file": file, "record": number}
         verdict = known[i] if known is not None else None
         if isinstance(verdict, dict):
             out.append(verdict)
             continue
+
         try:
             if isinstance(record, BadLine):
                 raise RecordError(record.reason, str(record))
@@ -311,7 +315,7 @@ def _verify(
             )
         else:
             entry = Entry(
-                f"{place:09d}",
+                f"{index:09d}",
                 conversation.messages,
                 conversation.media,
                 infos,

@@ -35,7 +35,7 @@ LONGEST_KEY = 60
 
 
 class RecordError(UserError, ValueError):
-    """An unusable record. ``reason`` is the heading under which it is counted, ``field`` its place in the
+    """An unusable record. ``reason`` is the heading under which it is counted, ``field`` its location in the
     record, and the message gives details."""
 
     def __init__(self, reason: str, detail: str = "", field: str = "") -> None:
@@ -52,11 +52,11 @@ class Conversation:
     media: list[tuple[str, str]] = field(default_factory=list)
     """(kind, reference as written) in the order of the text."""
     fields: list[str] = field(default_factory=list)
-    """The place in the record that names each medium."""
+    """The location in the record that names each medium."""
     identity: str = ""
     """The record's ``id`` (``str: x`` or ``int: 5``); empty if it has none."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
-    """(place, key) of each key that has a value and no effect; the place is ``records``, ``turns``,
+    """(location, key) of each key that has a value and no effect; the location is ``records``, ``turns``,
     ``content parts`` or ``listed media``."""
 
     @property
@@ -177,11 +177,11 @@ class _Reader:
         self.media: list[tuple[str, str]] = []
         self.fields: list[str] = []
 
-    def ignore(self, place: str, item: dict[str, Any], *read: str | None) -> None:
+    def ignore(self, location: str, item: dict[str, Any], *read: str | None) -> None:
         """Notes the keys of an object except those that are ``read`` and those with the empty values that
         exported tables use for absent keys."""
         self.ignored += [
-            (place, key[:LONGEST_KEY])
+            (location, key[:LONGEST_KEY])
             for key, value in item.items()
             if key not in read and value not in EMPTY
         ]
@@ -207,10 +207,8 @@ class _Reader:
                 "bad turn", f"turn {index + 1} is a {type(turn).__name__}, not an object", where
             )
 
-        role_field, content_field = (
-            "role" if "role" in turn else "from",
-            "content" if "content" in turn else "value",
-        )
+        role_field = "role" if "role" in turn else "from"
+        content_field = "content" if "content" in turn else "value"
         _refuse_listed_audio(turn, f"{where}.")
         written, content = turn.get(role_field), turn.get(content_field)
         self.ignore("turns", turn, role_field, content_field)
@@ -238,12 +236,12 @@ class _Reader:
         if isinstance(content, list):
             texts = [(item, f"{where}[{i}]") for i, item in enumerate(content)]
 
-        for item, place in texts:
+        for item, location in texts:
             if isinstance(item, dict):
                 item = item.get("text")
-                place = f"{place}.text"
+                location = f"{location}.text"
             if isinstance(item, str):
-                _refuse_audio_in(item, place, anywhere=any(self.listed.values()))
+                _refuse_audio_in(item, location, anywhere=any(self.listed.values()))
 
     def text(self, text: str) -> list[dict[str, Any]]:
         if not self.markers:

@@ -53,8 +53,8 @@ class Identities:
         if added.rowcount:
             return file, record
 
-        place, number = self.table.execute("SELECT file, record FROM ids WHERE id = ?", (key,)).fetchone()
-        return self.files[place], number
+        index, number = self.table.execute("SELECT file, record FROM ids WHERE id = ?", (key,)).fetchone()
+        return self.files[index], number
 
     def close(self) -> None:
         self.table.close()

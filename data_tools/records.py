@@ -194,5 +194,6 @@ class _Buffer:
                     f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; "
                     "is a quote missing?"
                 )
+
             size *= 2
             self.grow(size)

@@ -205,12 +205,14 @@ def _media_rows(entries: list[Entry]) -> list[Any]:
                     video_fps=info.fps,
                     **size,
                 )
+
             kind, text = serialize_media_metadata(meta)
             rows.append(
                 IndexMediaMetadata(
                     entry_key=f"{entry.key}.{i}.{info.suffix}", metadata_type=kind.value, metadata_json=text
                 )
             )
+
     return rows
 
 

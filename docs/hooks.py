@@ -66,7 +66,8 @@ def section_of(field: dataclasses.Field) -> type | None:
 
 def _fields(config: type, fields: list[dataclasses.Field], prefix: str) -> list[str]:
     """A heading, a line of facts and a paragraph for each field."""
-    texts, hints = _texts(config), typing.get_type_hints(config)
+    texts = _texts(config)
+    hints = typing.get_type_hints(config)
     parts = []
     for field in fields:
         parts.append(f"### `{prefix}{field.name}`\n")
@@ -117,7 +118,8 @@ def shown_options(options: type[CommandOptions]) -> list[dataclasses.Field]:
 
 
 def _options(options: type[CommandOptions]) -> list[str]:
-    texts, hints = _texts(options), typing.get_type_hints(options)
+    texts = _texts(options)
+    hints = typing.get_type_hints(options)
     parts = []
     for field in shown_options(options):
         facts = "; ".join(_facts(field, hints[field.name]))
@@ -176,9 +178,8 @@ def as_markdown(text: str) -> str:
 def choices(hint: Any) -> tuple[Any, ...]:
     """The words that a field takes, where they are listed."""
     parts = typing.get_args(hint) if _is_union(hint) else (hint,)
-    return tuple(
-        word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)
-    )
+    literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
+    return tuple(word for part in literals for word in typing.get_args(part))
 
 
 def type_text(hint: Any) -> str:
@@ -220,7 +221,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     by four spaces, and a blank line before a list that follows a paragraph.
     """
     lines: list[str] = []
-    fence, wider = "", 0
+    fence = ""
+    wider = 0
     within_paragraph = False
     for line in markdown.splitlines():
         text = line.lstrip(" ")
@@ -234,10 +236,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
                 within_paragraph = False
             elif not lines or not lines[-1]:
                 within_paragraph = text[0] not in "|#"
+
         if text.startswith("```"):
             fence = "" if fence else text
             within_paragraph = False
+
         lines.append(" " * wider + line if text else line)
+
     return "\n".join(lines)
 
 

@@ -62,6 +62,7 @@ def _composed(path: Path) -> MappingNode:
         raise ConfigFileError(f"{path}{where}: broken YAML: {error.problem}{context}") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigFileError(f"{path}: broken YAML: {' '.join(str(error).split())}") from error
+
     if not isinstance(root, MappingNode):
         raise ConfigFileError(f"{path}: the file has no fields; expected lines such as `steps: 100`")
     _check_nodes(path, root, set(), set())

@@ -28,7 +28,8 @@ class Disk:
 
         def recorded(handle: int) -> None:
             fsync(handle)
-            state, path = os.fstat(handle), Path(f"/proc/self/fd/{handle}").resolve()
+            state = os.fstat(handle)
+            path = Path(f"/proc/self/fd/{handle}").resolve()
             if path.is_dir():
                 self.names[state.st_ino] = {entry.name: entry.inode() for entry in os.scandir(path)}
             else:

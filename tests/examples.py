@@ -44,7 +44,9 @@ def read_example(path: Path) -> Example:
     config = parse_config(["--config", str(path)])
     hf_config = HF_CONFIGS / f"{Path(config.model.hf).name}.json"
     first, second = path.read_text().splitlines(keepends=True)[:2]
-    gpus, speed = GPUS.fullmatch(first), SPEED.fullmatch(second)
+    gpus = GPUS.fullmatch(first)
+    speed = SPEED.fullmatch(second)
+
     assert gpus, f"{path.name} begins with {first!r}"
     assert speed, f"{path.name} goes on with {second!r}"
     return Example(

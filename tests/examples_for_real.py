@@ -79,6 +79,7 @@ def scripts(
         "SHARDS": work / "shards",
         "RUN": work / "run",
     }
+
     options = [
         "--model.hf",
         work / "hf",
@@ -87,6 +88,7 @@ def scripts(
         "--checkpoint.dir",
         work / "run",
     ]
+
     options += ["--data.path", data, "--data.seq_len", "1024", "--data.num_workers", "1"]
     options += ["--steps", "2", "--global_batch_size", "4", "--optimizer.warmup_steps", "0"]
     options += ["--dtype", "float32", "--platform", "cpu", "--log.tensorboard", ""]
@@ -99,6 +101,7 @@ def scripts(
         quick = ["--lmu-data", str(table.parent), "--processes", "1", "--limit", "4"]
         quick += ["--dtype", "float32", "--max-new-tokens", "1"]
         given["evaluate.sh"] = (quick, paths | {"DATA": table.stem, "OUT": work / "evaluation"})
+
     return given
 
 
@@ -139,12 +142,14 @@ def main() -> int:
         "--val-fraction",
         "0",
     ]
+
     subprocess.run(convert, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     table = None
     if importlib.util.find_spec("vlmeval"):
         from tests.toolkit.test_evaluate import photograph_table
 
         table = photograph_table(out / "tables" / "photographs.tsv")
+
     failed = False
     for example in examples:
         if args.only and example.stem not in args.only:
@@ -160,6 +165,7 @@ def main() -> int:
                 failed = True
                 print("\n".join((work / f"{name}.log").read_text().splitlines()[-12:]), flush=True)
                 break
+
     return int(failed)
 
 

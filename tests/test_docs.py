@@ -119,6 +119,7 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
         capture_output=True,
         text=True,
     )
+
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     if "megatron-vl verify" in script:
         assert "identical" in done.stdout

@@ -98,7 +98,8 @@ def test_cases_are_counted_for_what_their_names_say(feature: str, in_name: str) 
         for family in matrix.FAMILIES
         for entry in matrix.proving(features[feature], family)
     }
-    said = {case["name"] for cases in CASES.values() for case in cases if re.search(in_name, case["name"])}
+    names = [case["name"] for cases in CASES.values() for case in cases]
+    said = {name for name in names if re.search(in_name, name)}
     silent = {"training, PP2, qwen3_vl", "training, TP2 x PP2 x VPP2 + SP, qwen3_vl"}
     silent |= {"TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven"}
     assert counted - said <= (silent if feature == "Tied embeddings" else set())
@@ -119,7 +120,8 @@ def test_the_arrows_are_those_of_the_contracts() -> None:
     """docs/architecture.md writes the layers of import-linter by hand."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     drawn = text.partition("```text\n")[2].partition("```")[0].splitlines()
-    tools, library = drawn[: drawn.index("megatron_vl:")], drawn[drawn.index("megatron_vl:") + 1 :]
+    tools = drawn[: drawn.index("megatron_vl:")]
+    library = drawn[drawn.index("megatron_vl:") + 1 :]
 
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [
@@ -166,7 +168,8 @@ def test_every_option_of_a_command_is_there(name: str) -> None:
     page = docs_hooks().commands_reference()
     section = page.partition(f"## megatron-vl {name}\n")[2].partition("\n## ")[0]
     parser = build_parser(COMMANDS[name].load_options(), f"megatron-vl {name}")
-    options = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
+    words = [word for action in parser._actions for word in action.option_strings]
+    options = {word for word in words if word.startswith("--")}
     listed = set(re.findall(r"^`(--[\w-]+)", section, re.MULTILINE))
     assert listed == options - {"--help"}
 
@@ -197,6 +200,7 @@ A paragraph:
 
     code
 """
+
     given = docs_hooks().on_page_markdown(written)
     assert given.splitlines() == [
         "- item",

@@ -35,7 +35,8 @@ def quoted_messages() -> list[str]:
 
 def test_messages_are_those_of_the_code():
     """What stands between the dots of a message is, in this order, in one text of the code."""
-    texts, messages = texts_of_the_code(), quoted_messages()
+    texts = texts_of_the_code()
+    messages = quoted_messages()
     assert len(messages) > 50
     for message in messages:
         pieces = [piece for piece in message.split("...") if piece.strip()]

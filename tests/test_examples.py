@@ -152,7 +152,8 @@ def test_stated_speed_is_that_of_the_stated_mfu(example):
 def test_stated_mfu_is_a_measured_one_less_idle_stages_and_recomputation(example):
     if example.measured_per_gpu:
         return
-    p, config = example.config.parallel, example.config
+    p = example.config.parallel
+    config = example.config
     passes = p.vpp * config.global_batch_size * p.tp * p.pp // example.world
     busy = passes / (passes + p.pp - 1)
     # A whole forward pass again makes 4/3 of the work.
@@ -202,8 +203,11 @@ def activations_gib(example: Example, stage: int) -> float:
     These are inputs and outputs of both norms, q, k, v, the output of attention, and the products of the MLP.
     """
     _, sizes = counted(example.hf_config)
-    config, p, text = example.config, example.config.parallel, sizes["text"]
-    tokens, h = config.data.seq_len, text["hidden_size"]
+    config = example.config
+    p = example.config.parallel
+    text = sizes["text"]
+    tokens = config.data.seq_len
+    h = text["hidden_size"]
     split = p.tp if p.sequence_parallel else 1
     head_dim = text.get("head_dim") or h // text["num_attention_heads"]
     heads, kv = text["num_attention_heads"] * head_dim / p.tp, text["num_key_value_heads"] * head_dim / p.tp
@@ -229,6 +233,7 @@ def activations_gib(example: Example, stage: int) -> float:
     tower = depth * (width if config.recompute.vision == "full" else inner) * 2 * patches
     # Interleaved, the first chunk takes two rounds of micro-batches before its first backward pass.
     held = min(ahead + 1 if p.vpp == 1 else 2 * p.pp, passes)
+
     return (language + tower * held) / GIB
 
 

@@ -63,6 +63,7 @@ def declared(wheel_requirements: list[str]) -> set[str]:
                 open_ones += [(inner, wanted) for inner in metadata.requires(requirement.name) or []]
             except metadata.PackageNotFoundError:
                 pass  # for another system
+
     return {name.partition("[")[0] for name in found}
 
 
@@ -76,6 +77,7 @@ def installed(tmp_path_factory) -> Path:
             shutil.copytree(source, work / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, work / "source" / name)
+
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     build = [
         *pip,
@@ -87,6 +89,7 @@ def installed(tmp_path_factory) -> Path:
         str(work),
         str(work / "source"),
     ]
+
     subprocess.run(build, check=True, capture_output=True, timeout=300)
     (wheel,) = work.glob("*.whl")
     shutil.rmtree(work / "source")
@@ -102,6 +105,7 @@ def installed(tmp_path_factory) -> Path:
         "--no-index",
         str(wheel),
     ]
+
     subprocess.run(install, check=True, capture_output=True, timeout=300)
     _add_declared_packages(venv)
     return venv
@@ -187,6 +191,7 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     program("split", "--checkpoint", "full", "--tp", "2", "--out", "shards")
     program("merge", "--checkpoint", "shards", "--out", "merged")
     program("export", "--checkpoint", "merged", "--hf", "hf", "--out", "back")
+
     assert "identical" in program("verify", "hf", "back").stdout
     source = ["--input", "raw/conversations.json", "--media-root", "raw/media"]
     program("data", "convert", *source, "--out", "data", "--val-fraction", "0")
@@ -198,6 +203,7 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     assert (
         "schedule: no pipeline" in program("train", "--dry-run", "--nproc-per-node", "2", *run.split()).stdout
     )
+
     program("train", "--nproc-per-node", "1", *run.split())
     program("checkpoint", "show", "run")
     program("checkpoint", "verify", "run")
@@ -208,6 +214,7 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
         program("parity", "--family", "qwen2_5_vl", "--layouts", "1", "--platform", "cpu", "--json").stdout
     )
     assert report["ok"]
+
     program("doctor", "--json", code=1 if shutil.disk_usage("/").free < 2**30 else 0)
     shape = "--data.seq_len 512 --global_batch_size 1 --dtype float32"
     shape += " --timed 1 --warm-up 1 --part-steps 0 --rows images"
@@ -224,5 +231,6 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
         "--data",
         "MMBench_DEV_EN_V11",
     ]
+
     refused = program("evaluate", *compared, code=2)
     assert re.search(r"pip install .*eval", refused.stderr), refused.stderr

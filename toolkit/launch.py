@@ -38,6 +38,7 @@ def run_group(
         **os.environ,
         "TOKENIZERS_PARALLELISM": "false",
     }
+
     variables["PYTHONPATH"] = os.pathsep.join(
         part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
     )

@@ -172,6 +172,7 @@ def tiny_config(
         "spatial_patch_size": 14,
         "temporal_patch_size": 2,
     }
+
     if family == "qwen2_vl":
         tower |= {"embed_dim": sizes.vision_hidden_size, "mlp_ratio": 4, "hidden_size": sizes.hidden_size}
     else:
@@ -256,6 +257,7 @@ def _nested_config(
         "use_cache": True,
         "vocab_size": (used // 128 + 1) * 128,
     }
+
     if family == "qwen3_vl_moe":
         text |= {
             "decoder_sparse_step": 1,
@@ -282,6 +284,7 @@ def _nested_config(
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
     }
+
     return {
         "architectures": [
             (
@@ -313,6 +316,7 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     }
     model = model_class(model_class.config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -326,6 +330,7 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
                 # has five dimensions; a stack of experts has three, with the inputs last.
                 inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
                 parameter.copy_(noise / inputs**0.5)
+
     return model.to(dtype)
 
 
@@ -393,6 +398,7 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tupl
     for i, token in enumerate(SPECIAL_TOKENS):
         if (found := tokenizer.convert_tokens_to_ids(token)) != len(vocabulary) + i:
             raise AssertionError(f"special token {token} has id {found}, not {len(vocabulary) + i}")
+
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "vocab.json", vocabulary)
     (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
@@ -417,6 +423,7 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tupl
             "unk_token": None,
         },
     )
+
     _write_json(folder / "chat_template.json", {"chat_template": chat_template()})
 
 

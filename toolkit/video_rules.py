@@ -5,18 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.options import CommandOptions
+from toolkit.options import CommandOptions, option
 
 # megatron_vl.config has the same values under these names, but importing it is too slow for `--help`.
 VideoPositions = Literal["released", "transformers_5_3"]
 VideoPrompt = Literal["released", "transformers_5_10"]
 
 
+SHOWN = "the training's; where that is unknown: released"
+
+
 @dataclass(kw_only=True)
 class VideoRuleOptions(CommandOptions):
-    """Rules for videos, for checkpoints trained under other rules than the released models."""
+    """Rules for videos.
 
-    video_positions: VideoPositions = "released"
-    """Rule for positions at videos of Qwen2-VL and Qwen2.5-VL, like data.video_positions of the run."""
-    video_prompt: VideoPrompt = "released"
-    """Rule for the text at videos of Qwen3-VL, like data.video_prompt of the run."""
+    A run's checkpoint names the rule that it was trained under, and so does a folder exported from it
+    (``megatron_vl.json``); an option that says otherwise is refused.
+    """
+
+    video_positions: VideoPositions | None = option(None, shown_default=SHOWN)
+    """Positions at videos of Qwen2-VL and Qwen2.5-VL, like data.video_positions of the training."""
+    video_prompt: VideoPrompt | None = option(None, shown_default=SHOWN)
+    """Text at videos of Qwen3-VL, like data.video_prompt of the training."""
+
+    def asked_rules(self) -> dict[str, str]:
+        """The rules that were given."""
+        given = {"video_positions": self.video_positions, "video_prompt": self.video_prompt}
+        return {name: rule for name, rule in given.items() if rule is not None}

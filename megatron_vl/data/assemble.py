@@ -143,13 +143,13 @@ def _targets(samples: Sequence[Sample], seq_len: int) -> tuple[Tensor, Tensor]:
 def _placeholders(samples: Sequence[Sample], lengths: Tensor, spec: ModelSpec) -> Tensor:
     """int64 [N]: the position in the row of each placeholder, with media in the order of the text."""
     offsets = pad(lengths.cumsum(0), (1, 0)).tolist()
-    places = []
+    indices = []
     for sample, offset in zip(samples, offsets[:-1], strict=True):
         grids = [item.grid for item in sample.media]
         runs = placeholder_runs(grids, spec)
         for run, start in zip(runs, placeholder_positions(sample.token_ids, runs, spec), strict=True):
-            places.append(torch.arange(run.tokens(spec.vision.spatial_merge_size)) + offset + start)
-    return torch.cat(places)
+            indices.append(torch.arange(run.tokens(spec.vision.spatial_merge_size)) + offset + start)
+    return torch.cat(indices)
 
 
 def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -> VisionBatch:
@@ -158,7 +158,8 @@ def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -
     order = window_order(grids, vision)
     patches = order.patches(vision.merge_unit)
 
-    indices, first = [], 0
+    indices = []
+    first = 0
     for item in media:
         indices.append(_plane_index(item, vision.temporal_patch_size) + first)
         first += item.planes.shape[0] * item.planes.shape[1]
@@ -181,7 +182,9 @@ def _vision(media: Sequence[MediaItem], placeholders: Tensor, spec: ModelSpec) -
 def _plane_index(item: MediaItem, temporal: int) -> Tensor:
     """int64 [patches, temporal]: the planes of each patch in merge-unit order,
     counted from the item's first plane."""
-    grid, frames, per_frame = item.grid, item.planes.shape[0], item.grid.h * item.grid.w
+    grid = item.grid
+    frames = item.planes.shape[0]
+    per_frame = item.grid.h * item.grid.w
     if item.planes.shape[1] != per_frame:
         raise PackError(
             f"a {grid.kind} of {grid.h} x {grid.w} patches came with {item.planes.shape[1]} planes a frame"

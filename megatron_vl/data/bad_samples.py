@@ -88,7 +88,8 @@ class BadSampleMeter:
         return {"used": self.used, "reasons": dict(self.reasons)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.used, self.reasons = int(state["used"]), Counter(state["reasons"])
+        self.used = int(state["used"])
+        self.reasons = Counter(state["reasons"])
 
 
 DROPPED = "dropped/"

@@ -114,7 +114,9 @@ class ChatEncoder:
                 raise ChatError(
                     f"turn {i + 1}: the chat template does not write the conversation turn by turn"
                 )
+
             spans.append((start + len(header), len(after.rstrip())))
+
         return spans
 
     def encode(self, messages: Sequence[dict[str, Any]], grids: Sequence[GridTHW]) -> tuple[Tensor, Tensor]:
@@ -195,7 +197,8 @@ class ChatEncoder:
             start = length + match.start() - done
             inserted.append((start, start + len(written)))
             moves.append((match.end(), len(written) - len(match.group())))
-            done, length = match.end(), start + len(written)
+            done = match.end()
+            length = start + len(written)
 
         def moved(at: int) -> int:
             return at + sum(by for end, by in moves if end <= at)

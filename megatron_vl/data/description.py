@@ -132,7 +132,8 @@ class DataSet:
     def facts(self, split: str) -> SplitFacts:
         """The facts of a split. Raises :class:`LoaderError` if it is empty."""
         names = self._shards(split)
-        identity, former = self.identity(split), self.uuid or self.path.name
+        identity = self.identity(split)
+        former = self.uuid or self.path.name
         largest = max(self.counts.get(name, 0) for name in names)
         return SplitFacts(identity, former, self._samples(split), largest, self._sample_bytes(names))
 
@@ -273,7 +274,8 @@ def _data_set(path: Path) -> DataSet:
             " the data with `megatron-vl data convert`"
         )
 
-    split_file, split = meta / "split.yaml", _read(meta / "split.yaml")
+    split_file = meta / "split.yaml"
+    split = _read(meta / "split.yaml")
     parts = split.get("split_parts")
     if split.keys() - {"split_parts", "exclude"} or not isinstance(parts, dict) or _names_code(split):
         raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
@@ -453,7 +455,9 @@ def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
         raise DescriptionError(
             f"{path}: field {sorted(map(str, unknown))[0]!r} is not supported in a metadataset"
         )
-    inner = [found for key, part in value.items() if key != "subflavors" for found in _references(path, part)]
+
+    parts = [part for key, part in value.items() if key != "subflavors"]
+    inner = [found for part in parts for found in _references(path, part)]
     if named or "path" not in value:
         return inner
     if not isinstance(value["path"], str) or "://" in value["path"]:
@@ -488,7 +492,8 @@ def _fields_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> str
         saved, now = ({**side, after: _without_weights(side[after])} for side in (saved, now))
 
     for key in [*now, *(key for key in saved if key not in now)]:
-        old, new = saved.get(key, DEFAULTS.get(key)), now.get(key, DEFAULTS.get(key))
+        old = saved.get(key, DEFAULTS.get(key))
+        new = now.get(key, DEFAULTS.get(key))
         inner = f"the {key} of {name}" if key in DEFAULTS else name
         if key != "name" and (found := difference(old, new, inner)):
             return found

@@ -206,6 +206,7 @@ class RowEncoder(DefaultTaskEncoder):
             self.shielded = True
             if get_worker_info() is not None:
                 shield_loader_worker()
+
         try:
             encoded = self._encode(sample)
         except UnusableError as error:
@@ -436,7 +437,9 @@ class RowLoader:
     """
 
     def __init__(self, loader: Any, identity: dict[str, Any], facts: SplitFacts, notes: list[str]) -> None:
-        self._loader, self._identity, self._former = loader, identity, facts.former
+        self._loader = loader
+        self._identity = identity
+        self._former = facts.former
         self.samples = facts.samples
         """Number of samples in the split, over all ranks; None for a metadataset."""
         self.notes = notes
@@ -507,7 +510,8 @@ class RowLoader:
 
         Missing fields get their current value, with a note.
         """
-        saved, now = dict(saved), self._identity
+        saved = dict(saved)
+        now = self._identity
 
         if "shuffle_buffer_gib" in now and "shuffle_buffer_gib" not in saved:
             saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
@@ -566,7 +570,8 @@ def build_loader(
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
     facts = facts or read_description(Path(data.path)).facts(split)
-    samples, workers = facts.samples, max(data.num_workers, 1)
+    samples = facts.samples
+    workers = max(data.num_workers, 1)
     if samples is not None and samples < dp_size * workers:
         raise LoaderError(
             f"{data.path}: {samples} samples in {split}, but {dp_size} data-parallel ranks x {workers}"
@@ -598,6 +603,7 @@ def build_loader(
         n_checkpoints=4 * workers + 4,
         watchdog_timeout_seconds=None,
     )
+
     # Rows are pinned where they are sent from. Energon offers no option for this.
     loader.pin_memory = False
 
@@ -621,6 +627,7 @@ def build_loader(
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
         **video_rule(data, spec.vision.video_timestamps),
     }
+
     notes = [_buffer_note(data, facts.sample_bytes)] if split == "train" and data.shuffle_buffer > 1 else []
     return RowLoader(loader, identity, facts, notes)
 
@@ -652,6 +659,7 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
     }
     if split != "train":
         return get_val_dataset(data.path, split_part=split, **common)
+
     encoder.shuffles = True
     order: dict[str, int | None] = {"shuffle_buffer_size": None}  # RowEncoder.build_encode_sample has its own
     if data.shuffle_buffer > 0:
@@ -662,6 +670,7 @@ def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split:
             "max_samples_per_sequence": None,
             "parallel_shard_iters": 1,
         }
+
     return get_train_dataset(data.path, split_part=split, **order, **common)
 
 

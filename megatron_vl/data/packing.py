@@ -76,15 +76,16 @@ def pack_greedily(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -
     rows: list[list[int]] = []
     free: list[list[int]] = []
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i][0], i)):
-        need, pixels = sizes[i][0], sizes[i][1] if patches else 0
-        place = next((r for r, (t, p) in enumerate(free) if need <= t and pixels <= p), None)
-        if place is None:
-            place = len(rows)
+        need = sizes[i][0]
+        pixels = sizes[i][1] if patches else 0
+        row = next((r for r, (t, p) in enumerate(free) if need <= t and pixels <= p), None)
+        if row is None:
+            row = len(rows)
             rows.append([])
             free.append([tokens, patches])
-        rows[place].append(i)
-        free[place][0] -= need
-        free[place][1] -= pixels
+        rows[row].append(i)
+        free[row][0] -= need
+        free[row][1] -= pixels
     return sorted((sorted(row) for row in rows), key=lambda row: row[0])
 
 

@@ -152,6 +152,7 @@ def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> P
         resample=image.get("resample", 3),
         norm=_norm(image, hf_dir),
     )
+
     _check(settings, image, video, hf_dir)
     return settings
 
@@ -231,6 +232,7 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
         raise PixelError(
             f"{where}: a video processor with cap_pixels_per_frame is not supported; set it to false"
         )
+
     for low, high, kind in (
         (settings.min_pixels, settings.max_pixels, "image"),
         (settings.video_min_pixels, settings.video_max_pixels, "video"),
@@ -240,6 +242,7 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
                 f"data: the smallest {kind} area {low} is above the largest {high}; set min_pixels and"
                 " max_pixels to fit"
             )
+
     if settings.video_fps <= 0 or settings.video_max_frames < 1:
         raise PixelError(
             f"data: video_fps {settings.video_fps} and video_max_frames {settings.video_max_frames} must be"
@@ -272,10 +275,8 @@ def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixe
         new_width = max(factor, math.floor(width / beta / factor) * factor)
     elif new_height * new_width < min_pixels:
         beta = math.sqrt(min_pixels / (height * width))
-        new_height, new_width = (
-            math.ceil(height * beta / factor) * factor,
-            math.ceil(width * beta / factor) * factor,
-        )
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
     return new_height, new_width
 
 
@@ -307,10 +308,8 @@ def resized_video_size(frames: int, height: int, width: int, settings: PixelSett
         new_width = max(factor, math.floor(width / beta / factor) * factor)
     elif volume < low:
         beta = math.sqrt(low / (frames * height * width))
-        new_height, new_width = (
-            math.ceil(height * beta / factor) * factor,
-            math.ceil(width * beta / factor) * factor,
-        )
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
     return new_height, new_width
 
 
@@ -325,7 +324,8 @@ def image_grid(height: int, width: int, settings: PixelSettings) -> GridTHW:
 
 def video_grid(video: VideoInfo, settings: PixelSettings) -> GridTHW:
     """The grid of a video, with frames sampled as this module's docstring describes."""
-    indices, step = frame_indices(video, settings), settings.temporal_patch_size
+    indices = frame_indices(video, settings)
+    step = settings.temporal_patch_size
     frames = len(indices)
     size = resized_video_size(max(frames, step), video.height, video.width, settings)
     # HF passes this number on as a float32 tensor: round it in the same way.
@@ -530,6 +530,7 @@ def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor
         raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
+
     if len(chosen) < len(wanted):
         raise PixelError(f"frame {wanted[len(chosen)]} of the video is missing")
     return torch.stack(chosen)
@@ -558,4 +559,5 @@ def _open_video(data: bytes, max_pixels: int) -> Any:
                 " allowed"
             )
         codec.options = {"max_pixels": str(max_pixels)}  # later frames may be larger
+
     return container

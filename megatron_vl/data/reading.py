@@ -32,14 +32,18 @@ class TolerantReader:
         try:
             return self.reader[index]
         except FileNotFoundError as error:
-            reason, detail = "shard missing", f"{error.filename or error} does not exist"
+            reason = "shard missing"
+            detail = f"{error.filename or error} does not exist"
         except OSError as error:
             # A handle that failed once may keep failing (for instance
             # after a network file system was down): reopen it.
             self.reader.close()
-            reason, detail = "shard unreadable", str(error)
+            reason = "shard unreadable"
+            detail = str(error)
         except Exception as error:  # tarfile, struct and Energon raise all kinds of errors on a damaged tar
-            reason, detail = "shard damaged", f"{type(error).__name__}: {error}"
+            reason = "shard damaged"
+            detail = f"{type(error).__name__}: {error}"
+
         shard, number = self._place(index)
         return {
             "__key__": f"{shard}[{number}]",

@@ -65,9 +65,9 @@ class ShuffleBufferDataset(EnergonShuffleBuffer[Any]):
         return len(self._sizes) >= self.size or 0 < self.most_bytes <= self._held
 
     def _draw(self) -> Any:
-        place = self._worker_rng.randbelow(len(self._sizes))
-        self._held -= self._sizes.pop(place)
-        return self._active_buffer.pop(place)
+        index = self._worker_rng.randbelow(len(self._sizes))
+        self._held -= self._sizes.pop(index)
+        return self._active_buffer.pop(index)
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "most_bytes": self.most_bytes}

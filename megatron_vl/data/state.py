@@ -58,21 +58,25 @@ def to_json(value: Any) -> Any:
             "dtype": value.dtype.str,
             "shape": list(value.shape),
         }
+
     if isinstance(value, (list, tuple)):
         items = [to_json(item) for item in value]
         return items if isinstance(value, list) else {"tuple": items}
+
     if isinstance(value, dict):
         return {
             "flex" if isinstance(value, FlexState) else "dict": [
                 [to_json(k), to_json(v)] for k, v in value.items()
             ]
         }
+
     name = type(value).__name__
     if _classes().get(name) is type(value) and dataclasses.is_dataclass(value):
         return {
             "object": name,
             "fields": {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)},
         }
+
     raise StateError(
         f"the loader state holds a {type(value).__module__}.{name}, which this version cannot write"
     )
@@ -90,16 +94,20 @@ def from_json(value: Any) -> Any:
         return base64.b64decode(value["bytes"])
     if "tensor" in value:
         return torch.from_numpy(from_json(value["tensor"]))
+
     if "array" in value:
         flat = np.frombuffer(base64.b64decode(value["array"]), dtype=np.dtype(value["dtype"]))
         return flat.reshape(value["shape"]).copy()
+
     if "tuple" in value:
         return tuple(from_json(item) for item in value["tuple"])
     for name, cls in (("flex", FlexState), ("dict", dict)):
         if name in value:
             return cls((from_json(k), from_json(v)) for k, v in value[name])
+
     if value.get("object") in _classes():
         return _classes()[value["object"]](
             **{name: from_json(item) for name, item in value["fields"].items()}
         )
+
     raise StateError(f"the loader state is damaged or of another version: {sorted(value)[:5]}")

@@ -37,6 +37,7 @@ def _plan(
     if tl.program_id(0) == 0:
         tl.store(starts, 0)
         tl.store(starts + 1 + expert, tl.cumsum(count, 0), mask=expert < experts)
+
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     before = ends[None, :] <= tile[:, None]
     mine = tl.sum(before.to(tl.int32), 1)
@@ -63,15 +64,19 @@ def _row_product(
     expert = tl.load(tiles + tile)
     if expert < 0:
         return
+
     first, end = tl.load(tiles + bound + tile), tl.load(tiles + 2 * bound + tile)
     weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
-    row, n, k = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    row = first + tl.arange(0, BLOCK_M)
+    n = column + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last row and are not stored.
     left = x + tl.minimum(row, end - 1).to(tl.int64)[:, None] * IN + k[None, :]
     right = weight + k[:, None] + n[None, :] * IN if TRANSPOSED else weight + k[:, None] * OUT + n[None, :]
     tl.multiple_of(left, [16, 16])
     tl.multiple_of(right, [16, 16])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
     for start in range(0, IN, BLOCK_K):
         if EVEN:
             a, b = tl.load(left), tl.load(right)
@@ -81,20 +86,21 @@ def _row_product(
         acc = tl.dot(a, b, acc)
         left += BLOCK_K
         right += BLOCK_K if TRANSPOSED else BLOCK_K * OUT
-    place = out + row.to(tl.int64)[:, None] * OUT + n[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (n < OUT)[None, :])
+
+    pointers = out + row.to(tl.int64)[:, None] * OUT + n[None, :]
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (n < OUT)[None, :])
 
 
 @triton.jit
 def _put(grad, acc, m0, n0, OUT, IN, ADD: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Writes or adds a tile of an expert's gradient."""
     m, n = m0 + tl.arange(0, HEIGHT), n0 + tl.arange(0, WIDTH)
-    place = grad + m[:, None] * IN + n[None, :]
-    tl.multiple_of(place, [16, 16])
+    pointers = grad + m[:, None] * IN + n[None, :]
+    tl.multiple_of(pointers, [16, 16])
     inside = (m < OUT)[:, None] & (n < IN)[None, :]
     if ADD:
-        acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, acc.to(grad.dtype.element_ty), mask=inside)
+        acc += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    tl.store(pointers, acc.to(grad.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -102,19 +108,23 @@ def _weight_product(
     dy, x, starts, addresses, like, OUT, IN, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT,
-    rows] times x [rows, IN], into the type of ``like``.
+    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN].
+
+    The result has the type of ``like``.
 
     The tensor memory accelerator loads blocks.
     It fills rows past the expert's last one with zeros, so no mask is needed.
     """
     across = tl.cdiv(IN, BLOCK_N)
     tiles = tl.cdiv(OUT, BLOCK_M) * across
-    expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    m0, n0 = tile // across * BLOCK_M, tile % across * BLOCK_N
+    expert = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    m0 = tile // across * BLOCK_M
+    n0 = tile % across * BLOCK_N
     first, end = tl.load(starts + expert), tl.load(starts + expert + 1)
     if ADD and first == end:
         return
+
     grad = tl.load(addresses + expert).to(tl.pointer_type(like.dtype.element_ty))
     ys = tl.make_tensor_descriptor(dy, [end, OUT], [OUT, 1], [BLOCK_K, BLOCK_M])
     xs = tl.make_tensor_descriptor(x, [end, IN], [IN, 1], [BLOCK_K, BLOCK_N])
@@ -253,5 +263,6 @@ class Addresses:
         """The addresses of ``tensors``, int64 [tensors], on their device."""
         now = [t.data_ptr() for t in tensors]
         if self._table is None or now != self._known:
-            self._known, self._table = now, torch.tensor(now, dtype=torch.int64).to(tensors[0].device)
+            self._known = now
+            self._table = torch.tensor(now, dtype=torch.int64).to(tensors[0].device)
         return self._table

@@ -15,7 +15,8 @@ from torch import Tensor
 
 @triton.jit
 def _forward(x, weight, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     gate = tl.load(x + row * 2 * width + column, mask=mask).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + column, mask=mask).to(tl.float32)
@@ -29,7 +30,8 @@ def _forward(x, weight, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr)
 def _backward(x, weight, dout, dx, dweight, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient of :func:`_forward`.
     A weighted row is one block, so that the gradient of its weight is one sum."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     gate = tl.load(x + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + column, mask=mask, other=0.0).to(tl.float32)
@@ -39,6 +41,7 @@ def _backward(x, weight, dout, dx, dweight, width, WEIGHTED: tl.constexpr, BLOCK
     if WEIGHTED:
         tl.store(dweight + row, tl.sum(grad * silu * up, 0).to(dweight.dtype.element_ty))
         grad *= tl.load(weight + row).to(tl.float32)
+
     tl.store(
         dx + row * 2 * width + column,
         (grad * up * (sigmoid + silu * (1 - sigmoid))).to(dx.dtype.element_ty),
@@ -59,7 +62,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor):
         x, weight = ctx.saved_tensors
-        dout, dx = dout.contiguous(), torch.empty_like(x)
+        dout = dout.contiguous()
+        dx = torch.empty_like(x)
         dweight = torch.empty_like(weight) if weight is not None else None
         if dout.numel():
             _backward[_grid(dout, weight)](

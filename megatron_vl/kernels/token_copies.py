@@ -1,8 +1,8 @@
-"""Copies rows to several places and sums them again, as needed to move tokens to experts within a rank.
+"""Copies each row to several others and sums them again, as needed to move tokens to experts within a rank.
 
-Places are an int32 table [T, K] with the position of the k-th copy of row t, or -1. :func:`scatter_rows` and
-:func:`sum_rows` are each other's gradient, so autograd keeps only the table. Triton kernels run on a GPU (and
-in Triton's interpreter), torch elsewhere.
+``row_ids`` is an int32 table [T, K]: the row that the k-th copy of row t becomes, or -1. :func:`scatter_rows`
+and :func:`sum_rows` are each other's gradient, so autograd keeps only the table. Triton kernels run on a GPU
+(and in Triton's interpreter), torch elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 
 
 def positions(chosen: Tensor) -> Tensor:
-    """Places that order copies by column, then by row: the result of a sort by destination, without sorting.
+    """``row_ids`` that order copies by column, then by row.
+
+    This is the result of a sort by destination, without sorting.
 
     Args:
         chosen: bool [T, K], whether row t has a copy for destination k.
@@ -28,47 +30,47 @@ def positions(chosen: Tensor) -> Tensor:
     return torch.where(chosen, running - 1, -1).contiguous()
 
 
-def scatter_rows(x: Tensor, places: Tensor, rows: int) -> Tensor:
-    """Copies each row to its places.
+def scatter_rows(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+    """Copies row i to the rows ``row_ids[i]``.
 
     Args:
         x: [T, H].
-        places: int32 [T, K], contiguous, all different except -1.
-        rows: number of rows of the result. Rows without a place are undefined, and their gradient is not
+        row_ids: int32 [T, K], contiguous, all different except -1.
+        rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is not
             read.
 
     Returns:
         [rows, H].
     """
-    return _Scatter.apply(x, places, rows)
+    return _Scatter.apply(x, row_ids, rows)
 
 
-def sum_rows(y: Tensor, places: Tensor) -> Tensor:
-    """Sums the rows at each row's places, in float32 and in a fixed order, and rounds once.
+def sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
+    """Sums the rows ``row_ids[i]``, in float32 and in a fixed order, and rounds once.
 
     Args:
         y: [N, H].
-        places: int32 [T, K], contiguous, all different except -1.
+        row_ids: int32 [T, K], contiguous, all different except -1.
 
     Returns:
         [T, H] in the type of ``y``.
     """
-    return _Sum.apply(y, places)
+    return _Sum.apply(y, row_ids)
 
 
-def scatter_parts(x: Tensor, places: Tensor, rows: int) -> Tensor:
-    """Copies each of the K parts of a row to its own place.
+def scatter_parts(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+    """Copies part k of row i to the row ``row_ids[i, k]``.
 
     Args:
         x: [T, K * W].
-        places: int32 [T, K], contiguous, all different except -1.
-        rows: number of rows of the result. Rows without a place are undefined, and their gradient is not
+        row_ids: int32 [T, K], contiguous, all different except -1.
+        rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is not
             read.
 
     Returns:
         [rows, W].
     """
-    return _ScatterParts.apply(x, places, rows)
+    return _ScatterParts.apply(x, row_ids, rows)
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
@@ -79,55 +81,55 @@ def _kernels(x: Tensor) -> ModuleType | None:
     return row_kernels
 
 
-def _scatter(x: Tensor, places: Tensor, rows: int) -> Tensor:
+def _scatter(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
     x, kernels = x.contiguous(), _kernels(x)
     if kernels is not None:
-        return kernels.scatter_rows(x, places, rows)
+        return kernels.scatter_rows(x, row_ids, rows)
 
     out = x.new_empty(rows, x.shape[1])
-    row, slot = (places >= 0).nonzero(as_tuple=True)
-    out[places[row, slot]] = x[row]
+    row, slot = (row_ids >= 0).nonzero(as_tuple=True)
+    out[row_ids[row, slot]] = x[row]
     return out
 
 
-def _sum(y: Tensor, places: Tensor) -> Tensor:
+def _sum(y: Tensor, row_ids: Tensor) -> Tensor:
     y, kernels = y.contiguous(), _kernels(y)
     if kernels is not None:
-        return kernels.sum_rows(y, places)
-    out = y.new_zeros(places.shape[0], y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
-    for place in places.unbind(1):
-        row = (place >= 0).nonzero()[:, 0]
-        out[row] += y[place[row]]
+        return kernels.sum_rows(y, row_ids)
+    out = y.new_zeros(row_ids.shape[0], y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
+    for row_id in row_ids.unbind(1):
+        row = (row_id >= 0).nonzero()[:, 0]
+        out[row] += y[row_id[row]]
     return out.to(y.dtype)
 
 
-def _scatter_parts(x: Tensor, places: Tensor, rows: int) -> Tensor:
+def _scatter_parts(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
     x, kernels = x.contiguous(), _kernels(x)
     if kernels is not None:
-        return kernels.scatter_parts(x, places, rows)
+        return kernels.scatter_parts(x, row_ids, rows)
 
-    out = x.new_empty(rows, x.shape[1] // places.shape[1])
-    part = (places >= 0).flatten()
-    out[places.flatten()[part]] = x.view(part.numel(), out.shape[1])[part]
+    out = x.new_empty(rows, x.shape[1] // row_ids.shape[1])
+    part = (row_ids >= 0).flatten()
+    out[row_ids.flatten()[part]] = x.view(part.numel(), out.shape[1])[part]
     return out
 
 
-def _gather_parts(y: Tensor, places: Tensor) -> Tensor:
+def _gather_parts(y: Tensor, row_ids: Tensor) -> Tensor:
     y, kernels = y.contiguous(), _kernels(y)
     if kernels is not None:
-        return kernels.gather_parts(y, places)
+        return kernels.gather_parts(y, row_ids)
 
-    out = y.new_zeros(places.numel(), y.shape[1])
-    part = (places >= 0).flatten()
-    out[part] = y[places.flatten()[part]]
-    return out.view(places.shape[0], places.shape[1] * y.shape[1])
+    out = y.new_zeros(row_ids.numel(), y.shape[1])
+    part = (row_ids >= 0).flatten()
+    out[part] = y[row_ids.flatten()[part]]
+    return out.view(row_ids.shape[0], row_ids.shape[1] * y.shape[1])
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, places: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return _scatter(x, places, rows)
+    def forward(ctx, x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(row_ids)
+        return _scatter(x, row_ids, rows)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
@@ -136,22 +138,22 @@ class _Scatter(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx, y: Tensor, row_ids: Tensor) -> Tensor:
         ctx.rows = y.shape[0]
-        ctx.save_for_backward(places)
-        return _sum(y, places)
+        ctx.save_for_backward(row_ids)
+        return _sum(y, row_ids)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        (places,) = ctx.saved_tensors
-        return _scatter(dout, places, ctx.rows), None
+        (row_ids,) = ctx.saved_tensors
+        return _scatter(dout, row_ids, ctx.rows), None
 
 
 class _ScatterParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, places: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return _scatter_parts(x, places, rows)
+    def forward(ctx, x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(row_ids)
+        return _scatter_parts(x, row_ids, rows)
 
     @staticmethod
     def backward(ctx, dout: Tensor):

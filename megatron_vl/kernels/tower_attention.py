@@ -122,7 +122,8 @@ def _zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 @triton.jit
 def _place(first, end, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
     """(rows [ROWS, 1], columns [1, WIDTH] from LOW on, mask of the existing ones)"""
-    row, column = (first + tl.arange(0, ROWS))[:, None], (LOW + tl.arange(0, WIDTH))[None, :]
+    row = (first + tl.arange(0, ROWS))[:, None]
+    column = (LOW + tl.arange(0, WIDTH))[None, :]
     return row, column, (row < end) & (column < D)
 
 
@@ -166,7 +167,8 @@ def _store_gradient(
     D2: tl.constexpr,
 ):
     """Stores a gradient into [P, heads, 3, d]; ``first`` and ``end`` are counted from ``start``."""
-    head, stride = tl.program_id(1), tl.num_programs(1) * 3 * D
+    head = tl.program_id(1)
+    stride = tl.num_programs(1) * 3 * D
     x = dqkv + start.to(tl.int64) * stride + head * 3 * D + which * D
     if ROTATED:
         shift = start.to(tl.int64) * (D // 2)
@@ -183,22 +185,25 @@ def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr
 
     Query and key are rotated, and the members of a pair are put side by side.
     """
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     row, column, there = _place(tl.program_id(0).to(tl.int64) * ROWS, patches, ROWS, 0, TILE, HALF)
     angle = row * HALF + column
     c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
     base = qkv + row * (heads * 6 * HALF) + head * 6 * HALF
     wide = tl.arange(0, 2 * TILE)[None, :]
     whole = (row < patches) & (wide < 2 * HALF)
-    place = packed + (head.to(tl.int64) * patches + row) * (2 * HALF) + wide
+    pointers = packed + (head.to(tl.int64) * patches + row) * (2 * HALF) + wide
     plane = heads.to(tl.int64) * patches * (2 * HALF)
+
     for part in tl.static_range(2):
         x = base + part * 2 * HALF + column
         a = tl.load(x, mask=there, other=0.0).to(tl.float32)
         b = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
         pairs = tl.interleave(a * c - b * s, b * c + a * s)
-        tl.store(place + part * plane, pairs.to(packed.dtype.element_ty), mask=whole)
-    tl.store(place + 2 * plane, tl.load(base + 4 * HALF + wide, mask=whole, other=0.0), mask=whole)
+        tl.store(pointers + part * plane, pairs.to(packed.dtype.element_ty), mask=whole)
+
+    tl.store(pointers + 2 * plane, tl.load(base + 4 * HALF + wide, mask=whole, other=0.0), mask=whole)
 
 
 @triton.jit(do_not_specialize=["segments", "width"])
@@ -226,11 +231,13 @@ def _forward(
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     q = _rows((own1, own2), head, first, OWN, D1, D2)
     top = tl.full([OWN], float("-inf"), tl.float32)
     total = tl.zeros([OWN], tl.float32)
     sums = _zeros(OWN, D1, D2)
+
     for row in tl.range(start, end, STEP):
         k = _rows((walked1, walked2), heads + head, row, STEP, D1, D2)
         v = _rows((walked1, walked2), 2 * heads + head, row, STEP, D1, D2)
@@ -243,9 +250,10 @@ def _forward(
         total = total * shrink + tl.sum(p, 1)
         sums = _along(p.to(v[0].dtype), v, (sums[0] * shrink[:, None], sums[1] * shrink[:, None]), D2)
         top = new
+
     inverse = (1.0 / total)[:, None]
-    place = out + start.to(tl.int64) * heads * D + head * D
-    _store(place, heads * D, first - start, end - start, (sums[0] * inverse, sums[1] * inverse), D, D1, D2)
+    pointers = out + start.to(tl.int64) * heads * D + head * D
+    _store(pointers, heads * D, first - start, end - start, (sums[0] * inverse, sums[1] * inverse), D, D1, D2)
     row = first + tl.arange(0, OWN)
     tl.store(lse + head.to(tl.int64) * width + row, top + tl.log2(total), mask=row < end)
 
@@ -255,7 +263,8 @@ def _product_sum(
     out, dout, start, first, end, OWN: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
 ):
     """(a part of dout [OWN, WIDTH], sum(out * dout) over it)"""
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     row, column, there = _place(first - start, end - start, OWN, LOW, WIDTH, D)
     at = start.to(tl.int64) * heads * D + head * D + row * (heads * D) + column
     o, do = tl.load(out + at, mask=there, other=0.0), tl.load(dout + at, mask=there, other=0.0)
@@ -291,19 +300,22 @@ def _backward_query(
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     do1, d = _product_sum(out, dout, start, first, end, OWN, 0, D1, D)
     do = do1, do1
     if D2 > 0:
         do2, d2 = _product_sum(out, dout, start, first, end, OWN, D1, D2, D)
         do = do1, do2
         d += d2
+
     row = first + tl.arange(0, OWN)
     statistics = head.to(tl.int64) * width + row
     tl.store(delta + statistics, d, mask=row < end)
     norm = tl.load(lse + statistics, mask=row < end, other=float("inf"))
     q = _rows((own1, own2), head, first, OWN, D1, D2)
     dq = _zeros(OWN, D1, D2)
+
     for row in tl.range(start, end, STEP):
         k = _rows((walked1, walked2), heads + head, row, STEP, D1, D2)
         v = _rows((walked1, walked2), 2 * heads + head, row, STEP, D1, D2)
@@ -313,6 +325,7 @@ def _backward_query(
         p = tl.exp2(s * scale - norm[:, None])
         ds = p * (_across(do, v, D2) - d[:, None])
         dq = _along(ds.to(k[0].dtype), k, dq, D2)
+
     dq = dq[0] * factor, dq[1] * factor
     _store_gradient(dqkv, 0, cos, sin, start, first - start, end - start, dq, ROTATED, D, D1, D2)
 
@@ -349,10 +362,12 @@ def _backward_key(
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     k = _rows((own1, own2), heads + head, first, OWN, D1, D2)
     v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
     dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
+
     # Descriptors of statistics start and end at multiples of 16 bytes. Queries of other segments get no
     # weight. Values after the last query were never written and may be NaN,
     # which a weight of zero would not remove.
@@ -367,6 +382,7 @@ def _backward_key(
         dv = _along(p.to(do[0].dtype), do, dv, D2)
         ds = p * (_across(v, do, D2) - d[None, :])
         dk = _along(ds.to(q[0].dtype), q, dk, D2)
+
     dk = dk[0] * factor, dk[1] * factor
     _store_gradient(dqkv, 1, cos, sin, start, first - start, end - start, dk, ROTATED, D, D1, D2)
     _store_gradient(dqkv, 2, cos, sin, start, first - start, end - start, dv, False, D, D1, D2)
@@ -414,7 +430,8 @@ def _launch(
     """Launches a kernel. The last of ``tensors`` is cu_seqlens."""
     _, heads, patches, d = packed.shape
     _make_context_current(packed.device)
-    segments, (first, second) = tensors[-1].numel() - 1, _parts(d)
+    segments = tensors[-1].numel() - 1
+    first, second = _parts(d)
     kernel[(patches // tile.own + segments, heads)](
         *described,
         *tensors,
@@ -503,7 +520,8 @@ def _gradient(
 ) -> Tensor:
     """[P, h, 3, d]"""
     _, heads, patches, d = packed.shape
-    dqkv, delta = packed.new_empty(patches, heads, 3, d), torch.empty_like(lse)
+    dqkv = packed.new_empty(patches, heads, 3, d)
+    delta = torch.empty_like(lse)
     dout = dout.contiguous().view_as(out)
     _gradient_of_query(packed, out, dout, lse, cu, angles, tiles.query, delta, dqkv)
     _gradient_of_key(packed, dout, lse, cu, angles, tiles.key, delta, dqkv)
@@ -512,7 +530,9 @@ def _gradient(
 
 def _pack_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
     """[P, h * 3 * d] -> [3, h, P, d]"""
-    patches, heads, half = qkv.shape[0], qkv.shape[1] // (3 * head_dim), head_dim // 2
+    patches = qkv.shape[0]
+    heads = qkv.shape[1] // (3 * head_dim)
+    half = head_dim // 2
     packed = qkv.new_empty(3, heads, patches, head_dim)
     _pack[(triton.cdiv(patches, 32), heads)](
         qkv, packed, cos, sin, patches, HALF=half, TILE=triton.next_power_of_2(half), ROWS=32, num_warps=4

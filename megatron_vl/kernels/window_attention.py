@@ -24,7 +24,8 @@ MAX_WINDOW = 128
 @triton.jit
 def _rotated(first, second, cos, sin):
     """Rotates a vector that is given as its two halves (rotate-half) and rounds to the input's type."""
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
     return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
@@ -41,8 +42,10 @@ def _scores(q1, q2, k1, k2, inside, scale):
 def _forward(
     qkv, cos, sin, cu, out, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """One window of one head. BLOCK: patches in a tile; HALF:
-    d / 2; TILE: HALF rounded up to a power of two."""
+    """One window of one head.
+
+    BLOCK: patches in a tile; HALF: d / 2; TILE: HALF rounded up to a power of two.
+    """
     window, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu + window)
     length = tl.load(cu + window + 1) - start
@@ -50,18 +53,21 @@ def _forward(
     inside = row < length
     mask = inside[:, None] & (column[None, :] < HALF)
     patch = (start + row).to(tl.int64)
+
     angle = patch[:, None] * HALF + column[None, :]
     c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+
     base = qkv + patch[:, None] * (heads * 6 * HALF) + head * 6 * HALF + column[None, :]
     q1, q2 = tl.load(base, mask=mask, other=0.0), tl.load(base + HALF, mask=mask, other=0.0)
     k1, k2 = tl.load(base + 2 * HALF, mask=mask, other=0.0), tl.load(base + 3 * HALF, mask=mask, other=0.0)
     v1, v2 = tl.load(base + 4 * HALF, mask=mask, other=0.0), tl.load(base + 5 * HALF, mask=mask, other=0.0)
+
     q1, q2 = _rotated(q1, q2, c, s)
     k1, k2 = _rotated(k1, k2, c, s)
     p = _scores(q1, q2, k1, k2, inside, scale).to(v1.dtype)
-    place = out + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
-    tl.store(place, tl.dot(p, v1).to(v1.dtype), mask=mask)
-    tl.store(place + HALF, tl.dot(p, v2).to(v1.dtype), mask=mask)
+    pointers = out + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
+    tl.store(pointers, tl.dot(p, v1).to(v1.dtype), mask=mask)
+    tl.store(pointers + HALF, tl.dot(p, v2).to(v1.dtype), mask=mask)
 
 
 @triton.jit
@@ -76,27 +82,36 @@ def _backward(
     inside = row < length
     mask = inside[:, None] & (column[None, :] < HALF)
     patch = (start + row).to(tl.int64)
+
     angle = patch[:, None] * HALF + column[None, :]
     c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+
     offset = patch[:, None] * (heads * 6 * HALF) + head * 6 * HALF + column[None, :]
     base, grad = qkv + offset, dqkv + offset
     q1, q2 = tl.load(base, mask=mask, other=0.0), tl.load(base + HALF, mask=mask, other=0.0)
     k1, k2 = tl.load(base + 2 * HALF, mask=mask, other=0.0), tl.load(base + 3 * HALF, mask=mask, other=0.0)
+
     q1, q2 = _rotated(q1, q2, c, s)
     k1, k2 = _rotated(k1, k2, c, s)
     p = _scores(q1, q2, k1, k2, inside, scale)
-    place = dout + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
-    o1, o2 = tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
+
+    # The gradient of v.
+    pointers = dout + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
+    o1, o2 = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
     rounded = tl.trans(p.to(o1.dtype))
     tl.store(grad + 4 * HALF, tl.dot(rounded, o1).to(o1.dtype), mask=mask)
     tl.store(grad + 5 * HALF, tl.dot(rounded, o2).to(o1.dtype), mask=mask)
+
+    # The gradient of the scores.
     v1, v2 = tl.load(base + 4 * HALF, mask=mask, other=0.0), tl.load(base + 5 * HALF, mask=mask, other=0.0)
     dp = tl.dot(o1, tl.trans(v1)) + tl.dot(o2, tl.trans(v2))
     ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(o1.dtype)
-    # The inverse of a rotation rotates by the negative angle.
+
+    # Those of q and k. The inverse of a rotation rotates by the negative angle.
     dq1, dq2 = _rotated(tl.dot(ds, k1), tl.dot(ds, k2), c, -s)
     tl.store(grad, dq1.to(o1.dtype), mask=mask)
     tl.store(grad + HALF, dq2.to(o1.dtype), mask=mask)
+
     turned = tl.trans(ds)
     dk1, dk2 = _rotated(tl.dot(turned, q1), tl.dot(turned, q2), c, -s)
     tl.store(grad + 2 * HALF, dk1.to(o1.dtype), mask=mask)

@@ -104,7 +104,9 @@ class PackedAttention(nn.Module):
         assert packed_seq_params is not None
         segments = packed_seq_params.window if self.windowed else packed_seq_params.full
         assert segments is not None
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        q = query.squeeze(1)
+        k = key.squeeze(1)
+        v = value.squeeze(1)
         use = packed_seq_params.cache
         if use is None:
             out = self.attend(q, k, v, segments, self.causal)
@@ -134,6 +136,7 @@ def choose_backend(
         if towers and kernels_are_fastest(head_dim):
             return "triton"
         return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
+
     if name not in BACKENDS:
         raise RunConfigError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
     if platform == "cpu" and name != "sdpa":
@@ -143,10 +146,12 @@ def choose_backend(
             "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use"
             " auto"
         )
+
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise RunConfigError(
             "attention backend flash_attn: the package is not installed (pip install -e .[gpu])"
         )
+
     return name
 
 
@@ -172,17 +177,22 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal:
     lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
     grouped = query.shape[1] != key.shape[1]
 
-    out, i, start = [], 0, 0
+    out = []
+    i = 0
+    start = 0
     while i < len(lengths):
         n = 1
         while i + n < len(lengths) and lengths[i + n] == lengths[i]:
             n += 1
-        length, end = lengths[i], start + n * lengths[i]
+        length = lengths[i]
+        end = start + n * lengths[i]
         if length:
             q, k, v = (t[start:end].unflatten(0, (n, length)).transpose(1, 2) for t in (query, key, value))
             o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
             out.append(o.transpose(1, 2).flatten(0, 1))
-        i, start = i + n, end
+        i += n
+        start = end
+
     return torch.cat(out)
 
 
@@ -232,6 +242,7 @@ class _TransformerEngine:
                 qkv_format="thd",
                 attn_mask_type="padding_causal" if causal else "padding",
             )
+
         out = self.module(
             query,
             key,
@@ -243,4 +254,5 @@ class _TransformerEngine:
             max_seqlen_kv=segments.max_seqlen,
             attn_mask_type="padding_causal" if causal else "padding",
         )
+
         return out.view(out.shape[0], query.shape[1], query.shape[2])

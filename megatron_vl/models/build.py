@@ -58,15 +58,18 @@ def build_chunks(
         aux_loss=aux_loss_coefficient(spec, config.model),
         tp_comm_overlap=config.parallel.tp_comm_overlap,
     )
+
     if core.tp_comm_overlap:
         tp_overlap.start(
             config.data.seq_len, spec.language.hidden_size, layout.tp, dtype, fp8=core.fp8 is not None
         )
+
     deepstack = len(spec.vision.deepstack_layers)
     # The number of levels only decreases, so the first boundary between chunks has the most.
     message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
 
-    rank, chunks = mpu.get_pipeline_model_parallel_rank(), []
+    rank = mpu.get_pipeline_model_parallel_rank()
+    chunks = []
     for stage in range(layout.vpp):
         tower = None
         if rank == 0 and stage == 0:
@@ -83,6 +86,7 @@ def build_chunks(
     if platform.transformer_engine:
         for chunk in chunks:
             fuse_weight_gradients(chunk)
+
     return chunks
 
 
@@ -94,13 +98,15 @@ def _tower(
     pixel_mean: tuple[float, ...],
     pixel_std: tuple[float, ...],
 ) -> VisionTower:
-    model, dtype = config.model, getattr(torch, config.dtype)
+    model = config.model
+    dtype = getattr(torch, config.dtype)
     # In float32 the kernel's products would be TF32.
     fusable = platform.name == "cuda" and dtype == torch.bfloat16
     if model.window_attention == "fused" and not fusable:
         raise RunConfigError(
             "model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend"
         )
+
     return VisionTower(
         platform,
         spec.vision,
@@ -131,7 +137,9 @@ def _language(
     stage: int,
 ) -> GPTModel:
     """The language model's part on virtual stage ``stage`` of pipeline rank ``rank``."""
-    m, recompute, layers = spec.language, config.recompute, layout.chunk_layers(rank, stage)
+    m = spec.language
+    recompute = config.recompute
+    layers = layout.chunk_layers(rank, stage)
     language = GPTModel(
         core,
         block_spec(
@@ -158,6 +166,7 @@ def _language(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         vp_stage=stage if layout.vpp > 1 else None,
     )
+
     language.rotary_pos_emb = MRope(m)
     return language
 
@@ -178,7 +187,8 @@ def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:
 
 def aux_loss_reason(spec: ModelSpec, model: ModelConfig) -> str:
     """A text with the coefficient of the load-balancing loss and its origin; empty without experts."""
-    moe, coefficient = spec.language.moe, aux_loss_coefficient(spec, model)
+    moe = spec.language.moe
+    coefficient = aux_loss_coefficient(spec, model)
     if moe is None:
         return ""
 
@@ -196,7 +206,9 @@ def aux_loss_reason(spec: ModelSpec, model: ModelConfig) -> str:
 def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
     """The tower's groups: the language model's tensor-parallel group and no pipeline."""
     tower = ProcessGroupCollection()
-    tower.tp, tower.cp, tower.pp = pg.tp, pg.cp, None
+    tower.tp = pg.tp
+    tower.cp = pg.cp
+    tower.pp = None
     return tower
 
 

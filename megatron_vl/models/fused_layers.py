@@ -47,8 +47,10 @@ class TowerSelfAttention(SelfAttention):
         return self.linear_proj(kernel(qkv[:, 0])[:, None])
 
     def _kernel(self, row: PackedRow) -> Callable[[Tensor], Tensor] | None:
-        """The kernel for this layer, from the fused QKV output [P,
-        heads * 3 * d] to [P, heads * d]; None without one."""
+        """The kernel for this layer, or None.
+
+        It takes the fused QKV output [P, heads * 3 * d] and returns [P, heads * d].
+        """
         from megatron_vl.kernels.tower_attention import tower_attention
         from megatron_vl.kernels.window_attention import MAX_WINDOW, window_attention
 
@@ -111,7 +113,8 @@ def computed_again(
     This works for every operator that saves ``kept`` (or a view of all of it) through ``save_for_backward``,
     including Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
     """
-    address, size = kept.data_ptr(), kept.numel()
+    address = kept.data_ptr()
+    size = kept.numel()
 
     def pack(tensor: Tensor) -> Any:
         same = tensor.data_ptr() == address and tensor.numel() == size and tensor.dtype == kept_dtype

@@ -61,7 +61,8 @@ def _whole_input(layer: ColumnParallelLinear) -> Iterator[None]:
     pass. So it never moves more.
     """
     sequence_parallel, allreduce = layer.sequence_parallel, layer.allreduce_dgrad
-    layer.sequence_parallel, layer.allreduce_dgrad = False, allreduce or sequence_parallel
+    layer.sequence_parallel = False
+    layer.allreduce_dgrad = allreduce or sequence_parallel
     try:
         yield
     finally:

@@ -24,7 +24,8 @@ class KVCache:
     """
 
     def __init__(self, lengths: list[int], room: int) -> None:
-        self.used, self.room = list(lengths), room
+        self.used = list(lengths)
+        self.room = room
         self._kept: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
 
     def fill(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> None:

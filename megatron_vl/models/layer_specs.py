@@ -123,6 +123,7 @@ def block_spec(
     layer_norm: Any = local_norm(config)
     expert_norm = layer_norm  # separate on all platforms, because the router also reads its output
     head_norm: Any = local_norm(config) if config.qk_layernorm else None
+
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
         from megatron.core.transformer.identity_op import IdentityOp
@@ -170,4 +171,5 @@ def block_spec(
     if any(experts):
         submodules = replace(layer.submodules, pre_mlp_layernorm=expert_norm, mlp=moe_layer(platform))
         layers = [replace(layer, submodules=submodules) if has_experts else layer for has_experts in experts]
+
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)

@@ -50,7 +50,8 @@ def canonical_name(
         tied: whether the output layer is the embedding.
         router: whether the parameter's layer has experts; the norm before them stays separate.
     """
-    name, expert = module_name, None
+    name = module_name
+    expert = None
     for local, fused in _LOCAL_NORMS[: 1 if router else 2]:
         name = name.replace(local, fused)
     if match := _EXPERT.search(name):

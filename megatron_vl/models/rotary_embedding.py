@@ -41,7 +41,8 @@ class MRope(nn.Module):
         """position_ids [3, 1, S] (or [3, S]) -> angles [S, 1, 1, head_dim]."""
         device = position_ids.device
         if self._inv_freq.device != device:
-            self._inv_freq, self._axis = self._inv_freq.to(device), self._axis.to(device)
+            self._inv_freq = self._inv_freq.to(device)
+            self._axis = self._axis.to(device)
         positions = position_ids.reshape(3, -1).float()
         angles = positions[self._axis].transpose(0, 1) * self._inv_freq
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -92,10 +92,12 @@ def language_config(
         **_fp8(platform, fp8, dtype),
         **_common(platform, layout, dtype, spec.initializer_range),
     )
+
     # The interleaved schedule's overlapped p2p needs unbatched sends. On CUDA, 1F1B uses batched ones.
     if layout.vpp > 1:
         config.batch_p2p_comm = False
         config.overlap_p2p_comm = platform.name == "cuda"
+
     return config
 
 
@@ -108,8 +110,10 @@ def vision_config(
     recompute: RecomputeConfig,
     fp8: Fp8Config,
 ) -> TransformerConfig:
-    """The vision tower's config: one pipeline stage
-    and no sequence parallelism (its patch count varies per row)."""
+    """The vision tower's config: one pipeline stage and no sequence parallelism.
+
+    Its number of patches differs from row to row.
+    """
     v = spec.vision
     return TransformerConfig(
         num_layers=v.num_layers,
@@ -151,11 +155,13 @@ def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool 
         )
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
     core_modules = [module for module in modules if module != "activation"]  # done by fused_layers.FusedMLP
     if experts and "mlp" in modules:
         core_modules.append("moe")
     elif experts and "activation" in modules and platform.transformer_engine:  # only for grouped experts
         core_modules.append("moe_act")
+
     if kind == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}
     return {}

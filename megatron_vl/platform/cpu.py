@@ -148,6 +148,7 @@ def _patch_torch_cuda() -> None:
         "reset_peak_memory_stats": _nothing,
         "is_current_stream_capturing": lambda: False,
     }
+
     for name, answer in answers.items():
         setattr(cuda, name, answer)
 

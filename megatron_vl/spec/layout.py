@@ -56,9 +56,9 @@ class Layout:
 
     def stage_of(self, info: TensorInfo) -> int:
         """The pipeline rank that holds a tensor."""
-        if info.place in ("vision", "embedding"):
+        if info.section in ("vision", "embedding"):
             return 0
-        if info.place == "head":
+        if info.section == "head":
             return self.pp - 1
         end = 0
         for entry, count in enumerate(self.layers):
@@ -107,10 +107,12 @@ def make_layout(
     for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("etp", etp)):
         if value < 1:
             raise LayoutError(f"{name}={value} must be at least 1")
+
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
     check_cut(spec, Cut(tp, ep, etp))
-    total, entries = spec.language.num_layers, pp * vpp
+    total = spec.language.num_layers
+    entries = pp * vpp
     if layers is None:
         if total < entries:
             raise LayoutError(
@@ -118,6 +120,7 @@ def make_layout(
                 " to leave some empty"
             )
         layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
+
     if len(layers) != entries:
         raise LayoutError(
             f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}"
@@ -126,6 +129,7 @@ def make_layout(
         raise LayoutError(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers"
         )
+
     return Layout(tp, pp, vpp, tuple(layers), ep, etp)
 
 

@@ -85,7 +85,8 @@ def placeholder_positions(token_ids: Tensor, grids: Sequence[GridTHW], spec: Mod
             f"the text holds {len(where)} image and video placeholders; its media need {sum(wanted)}"
         )
 
-    starts, seen = [], 0
+    starts = []
+    seen = 0
     for number, (grid, count) in enumerate(zip(grids, wanted, strict=True)):
         run = where[seen : seen + count]
         token = spec.image_token_id if grid.kind == "image" else spec.video_token_id
@@ -164,7 +165,7 @@ class WindowOrder:
     """The order in which the vision tower processes the merge units of a list of media."""
 
     units: Tensor
-    """int64 [N]: for each place in the tower's order, the merge unit in HF order over all media."""
+    """int64 [N]: for each merge unit in the tower's order, its index in HF order over all media."""
     cu_seqlens: Tensor
     """int32 [frames + 1]: cumulative numbers of patches of whole frames."""
     cu_window_seqlens: Tensor
@@ -188,7 +189,8 @@ def window_order(grids: Sequence[GridTHW], vision: VisionSpec) -> WindowOrder:
         return WindowOrder(torch.arange(int(frames.sum()) // unit), cu_seqlens, cu_seqlens)
 
     side = vision.window_size // vision.spatial_merge_size // vision.patch_size
-    keys, first = [], 0
+    keys = []
+    first = 0
     for grid in grids:
         window, per_frame = _window_of_unit(
             grid.h // vision.spatial_merge_size, grid.w // vision.spatial_merge_size, side

@@ -1,4 +1,4 @@
-"""The canonical table of a model's tensors: their names, shapes, cuts and places in the pipeline.
+"""The canonical table of a model's tensors: their names, shapes, cuts and sections of the model.
 
 Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers, whatever
 modules hold the tensors at run time. Checkpoints, converters and the trainer all read this table.
@@ -65,15 +65,15 @@ WHOLE = Cut()
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its full shape, how it is cut, and its place in the pipeline."""
+    """One tensor: its full shape, how it is cut, and its section of the model."""
 
     name: str
     shape: tuple[int, ...]
     split: Split
-    place: str
+    section: str
     """``vision``, ``embedding``, ``head`` or ``layer``."""
     layer: int = -1
-    """Zero-based decoder layer if ``place`` is ``layer``."""
+    """Zero-based decoder layer if ``section`` is ``layer``."""
     experts: int = 0
     """Number of experts stacked along dim 0, which expert-parallel ranks share. ``split`` then says how
     expert tensor parallelism cuts each expert's matrix (dims 1 and 2). 0: a dense tensor."""
@@ -98,7 +98,9 @@ def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
 
 def _vision(spec: ModelSpec) -> list[TensorInfo]:
     v = spec.vision
-    h, f, unit = v.hidden_size, v.padded_ffn_hidden_size, v.merge_unit * v.hidden_size
+    h = v.hidden_size
+    f = v.padded_ffn_hidden_size
+    unit = v.merge_unit * v.hidden_size
     norm_bias = v.norm == "LayerNorm"
     out: list[TensorInfo] = []
 
@@ -164,6 +166,7 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
         if m.qk_norm:
             add("self_attention.q_layernorm.weight", (m.head_dim,))
             add("self_attention.k_layernorm.weight", (m.head_dim,))
+
         add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
         if m.moe and m.has_experts(i):
             count, width = m.moe.num_experts, m.moe.ffn_hidden_size
@@ -194,9 +197,11 @@ def check_cut(spec: ModelSpec, cut: Cut) -> None:
                     f"{name}={value} is for models with experts; {spec.family} is dense: leave {name} at 1"
                 )
         return
+
     if moe.num_experts % cut.ep:
         valid = [n for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
         raise LayoutError(f"ep={cut.ep} does not divide {moe.num_experts} experts; valid: {valid}")
+
     if moe.ffn_hidden_size % cut.etp:
         valid = [n for n in (1, 2, 4, 8, 16) if moe.ffn_hidden_size % n == 0]
         raise LayoutError(

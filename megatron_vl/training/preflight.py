@@ -10,13 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import RULES_BEFORE, DataConfig, RunConfigError, TrainConfig, validate, video_rule
+from megatron_vl.config import RunConfigError, TrainConfig, validate, video_rule
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, run_layout
 from megatron_vl.weights.run_folder import DataRestart, Lineage, Saved, StepMissingError, choose
+from megatron_vl.weights.video_rule import trained_video_rule
 
 OWN_FILES = 512
 """Open files that a rank needs besides one connection to each peer: libraries, shards, workers, log files."""
@@ -308,32 +309,6 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None
                 f" {before!r} to go on with this run, or start a new one from its weights (model.checkpoint)"
                 f" under {now!r}"
             )
-
-
-def trained_video_rule(source: Path, spec: ModelSpec) -> dict[str, str]:
-    """The field of :class:`DataConfig`, with its value, that the step folder ``source`` was trained under.
-
-    It is in ``run.json``, and in those before 2026-11-22 in the first loader's state alone. Empty where
-    neither says. A damaged file is reported later, by its hash.
-    """
-    name = next(iter(video_rule(DataConfig(), spec.vision.video_timestamps)))
-    told = _read_dict(source / "run.json").get("video_rule")
-    if isinstance(told, dict) and name in told:
-        return {name: str(told[name])}
-
-    identity = _read_dict(source / "loader" / "dp_00000.json").get("identity")
-    if not isinstance(identity, dict):
-        return {}
-    return {name: str(identity.get(name, RULES_BEFORE[name]))}
-
-
-def _read_dict(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:

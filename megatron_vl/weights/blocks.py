@@ -52,8 +52,10 @@ def gather(
     """
     out: Tensor | None = None
     for block in blocks:
-        top, bottom = max(region.row, block.row), min(region.row_end, block.row + block.rows)
-        left, right = max(region.col, block.col), min(region.col_end, block.col + block.cols)
+        top = max(region.row, block.row)
+        bottom = min(region.row_end, block.row + block.rows)
+        left = max(region.col, block.col)
+        right = min(region.col_end, block.col + block.cols)
         if top >= bottom or left >= right:
             continue
 
@@ -111,7 +113,8 @@ def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
         height = rows // tp
         return tuple(Block(t, height, cols, row=t * height) for t in range(tp))
 
-    half, height = rows // 2, rows // 2 // tp
+    half = rows // 2
+    height = rows // 2 // tp
     gate = [Block(t, height, cols, row=t * height) for t in range(tp)]
     up = [Block(t, height, cols, row=half + t * height, part_row=height) for t in range(tp)]
     return (*gate, *up)
@@ -153,10 +156,13 @@ def part_blocks(info: TensorInfo, part: int, cut: Cut) -> list[Block]:
 
 def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
     """One part (see :meth:`Cut.part`) of a full tensor. It is a view if the cut allows it."""
-    axis, ways = (1 if info.split == "row" else 0), cut.tp
+    axis = 1 if info.split == "row" else 0
+    ways = cut.tp
     if info.experts:
         tensor = tensor.chunk(cut.ep)[part // cut.etp]
-        axis, ways, part = axis + 1, cut.etp, part % cut.etp
+        axis += 1
+        ways = cut.etp
+        part = part % cut.etp
     if info.split == "replicated" or ways == 1:
         return tensor
     if info.split == "gated":

@@ -60,19 +60,19 @@ def expert_file_name(ep_rank: int, etp_rank: int, pp_rank: int) -> str:
 
 
 def file_entry(
-    file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], place: Mapping[str, int]
+    file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], ranks: Mapping[str, int]
 ) -> dict[str, Any]:
     """The manifest's entry for one rank's file.
 
     Args:
         tensors: name -> (type, stored shape, SHA-256).
-        place: the rank that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
+        ranks: of the file's owner: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
     """
     table = {
         name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
         for name, (dtype, shape, digest) in tensors.items()
     }
-    return {"file": file, **place, "tensors": table}
+    return {"file": file, **ranks, "tensors": table}
 
 
 def write_rank_file(
@@ -103,18 +103,20 @@ def write_expert_file(
     return _write_file(path, tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], place: Mapping[str, int]) -> dict[str, Any]:
+def _write_file(path: Path, tensors: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if tensor.dtype not in CODES:
             raise WeightsError(
                 f"tensor {name!r} has type {tensor.dtype}; weights may be {', '.join(map(dtype_name, CODES))}"
             )
+
     path.parent.mkdir(parents=True, exist_ok=True)
     header = make_header(
         {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"}
     )
     writer = TensorWriter(path, header)
     written = {}
+
     try:
         for name, tensor in tensors.items():
             matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
@@ -123,8 +125,9 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], place: Mapping[str, i
     except BaseException:
         writer.abort()
         raise
+
     writer.commit(sync=True)
-    return file_entry(path.name, written, place)
+    return file_entry(path.name, written, ranks)
 
 
 def write_manifest(
@@ -154,6 +157,7 @@ def write_manifest(
         raise WeightsError(
             "the model differs from its hf_config; write weights with the config that describes them"
         )
+
     tensors = _check_entries(spec, layout, rank_entries)
     manifest = {
         "format": FORMAT,
@@ -172,6 +176,7 @@ def write_manifest(
             for entry in sorted(rank_entries, key=lambda entry: entry["file"])
         },
     }
+
     manifest["digest"] = manifest_digest(manifest)
     durable.write(Path(folder) / MANIFEST, json.dumps(manifest, indent=1).encode())
     return str(manifest["digest"])
@@ -197,7 +202,8 @@ def _check_entries(
 ) -> dict[str, dict[str, Any]]:
     """Checks that every tensor is in its place with its shape and one type.
     Returns the manifest's tensor table."""
-    infos, cut = tensor_table(spec), layout.cut if layout else WHOLE
+    infos = tensor_table(spec)
+    cut = layout.cut if layout else WHOLE
     stored: dict[tuple[int, int, str], dict[str, Any]] = {}
     for entry in entries:
         for name, tensor in entry["tensors"].items():
@@ -233,11 +239,13 @@ def _check_entries(
                 f"replicated tensor {name!r} differs between tensor ranks; rank 0's is used",
                 stacklevel=3,
             )
+
         table[name] = {"dtype": found[0]["dtype"], "shape": list(info.shape), "split": info.split}
 
     if stored:
         part, stage, name = next(iter(stored))
         raise WeightsError(f"tensor {name!r} does not belong on part {part} of pipeline rank {stage}")
+
     return table
 
 
@@ -247,6 +255,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
     except ValueError as error:
         raise WeightsError(f"{path} is not JSON ({error}); write the weights again") from error
+
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise WeightsError(f"{path} is not a manifest of {FORMAT!r}")
     if manifest.get("version") != VERSION:
@@ -254,13 +263,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}: convert"
             " again"
         )
+
     for field in ("kind", "family", "layout", "hf_config", "tensors", "files", "digest"):
         if field not in manifest:
             raise WeightsError(f"{path}: field {field!r} is missing")
+
     if manifest["digest"] != manifest_digest(manifest):
         raise WeightsError(
             f"{path} was changed after it was written (its digest differs); write the weights again"
         )
+
     return manifest
 
 

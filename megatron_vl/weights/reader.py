@@ -45,16 +45,19 @@ def find_weights(path: str | Path) -> Path:
     for folder in (path, path / "weights"):
         if (folder / MANIFEST).is_file():
             return folder
+
     if (path / UNFINISHED).is_file() and not (path / run_folder.LATEST).is_file():
         raise FileNotFoundError(
             f"{path} holds a conversion that is not finished; run it again to continue it"
         )
+
     try:
         saved = run_folder.latest(path)
     except run_folder.StepMissingError as error:
         raise FileNotFoundError(str(error)) from error
     except run_folder.CheckpointError as error:
         raise WeightsError(str(error)) from error
+
     if saved is None:
         looks = f"holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {run_folder.LATEST}"
         if (path / "config.json").is_file():
@@ -63,11 +66,13 @@ def find_weights(path: str | Path) -> Path:
                 " writes those"
             )
         raise FileNotFoundError(f"{path} {looks}")
+
     weights = saved.path / "weights"
     if not (weights / MANIFEST).is_file():
         raise FileNotFoundError(
             f"{weights / MANIFEST} is missing, although step {saved.step} is the latest of {path}"
         )
+
     return weights
 
 
@@ -109,6 +114,7 @@ class WeightReader:
             raise WeightsError(
                 f"{self.path / MANIFEST} is damaged: {type(error).__name__}: {error}"
             ) from error
+
         self._verify = verify
         self._files: dict[str, TensorReader] = {}
         self._checked: set[tuple[str, str]] = set()
@@ -126,6 +132,7 @@ class WeightReader:
                 raise WeightsError(f"{path}: {file!r} is not a file name of weights")
             if not (self.path / file).is_file():
                 raise WeightsError(f"{self.path / file} is missing, although {MANIFEST} names it")
+
             for name in entry["tensors"]:
                 if name not in self.table or self._stage(name) != entry["pp"]:
                     raise WeightsError(
@@ -147,6 +154,7 @@ class WeightReader:
                         f"{path}: no file holds tensor {name!r} ({info.split}) of"
                         f" {_rank(info, part, self.cut)}"
                     )
+
         if len(where) != sum(self.cut.parts(info) for info in self.table.values()):
             raise WeightsError(f"{path}: files of more ranks than its layout's {self.cut}")
         return where
@@ -157,7 +165,8 @@ class WeightReader:
 
     def _check_step(self) -> None:
         """Checks that a step folder holds the weights of its own step, if the weights record one."""
-        step, folder = (self.manifest.get("origin") or {}).get("step"), self.path.parent
+        step = (self.manifest.get("origin") or {}).get("step")
+        folder = self.path.parent
         if (
             step is not None
             and self.path.name == "weights"
@@ -183,6 +192,7 @@ class WeightReader:
             if file not in self._files:
                 self._files[file] = self.open_file(file)
             check = self._checks.setdefault((file, name), threading.Lock())
+
         reader = self._files[file]
         if self._verify and (file, name) not in self._checked:
             with check:  # only threads that read this tensor wait
@@ -193,6 +203,7 @@ class WeightReader:
                         f" from {MANIFEST}); fetch or write the weights again"
                     )
                 self._checked.add((file, name))
+
         return reader
 
     def open_file(self, file: str) -> TensorReader:
@@ -243,10 +254,13 @@ class WeightReader:
             WeightsError: the stored tensor is damaged.
         """
         check_cut(self.spec, cut)
-        info, dtype = self.table[name], self.dtype(name)
-        shape, first = info.shard_shape(cut), 0
+        info = self.table[name]
+        dtype = self.dtype(name)
+        shape = info.shard_shape(cut)
+        first = 0
         if expert is not None:
-            first, shape = range(shape[0])[expert] * shape[1], shape[1:]
+            first = range(shape[0])[expert] * shape[1]
+            shape = shape[1:]
 
         as_stored = cut[1:] == self.cut[1:] if info.experts else cut.tp == self.cut.tp
         blocks = part_blocks(info, part, cut)

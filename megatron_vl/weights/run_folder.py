@@ -40,7 +40,8 @@ LINEAGE = "lineage.json"
 EXPORTS = "hf"
 """Folder of a run in which ``checkpoint.export_hf`` leaves Hugging Face folders."""
 EXPORTED = "megatron_vl.json"
-"""In such a folder: of which saved step it was made."""
+"""Beside exported weights: the rule for videos that they were trained under and, in such a folder, of which
+saved step it was made."""
 FIRST_BRANCH = "0"
 """The branch of checkpoints of older versions."""
 
@@ -144,9 +145,11 @@ def folder_step(path: Path) -> int | None:
 
 def aside(saved: Saved) -> Path:
     """A free name for a checkpoint whose step is saved again on another branch."""
-    step, lineage = step_folder(saved.path.parent, saved.step), saved.lineage
+    step = step_folder(saved.path.parent, saved.step)
+    lineage = saved.lineage
     base = f"{step.name}.branch_{lineage.branch}.{lineage.serial}"
-    path, copies = saved.path.with_name(base), 1
+    path = saved.path.with_name(base)
+    copies = 1
     while path.exists():
         copies += 1
         path = saved.path.with_name(f"{base}.{copies}")
@@ -289,7 +292,8 @@ def latest(folder: Path) -> Saved | None:
 
 def by_branch(folder: Path) -> tuple[list[Saved], list[Saved]]:
     """The checkpoints that led to the latest one, by step, and those that roll-backs abandoned."""
-    tip, checkpoints = latest(folder), saved_checkpoints(folder)
+    tip = latest(folder)
+    checkpoints = saved_checkpoints(folder)
     if tip is None:
         return [], []
     present = [saved for saved in checkpoints if tip.lineage.holds(tip.step, saved.point)]

@@ -119,14 +119,17 @@ class TensorReader:
             raise WeightsError(
                 f"{path} is not a whole safetensors file ({error}); fetch or write it again"
             ) from error
+
         self._entries: dict[str, dict[str, Any]] = json.loads(header[8:])
         self._entries.pop("__metadata__", None)
         self._start = len(header)
         # The map is private and writable because torch needs such a buffer, and has no reserve because a file
         # may be larger than the memory. Nothing writes to it.
         with open(path, "rb") as file:
-            flags, protection = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
             self._map = mmap.mmap(file.fileno(), 0, flags, protection)
+
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
 
@@ -264,7 +267,8 @@ class TensorWriter:
         view = memoryview(data)
         while len(view):
             written = os.pwrite(self._fd, view, offset)
-            view, offset = view[written:], offset + written
+            view = view[written:]
+            offset += written
             progress.tick()
 
     def write(self, name: str, chunks: Iterable[Tensor]) -> str:

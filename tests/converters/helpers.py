@@ -44,6 +44,7 @@ def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
     vision = config["vision_config"] | {"depth": vision_layers}
     if config["model_type"] == "qwen2_vl":
         # An FFN width of 192, so that this family's padding is exercised as well.
@@ -56,6 +57,7 @@ def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str
             "out_hidden_size": hidden,
             "fullatt_block_indexes": [1],
         }
+
     return config | {"vision_config": vision}
 
 
@@ -76,12 +78,14 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
     if "num_experts" in text:
         text |= {
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 40 if hidden < 300 else 56,
         }
+
     vision |= {
         "depth": vision_layers,
         "hidden_size": 64,
@@ -91,6 +95,7 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
         "num_position_embeddings": 49,
         "deepstack_visual_indexes": [0, 1],
     }
+
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return (
         config
@@ -166,10 +171,12 @@ def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], f
         "chat_template.json",
     ):
         (folder / name).write_text(json.dumps({"file": name}))
+
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if files == 1:
         save_file(tensors, folder / SINGLE, {"format": "pt"})
         return folder
+
     names = list(tensors)
     where = {
         name: f"model-{i * files // len(names) + 1:05d}-of-{files:05d}.safetensors"
@@ -179,6 +186,7 @@ def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], f
         save_file(
             {name: tensors[name] for name in names if where[name] == file}, folder / file, {"format": "pt"}
         )
+
     size = sum(tensor.nbytes for tensor in tensors.values())
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}))
     return folder

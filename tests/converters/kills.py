@@ -87,9 +87,12 @@ def count_operations(kill_before: int, report: Path) -> None:
 
 
 def check(command: str, hf: Path, folder: Path, draw: random.Random, at_chosen: int, at_random: int) -> None:
-    words, whole, log = commands(hf, folder)[command], folder / f"whole_{command}", folder / "log"
+    words = commands(hf, folder)[command]
+    whole = folder / f"whole_{command}"
+    log = folder / "log"
     if attempt(words, whole, log):
         raise AssertionError(log.read_text())
+
     last = int(log.with_suffix(".count").read_text())
     begin = time.monotonic()
     attempt(words, folder / "again", log, last + 1)
@@ -100,6 +103,7 @@ def check(command: str, hf: Path, folder: Path, draw: random.Random, at_chosen: 
         {"kill_before": n} for n in [*ends, *draw.sample(range(4, last - 4), at_chosen)]
     ]
     moments += [{"kill_after": draw.uniform(0, seconds)} for _ in range(at_random)]
+
     for moment in moments:
         out = folder / "out"
         killed = [attempt(words, out, log, **moment)]
@@ -113,6 +117,7 @@ def check(command: str, hf: Path, folder: Path, draw: random.Random, at_chosen: 
                 # Killed between its last operation and its end: the output is there, and is not taken for a
                 # partial one.
                 assert not unfinished and "is not empty" in log.read_text(), log.read_text()
+
         assert_same_folder(whole, out)
         text = log.read_text()
         report = json.loads(text[text.index("{") :]) if code == 0 else {}
@@ -122,7 +127,9 @@ def check(command: str, hf: Path, folder: Path, draw: random.Random, at_chosen: 
                 {"command": command, **moment, "of": last, "killed": killed.count(None), "told": text, **kept}
             )
         )
+
         shutil.rmtree(out)
+
     shutil.rmtree(folder / "again", ignore_errors=True)
 
 

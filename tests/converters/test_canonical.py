@@ -75,13 +75,15 @@ def test_rules_ask_for_transformers_tensors(size: str) -> None:
 def test_rules_cover_every_element_once(size: str) -> None:
     """Blocks and padding tile each canonical tensor, and blocks alone tile each HF tensor."""
     spec = read_spec(small_config(size))
-    table, hf_area = tensor_table(spec), dict[str, Tensor]()
+    table = tensor_table(spec)
+    hf_area = dict[str, Tensor]()
     for rule in rules_for(spec):
         area = torch.zeros(matrix_shape(table[rule.name].shape), dtype=torch.int8)
         for block in rule.blocks:
             area[block.row : block.row + block.rows, block.col : block.col + block.cols] += 1
             empty = torch.zeros(matrix_shape(rule.hf[str(block.part)]), dtype=torch.int8)
-            part, there = hf_area.setdefault(str(block.part), empty), block.inverted(rule.name)
+            part = hf_area.setdefault(str(block.part), empty)
+            there = block.inverted(rule.name)
             part[there.row : there.row + there.rows, there.col : there.col + there.cols] += 1
         for region in rule.padding:
             area[region.row : region.row_end, region.col : region.col_end] += 1
@@ -92,7 +94,8 @@ def test_rules_cover_every_element_once(size: str) -> None:
 @pytest.fixture(scope="module", params=SIZES)
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """(size, reader of unsplit weights, HF tensors under names that all families share)."""
-    size, root = request.param, tmp_path_factory.mktemp("canonical")
+    size = request.param
+    root = tmp_path_factory.mktemp("canonical")
     convert(released_folder(root / "hf", size), root / "full")
     return (
         size,
@@ -105,7 +108,9 @@ def test_language_qkv(converted) -> None:
     """Projecting with the fused matrix and splitting like Megatron-core gives HF's queries, keys, values."""
     size, reader, hf = converted
     m = read_spec(small_config(size)).language
-    groups, dim, per_group = m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
+    groups = m.num_kv_heads
+    dim = m.head_dim
+    per_group = m.num_heads // m.num_kv_heads
     for layer in range(m.num_layers):
         for kind in ("weight", "bias") if m.qkv_bias else ("weight",):
             fused = reader.get(f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.{kind}")
@@ -167,6 +172,7 @@ def test_mlps_compute_the_same(converted) -> None:
             v.gated_mlp,
             v.activation,
         )
+
         if spec.language.moe is None:
             hidden = spec.language.hidden_size
             check(
@@ -190,8 +196,10 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
         if style == "output_first"
         else released
     )
+
     convert(write_hf(tmp_path / "hf", tensors, small_config(size)), tmp_path / "full")
-    reader, layer = WeightReader(tmp_path / "full"), 2
+    reader = WeightReader(tmp_path / "full")
+    layer = 2
     prefix = f"language_model.decoder.layers.{layer}."
     norm, router, fc1, fc2 = (
         reader.get(f"{prefix}{name}.weight").double()
@@ -199,6 +207,7 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
     )
     hf_model(size).set_experts_implementation("eager")  # grouped matrix products know no float64
     module = hf_model(size).model.language_model.layers[layer]
+
     assert torch.equal(norm, module.post_attention_layernorm.weight.double())
     hidden = torch.randn(
         1, 5, router.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64

@@ -48,10 +48,12 @@ def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) 
         )
         == 0
     )
+
     assert "layout: tp 2, pp 2, vpp 1, layers 1,3" in capsys.readouterr().out
     assert run("merge", "--checkpoint", tmp_path / "shards", "--out", tmp_path / "merged") == 0
     assert_same_folder(tmp_path / "full", tmp_path / "merged")
     assert run("export", "--checkpoint", tmp_path / "shards", "--hf", origin, "--out", tmp_path / "back") == 0
+
     assert_same_folder(origin, tmp_path / "back")
     assert run("verify", origin, tmp_path / "back") == 0
     assert "identical: " in capsys.readouterr().out
@@ -75,6 +77,7 @@ def test_one_step_leaves_no_unsplit_copy(tmp_path: Path, origin: Path, capsys: p
         )
         == 0
     )
+
     assert json.loads(capsys.readouterr().out)["layout"] == {
         **{"tp": 2, "pp": 2, "vpp": 2, "layers": [1, 1, 1, 1], "ep": 1, "etp": 1}
     }
@@ -89,6 +92,7 @@ def test_experts_have_files_of_their_own(tmp_path: Path, capsys: pytest.CaptureF
     split = ("split", "--checkpoint", tmp_path / "full", "--out", tmp_path / "shards", "--tp", 2, "--pp", 2)
     assert run(*split, "--ep", 2, "--etp", 2) == 0
     assert "layout: tp 2, pp 2, vpp 1, layers 2,2, ep 2, etp 2" in capsys.readouterr().out
+
     experts = {f"ep0{e}_etp0{t}_pp0{p}.safetensors" for e in (0, 1) for t in (0, 1) for p in (0, 1)}
     dense = {f"tp0{t}_pp0{p}.safetensors" for t in (0, 1) for p in (0, 1)}
     assert {path.name for path in (tmp_path / "shards").iterdir()} == {"manifest.json", *experts, *dense}
@@ -188,7 +192,8 @@ def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None
     """On a terminal, one line is redrawn; elsewhere, a plain line is printed every 30 seconds."""
     now = [0.0]
     monkeypatch.setattr("converters.stream.time.monotonic", lambda: now[0])
-    terminal, log = Terminal(), io.StringIO()
+    terminal = Terminal()
+    log = io.StringIO()
     for stream in (terminal, log):
         now[0] = 0.0
         progress = Progress("convert", 4_000_000_000, stream)

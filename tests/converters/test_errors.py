@@ -121,12 +121,14 @@ def test_impossible_layouts(tmp_path: Path, layout: dict, message: str) -> None:
 def test_square_experts_are_refused(tmp_path: Path, width: int, stack: str, message: str) -> None:
     """Both orientations fit one of the two stacks; the other does not decide (see ``expert_style``)."""
     size = "Qwen3-VL-30B-A3B-Instruct"
-    config, tensors = small_config(size), released_tensors(size)
+    config = small_config(size)
+    tensors = released_tensors(size)
     config["text_config"]["moe_intermediate_size"] = width
     for name, tensor in tensors.items():
         if ".mlp.experts." in name:
             shape = (8, 192, 2 * width) if name.endswith("gate_up_proj") else (8, width, 192)
             tensors[name] = torch.zeros(shape, dtype=tensor.dtype)
+
     with pytest.raises(WeightsError, match=message):
         convert(write_hf(tmp_path / "hf", tensors, config), tmp_path / "out")
     assert not (tmp_path / "out").exists()

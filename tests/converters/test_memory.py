@@ -87,12 +87,15 @@ def test_memory_is_bounded(tmp_path: Path, repository: Path, config, layout: dic
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repository
     )
+
     assert process.stdin and process.stdout
     assert process.stdout.readline() == "ready\n"
     before = peak = {field: memory(process.pid, field) for field in BOUNDS}
     process.stdin.write("go\n")
     process.stdin.close()
-    tick, samples = threading.Event(), 0
+    tick = threading.Event()
+    samples = 0
+
     while process.poll() is None:
         try:
             peak = {field: max(peak[field], memory(process.pid, field)) for field in BOUNDS}
@@ -100,6 +103,7 @@ def test_memory_is_bounded(tmp_path: Path, repository: Path, config, layout: dic
             break
         samples += 1
         tick.wait(0.005)
+
     assert process.wait() == 0
     assert samples > 20
     for field, bound in BOUNDS.items():

@@ -77,11 +77,13 @@ def test_other_arguments_are_refused(tmp_path: Path, origin: Path, monkeypatch: 
     ):
         with pytest.raises(FileExistsError, match=f"unfinished conversion, and {message}.*--force"):
             convert(origin, out, other)
+
     with pytest.raises(
         FileExistsError, match="unfinished conversion to Megatron weights; give another --out"
     ):
         convert(origin, tmp_path / "full")
         export(tmp_path / "full", origin, out, force=True)
+
     report = convert(origin, out, {"tp": 4}, force=True)
     assert report.kept_tensors == 0
     convert(origin, tmp_path / "whole", {"tp": 4})
@@ -108,7 +110,8 @@ def test_a_changed_source_is_refused(tmp_path: Path, origin: Path, monkeypatch: 
 def test_a_source_that_changes_meanwhile(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf, region = tmp_path / "hf", HfCheckpoint.region
+    hf = tmp_path / "hf"
+    region = HfCheckpoint.region
     shutil.copytree(origin, hf)
 
     def touching(self, name, w):
@@ -131,16 +134,19 @@ def test_damage_to_what_was_written_is_written_again(
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT), after=100)
     lines = (out / UNFINISHED).read_text().splitlines()
     files = sorted(out.glob("*.partial"))
+
     assert len(files) == 4
     data = bytearray(files[0].read_bytes())
     data[100_000] ^= 1
     files[0].write_bytes(data)
     files[1].write_bytes(files[1].read_bytes()[:5000])
     files[2].unlink()
+
     with (out / UNFINISHED).open("a") as file:
         file.write('["tp00_pp00.safetens')
     report = convert(origin, out, LAYOUT)
     assert 0 < report.kept_tensors < len(lines) - 1
+
     assert_same_folder(tmp_path / "whole", out)
 
 
@@ -179,6 +185,7 @@ def test_an_unfinished_folder_is_not_a_checkpoint(
         TensorFolder(tmp_path / "back")
     with pytest.raises(FileNotFoundError, match="a conversion that is not finished; run it again"):
         WeightReader(tmp_path / "shards")
+
     assert (
         main(
             [
@@ -193,6 +200,7 @@ def test_an_unfinished_folder_is_not_a_checkpoint(
         )
         == 0
     )
+
     told = capsys.readouterr()
     assert "of 2 files kept" in told.err and "continued: " in told.out
     assert_same_folder(origin, tmp_path / "back")
@@ -210,7 +218,8 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) 
 
 def test_full_disk_keeps_what_is_there(tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the remaining files need room, and nothing is lost if there is too little."""
-    out, usage = tmp_path / "out", shutil.disk_usage(tmp_path)
+    out = tmp_path / "out"
+    usage = shutil.disk_usage(tmp_path)
     interrupted(monkeypatch, lambda: convert(origin, out, LAYOUT))
     with monkeypatch.context() as patch, pytest.raises(WeightsError, match="the disk has 0.0 GB free"):
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -223,7 +232,9 @@ def test_an_exported_folder_is_on_the_disk_when_export_returns(
 ) -> None:
     """Each file's bytes are synced, under its final or former name, and so is the folder that
     holds the names."""
-    hf, synced, fsync = tiny_checkpoint("qwen2_5_vl"), set(), os.fsync
+    hf = tiny_checkpoint("qwen2_5_vl")
+    synced = set()
+    fsync = os.fsync
 
     def recorded(handle: int) -> None:
         synced.add(os.readlink(f"/proc/self/fd/{handle}").removesuffix(".partial"))

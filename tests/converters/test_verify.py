@@ -58,6 +58,7 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
         sign=torch.zeros(3),
         scalar=torch.tensor(1),
     )
+
     b = folder_of(
         tmp_path / "b",
         same=nan,
@@ -67,6 +68,7 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
         scalar=torch.tensor(2),
         new=torch.ones(1),
     )
+
     found = {difference.name: difference.how for difference in compare(a, b).differences}
     assert found == {
         "kind": "type F32 against F16",
@@ -95,6 +97,7 @@ def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
     a = write_hf(tmp_path / "a", tensors, small_config(SIZE))
     b = write_hf(tmp_path / "b", present_names(tensors), small_config(SIZE), files=2)
     assert main(["verify", str(a), str(b)]) == 0
+
     said = capsys.readouterr().out
     assert (
         f"identical: {len(tensors)} tensors" in said
@@ -103,11 +106,13 @@ def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
     assert (
         "model.embed_tokens.weight is model.language_model.embed_tokens.weight in the second folder" in said
     )
+
     changed = {name: tensor.clone() for name, tensor in present_names(tensors).items()}
     changed["model.visual.blocks.1.attn.qkv.weight"].view(torch.int16)[3, 5] ^= 1
     c = write_hf(tmp_path / "c", changed, small_config(SIZE))
     assert main(["verify", str(a), str(c)]) == 1
     assert "different: 1 of" in capsys.readouterr().out
+
     (found,) = compare(c, a).differences
     assert found.name == "model.visual.blocks.1.attn.qkv.weight" and found.how.startswith("1 of ")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
 from megatron_vl.parallel.grid import end_distributed, init_distributed
 from megatron_vl.platform import get_platform
+from tests.support.expert_config import expert_config
 
 HIDDEN, FFN, EXPERTS = 8, 6, 2
 COUNTS = [3, 2]
@@ -34,27 +35,16 @@ def nodes_of_experts() -> dict[str, Any]:
     difference to a SwiGLU written out."""
     get_platform("cpu")
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        num_moe_experts=EXPERTS,
-        moe_ffn_hidden_size=FFN,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=True,
-        add_bias_linear=False,
-    )
     torch.manual_seed(0)
     experts = TEGroupedMLP(
         EXPERTS,
-        config,
+        expert_config(HIDDEN, FFN, EXPERTS, bias_activation_fusion=True),
         submodules=GroupedMLPSubmodules(linear_fc1=PlainGroupedLinear, linear_fc2=PlainGroupedLinear),
         pg_collection=SimpleNamespace(ep=None, expt_tp=None),
     )
-    x, probs = torch.randn(sum(COUNTS), HIDDEN), torch.rand(sum(COUNTS))
+    x = torch.randn(sum(COUNTS), HIDDEN)
+    probs = torch.rand(sum(COUNTS))
 
     def run() -> Tensor:
         return experts(x, torch.tensor(COUNTS), probs)[0]
@@ -70,7 +60,8 @@ def nodes_of_experts() -> dict[str, Any]:
 
 def nodes_of(out: Tensor) -> list[str]:
     """Names of the nodes of a tensor's autograd graph."""
-    found, left = [], [out.grad_fn]
+    found = []
+    left = [out.grad_fn]
     while left:
         node = left.pop()
         if node is not None:
@@ -115,7 +106,8 @@ def counts_brought_to_the_host() -> list[bool]:
         return tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = move  # nothing moves where there is no device
-    counts, found = torch.tensor([3, 2]), []
+    counts = torch.tensor([3, 2])
+    found = []
     for kind in (token_dispatcher.MoEAlltoAllTokenDispatcher, DeviceCountsDispatcher):
         moved.clear()
         dispatcher = kind.__new__(kind)
@@ -130,6 +122,8 @@ def counts_brought_to_the_host() -> list[bool]:
             num_out_tokens=None,
             num_local_experts=1,
         )
+
         assert dispatcher._maybe_dtoh_and_synchronize("here", counts) is counts
         found.append(any(tensor is counts for tensor in moved))
+
     return found

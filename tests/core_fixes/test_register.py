@@ -173,6 +173,7 @@ def test_the_scan_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.Monkey
         "        setattr(mpu, 'create_group', None)\n"
         "        return part._hidden\n"
     )
+
     monkeypatch.setattr(scan, "ROOT", tmp_path)
     assert [str(reach) for reach in scan.subclasses()] == [
         "megatron_vl.new:3 (Other): megatron.core.transformer.mlp.MLP"

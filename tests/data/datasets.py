@@ -20,7 +20,8 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
     for i in range(count):
         write(root / f"images/{i}.img", encoded(40 + 11 * (i % 7), 60 + 17 * (i % 5), KINDS[i % 5], seed=i))
         write(root / "clips/a.mp4", video(12, 56, 84))
-        one, two = f"images/{i}.img", "images/0.img"
+        one = f"images/{i}.img"
+        two = "images/0.img"
         answer = {"from": "gpt", "value": f"Answer number {i}."}
         records.append(
             [
@@ -57,6 +58,7 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
                 },
             ][i % 5]
         )
+
     return records
 
 

@@ -26,6 +26,7 @@ def hf_config(family: str) -> dict:
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     }
+
     common = {
         "depth": 2,
         "num_heads": 2,
@@ -34,6 +35,7 @@ def hf_config(family: str) -> dict:
         "spatial_merge_size": 2,
         "in_chans": 3,
     }
+
     if family == "qwen2_5_vl":
         vision = {
             **common,
@@ -45,6 +47,7 @@ def hf_config(family: str) -> dict:
         vision |= {"fullatt_block_indexes": [1], "tokens_per_second": 2}
     else:
         vision = {**common, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4}
+
     tokens = {
         "image_token_id": 151655,
         "video_token_id": 151656,
@@ -71,6 +74,7 @@ def hf_config(family: str) -> dict:
             "tie_word_embeddings": False,
             "vision_config": vision,
         }
+
     return {"model_type": family, **text, **tokens, "tie_word_embeddings": False, "vision_config": vision}
 
 
@@ -95,13 +99,15 @@ def sample_of(spec: ModelSpec, parts: list[int | GridTHW], seed: int = 0) -> Sam
         frames = 1 if part.kind == "image" else part.t * vision.temporal_patch_size
         shape = (frames, part.h * part.w, vision.in_channels * vision.patch_size**2)
         media.append(MediaItem(part, torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)))
+
     tokens = torch.cat(ids)
     return Sample(tokens, torch.rand(len(tokens), generator=draw) < 0.5, media)
 
 
 def positions_one_by_one(tokens: torch.Tensor, grids: list[GridTHW], spec: ModelSpec) -> list[list[int]]:
     """(time, row, column) of each token by the released models' rule, counted in plain Python."""
-    merge, media = spec.vision.spatial_merge_size, iter(placeholder_runs(grids, spec))
+    merge = spec.vision.spatial_merge_size
+    media = iter(placeholder_runs(grids, spec))
     found: list[list[int]] = []
     here = 0
     while len(found) < len(tokens):
@@ -109,6 +115,7 @@ def positions_one_by_one(tokens: torch.Tensor, grids: list[GridTHW], spec: Model
             found.append([here] * 3)
             here += 1
             continue
+
         grid = next(media)
         # Multiplied in float32, as tensors are: group 5 of 0.9 seconds each is at 9, not at 8.9999998.
         timed = spec.vision.tokens_per_second and grid.kind == "video"
@@ -119,6 +126,8 @@ def positions_one_by_one(tokens: torch.Tensor, grids: list[GridTHW], spec: Model
             for row in range(grid.h // merge)
             for column in range(grid.w // merge)
         ]
+
         found += medium
         here = max(map(max, medium)) + 1
+
     return found

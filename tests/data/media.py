@@ -53,6 +53,7 @@ def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
         rgb.convert("1").save(out, "PNG")
     else:
         raise ValueError(kind)
+
     return out.getvalue()
 
 
@@ -63,7 +64,9 @@ def video(frames: int, height: int = 64, width: int = 96, fps: int = 10) -> byte
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = "yuv420p"
         for i in range(frames):
             frame = av.VideoFrame.from_ndarray(picture(height, width, seed=i), format="rgb24")
             container.mux(stream.encode(frame))

@@ -25,7 +25,8 @@ def shared_facts(path: str) -> list[Any]:
     config = TrainConfig()
     config.data.path = path
     identity = loop.share_data(config)["train"].identity
-    config.eval.interval, config.eval.split = 1, "test"
+    config.eval.interval = 1
+    config.eval.split = "test"
     try:
         told = str(loop.share_data(config))
     except ValueError as error:

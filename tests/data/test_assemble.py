@@ -120,6 +120,7 @@ def test_row_holds_each_sample_as_it_would_be_alone(family):
         *torch.tensor([len(s) for s in samples]).cumsum(0).tolist(),
         used + 13,
     ]
+
     assert row.max_seqlen == int(row.cu_seqlens.diff().max())
     assert row.tokens[used:].tolist() == [151643] * 13 and row.loss_mask[used:].sum() == 0
     for sample, start in zip(samples, row.cu_seqlens.tolist(), strict=False):
@@ -140,12 +141,15 @@ def test_pixels_and_features_go_to_their_own_placeholders(family):
     spec = spec_of(family)
     samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
     row = pack_row(samples, spec, sum(map(len, samples)))
-    vision, unit = row.vision, spec.vision.merge_unit
+    vision = row.vision
+    unit = spec.vision.merge_unit
+
     assert row.num_patches == len(vision.plane_index) and row.num_images == sum(len(s.media) for s in samples)
     by_place = torch.argsort(vision.feature_index)
     placeholders = (
         ((row.tokens == spec.image_token_id) | (row.tokens == spec.video_token_id)).nonzero().flatten()
     )
+
     assert torch.equal(vision.feature_index[by_place], placeholders)
     patches = (by_place[:, None] * unit + torch.arange(unit)).flatten()
     pixels = vision.planes[vision.plane_index.long()][patches]

@@ -81,11 +81,13 @@ def released_tokenizer_folder() -> Path:
         for token, rank in ranks.items()
         if (split := last_merge(token, rank, ranks))
     ]
+
     folder = Path(tempfile.mkdtemp())
     _write_tokenizer(folder, {written[t]: r for t, r in ranks.items()}, merges)
     (folder / "preprocessor_config.json").write_text(
         (tiny_checkpoint() / "preprocessor_config.json").read_text()
     )
+
     return folder
 
 
@@ -248,7 +250,8 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
 
     folder = tiny_checkpoint("qwen3_vl")
     spec = read_spec(folder)
-    processor, ours = AutoProcessor.from_pretrained(folder), ChatEncoder(folder, spec, rule)
+    processor = AutoProcessor.from_pretrained(folder)
+    ours = ChatEncoder(folder, spec, rule)
     messages, grids = VIDEO_CONVERSATIONS[name]
     clips = [grid for grid in grids if grid.kind == "video"]
     # Frame numbers at 1000 frames a second whose means are the times.

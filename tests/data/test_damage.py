@@ -191,9 +191,11 @@ def test_a_state_whose_samples_vanished_is_restored(dataset, workers):
     second.load_state_dict(state)
     used: set[str] = set()
     dropped: set[str] = set()
+
     for row in islice(second, 30):
         used.update(row.keys)
         dropped.update(d.key for d in row.dropped_samples)
+
     second.close()
     assert dropped == {f"train-000002.tar[{i}]" for i in range(6)}
     assert used == {f"{i:09d}" for i in range(COUNT) if not 12 <= i < 18}
@@ -232,10 +234,12 @@ def test_the_share_of_bad_samples():
         "10 image does not decode, 1 shard missing" in meter.problem()
         and "data.max_bad_share 0.01" in meter.problem()
     )
+
     meter.add(2000, {})
     assert not meter.problem()
     meter.add(0, {"shard missing": 11})
     assert meter.problem()
+
     other = BadSampleMeter(0.01)
     other.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     assert other.problem() == meter.problem()
@@ -262,7 +266,8 @@ def test_a_row_is_the_fullest_there_is():
     draw = random.Random(0)
     for _ in range(200):
         sizes = [(draw.randint(1, 40), draw.randint(0, 30)) for _ in range(draw.randint(1, 8))]
-        tokens, patches = 64, draw.choice([0, 40])
+        tokens = 64
+        patches = draw.choice([0, 40])
         row = fill_row(sizes, tokens, patches)
         fits = [
             sum(sizes[i][0] for i in chosen)
@@ -289,11 +294,13 @@ def test_rows_are_full_and_none_waits_indefinitely(tmp_path):
         lengths += sizes
         filled.append(sum(sizes) / 320)
         oldest.append(min(row.keys))
+
     assert oldest == sorted(set(oldest)), "each row takes the sample that has waited longest"
     emptied = []
     for start in range(0, len(lengths) - 32, 32):
         sizes = [(n, 0) for n in lengths[start : start + 32]]
         emptied += [sum(sizes[i][0] for i in bin_) / 320 for bin_ in pack_greedily(sizes, 320)]
+
     assert sum(filled) / 60 > 0.995 and sum(emptied) / len(emptied) < 0.96
 
 

@@ -92,6 +92,7 @@ def hf_inputs(folder, record, parts, video_prompt):
         metadata = [VideoMetadata(total_num_frames=m["frames"], fps=m["fps"]) for _, m in clips]
         extra = {"videos": [frames for frames, _ in clips], "video_metadata": metadata}
         extra |= {"do_sample_frames": True, "fps": 2.0, "max_frames": 32}
+
     text = processor.apply_chat_template(record["messages"], tokenize=False)
     text = video_text(text, processor, read_spec(folder), video_prompt)
     limits: dict = dict(PIXELS)
@@ -111,6 +112,7 @@ def hf_inputs(folder, record, parts, video_prompt):
             "size": video_size,
             **{n: extra.pop(n) for n in ("do_sample_frames", "fps", "max_frames") if extra},
         }
+
     out = processor(text=[text], images=images or None, return_tensors="pt", **limits, **extra)
     return out
 
@@ -147,21 +149,27 @@ RELEASED = {"video_positions": "released", "video_prompt": "released"}
 def test_rows_equal_the_hf_processor(dataset, family, rules):
     """Compares tokens, M-RoPE positions and pixels of every sample in the rows; no sample is missing."""
     folder = tiny_checkpoint(family)
-    spec, norm, samples = read_spec(folder), read_pixel_norm(folder), stored(dataset)
+    spec = read_spec(folder)
+    norm = read_pixel_norm(folder)
+    samples = stored(dataset)
     with torch.device("meta"):
         from transformers import AutoConfig
 
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).model
+
     volume = VOLUME if family == "qwen3_vl" else 0
     rows = list(loader(dataset, family, split="val", video_max_pixels=volume, **rules))
     seen = [key for row in rows for key in row.keys]
     assert len(seen) == len(set(seen)) == 4 and any(row.num_samples > 1 for row in rows)
+
     for row in rows:
         features = pixel_table(row, spec, norm)
         for i, key in enumerate(row.keys):
-            start, end = row.cu_seqlens[i], row.cu_seqlens[i + 1]
+            start = row.cu_seqlens[i]
+            end = row.cu_seqlens[i + 1]
             hf = hf_inputs(folder, *samples[key], rules["video_prompt"])
             assert row.tokens[start:end].tolist() == hf["input_ids"][0].tolist()
+
             names = ("image_grid_thw", "video_grid_thw") + (
                 ("second_per_grid_ts",) if family == "qwen2_5_vl" else ()
             )
@@ -173,6 +181,7 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
             elif CUTS_SECONDS or "second_per_grid_ts" not in grids:
                 given = {"mm_token_type_ids": hf["mm_token_type_ids"], **grids}
                 assert torch.equal(ours, model.get_rope_index(hf["input_ids"], **given)[0][:, 0])
+
             for token, name in (
                 (spec.image_token_id, "pixel_values"),
                 (spec.video_token_id, "pixel_values_videos"),
@@ -219,11 +228,13 @@ def test_resume_continues_with_the_same_rows(dataset, workers):
     # A save right after a restore, before every worker has spoken, must not rewind the silent ones.
     second = loader(dataset, num_workers=workers)
     second.load_state_dict(state)
+
     assert same(next(second), wanted[0])
     again = json.loads(json.dumps(second.state_dict()))
     second.close()
     third = loader(dataset, num_workers=workers)
     third.load_state_dict(again)
+
     assert all(same(next(third), row) for row in wanted[1:])
     third.close()
 
@@ -323,7 +334,9 @@ def test_budgets_hold(dataset):
 def test_what_is_too_long_is_counted_not_lost(tmp_path, workers):
     turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
     path, _ = converted(tmp_path, [{"conversations": turns(400 if i % 4 == 0 else 5)} for i in range(16)])
-    rows, seen, dropped = loader(path, num_workers=workers, shuffle_buffer=0, packing_buffer=4), Counter(), 0
+    rows = loader(path, num_workers=workers, shuffle_buffer=0, packing_buffer=4)
+    seen = Counter()
+    dropped = 0
     for row in islice(rows, 6):
         seen.update(row.keys)
         dropped += sum(row.dropped.values())
@@ -373,6 +386,7 @@ def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
     at = data.index(b"\x89PNG")
     shard.write_bytes(data[:at] + bytes(200) + data[at + 200 :])
     row = next(loader(path, shuffle_buffer=0, packing_buffer=2))
+
     assert row.dropped == {"image changed since conversion": 1} and row.num_samples == 2
     damaged = slice(int(row.cu_seqlens[0]), int(row.cu_seqlens[1]))
     assert row.loss_mask[damaged].sum() == 0 and row.loss_mask.sum() > 0

@@ -234,6 +234,7 @@ def test_video_pixels_equal_the_hf_video_processor():
         max_frames=settings.video_max_frames,
         return_tensors="pt",
     )
+
     assert out["video_grid_thw"][0].tolist() == [grid.t, grid.h, grid.w]
     hf = out["pixel_values_videos"].view(grid.t, grid.h * grid.w, 3, 2, 196)
     ours = got.view(grid.t, 2, grid.h * grid.w, 3, 196).permute(0, 2, 3, 1, 4)
@@ -292,6 +293,7 @@ def test_video_pixels_equal_qwen3_vl(qwen3_folder, most):
     out = processor(
         videos=[frames], video_metadata=metadata, do_sample_frames=True, fps=4.0, return_tensors="pt"
     )
+
     assert out["video_grid_thw"][0].tolist() == [grid.t, grid.h, grid.w]
     hf = out["pixel_values_videos"].view(grid.t, grid.h * grid.w, 3, 2, 256)
     ours = got.view(grid.t, 2, grid.h * grid.w, 3, 256).permute(0, 2, 3, 1, 4)

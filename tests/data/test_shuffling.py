@@ -72,7 +72,10 @@ def test_a_state_of_energons_own_buffer_goes_on(dataset, monkeypatch):
 
 def test_bytes_bound_the_buffer_and_lose_nothing(dataset):
     rows = loader(dataset, shuffle_buffer=COUNT, shuffle_buffer_gib=20_000 / GIB)
-    sizes, held, counts, seen = [], [], [], set()
+    sizes = []
+    held = []
+    counts = []
+    seen = set()
     for row in islice(rows, 4 * COUNT):
         now = [stored_bytes(sample) for sample in buffer_of(rows)._active_buffer]
         sizes += now

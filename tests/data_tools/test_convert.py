@@ -58,6 +58,7 @@ def test_sharegpt_markers_become_parts_in_the_order_of_the_text():
             {"from": "assistant", "value": "Bye"},
         ],
     }
+
     conversation = read_conversation(record)
     assert conversation.media == [("image", "a.jpg"), ("video", "c.mp4"), ("image", "b.jpg")]
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
@@ -69,6 +70,7 @@ def test_sharegpt_markers_become_parts_in_the_order_of_the_text():
         ("text", " then "),
         ("image", None),
     ]
+
     assert conversation.messages[2]["content"] == "Yes."
 
 
@@ -82,6 +84,7 @@ def test_openai_parts_in_every_spelling():
         {"type": "video_url", "video_url": {"url": "e.mp4"}},
         {"type": "image", "path": "f.jpg"},
     ]
+
     record = {
         "messages": [
             {"role": "user", "content": parts},
@@ -89,6 +92,7 @@ def test_openai_parts_in_every_spelling():
         ]
     }
     conversation = read_conversation(record)
+
     assert [ref for _, ref in conversation.media] == ["a.jpg", "b.jpg", "c.jpg", "d.mp4", "e.mp4", "f.jpg"]
     assert conversation.messages[0]["content"][0] == {"type": "text", "text": "See "}
 
@@ -102,6 +106,7 @@ def test_messages_with_listed_images():
         answer,
     ]
     record = {"images": ["a.png", "b.png"], "messages": turns}
+
     assert [ref for _, ref in read_conversation(record).media] == ["a.png", "b.png"]
     literal = {
         "messages": [
@@ -109,6 +114,7 @@ def test_messages_with_listed_images():
             {"role": "assistant", "content": "a tag"},
         ]
     }
+
     assert read_conversation(literal).messages[0]["content"] == "what is <image>?"
 
 
@@ -225,6 +231,7 @@ def test_keys_without_effect_and_media_in_answers_are_named():
         "content": [{"type": "image", "image": "d.png"}, {"type": "text", "text": "so"}],
         "weight": 0,
     }
+
     record = {
         "id": 1,
         "system": "Be brief.",
@@ -232,6 +239,7 @@ def test_keys_without_effect_and_media_in_answers_are_named():
         "tools": ["search"],
     }
     conversation = read_conversation(record)
+
     assert conversation.ignored == [
         ("records", "tools"),
         ("content parts", "max_pixels"),
@@ -240,11 +248,13 @@ def test_keys_without_effect_and_media_in_answers_are_named():
         ("content parts", "cache_control"),
         ("turns", "weight"),
     ]
+
     assert conversation.answer_media == 1 and len(conversation.media) == 3
     listed = {
         "images": [{"path": "a.png", "bytes": None, "max_pixels": 784}],
         "conversations": [{**HUMAN, "value": "<image>"}, GPT],
     }
+
     assert read_conversation(listed).ignored == [("listed media", "max_pixels")]
     assert read_conversation({"id": "x", **TEXT}).ignored == []
 
@@ -322,6 +332,7 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
     assert (report.samples, report.images, report.videos, report.refused) == (10, 8, 4, {})
     members = shards(out)
     first = json.loads(members["000000000.json"])
+
     assert members["000000000.0.jpg"] == (tmp_path / "media/images/0.img").read_bytes()
     crc = zlib.crc32(members["000000000.0.jpg"])
     assert first["media"] == [{"key": "0.jpg", "kind": "image", "height": 40, "width": 60, "crc32": crc}]
@@ -330,6 +341,7 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
         {"type": "text", "text": "\nWhat is this?"},
     ]
     assert first["source"] == {"file": "in.json", "record": 1}
+
     clip = json.loads(members["000000003.json"])["media"][0]
     assert clip.pop("crc32") == zlib.crc32(members["000000003.0.mp4"])
     assert clip == {"key": "0.mp4", "kind": "video", "height": 56, "width": 84, "frames": 12, "fps": 10.0}
@@ -343,6 +355,7 @@ def test_energon_finds_all_of_it(tmp_path):
     )
     counts = json.loads((out / ".nv-meta/.info.json").read_text())["shard_counts"]
     splits = yaml.safe_load((out / ".nv-meta/split.yaml").read_text())["split_parts"]
+
     assert sum(counts.values()) == 11 and sorted(splits["train"] + splits["val"]) == sorted(counts)
     assert sum(counts[name] for name in splits["val"]) == report.val == 3
     with sqlite3.connect(out / ".nv-meta/index.sqlite") as db:
@@ -356,6 +369,7 @@ def test_energon_finds_all_of_it(tmp_path):
         for tar, offset, size, _, _ in parts:
             assert (out / names[tar]).read_bytes()[offset : offset + size] in by_name.values()
         sizes = dict(db.execute("select entry_key, metadata_json from media_metadata").fetchall())
+
     assert json.loads(sizes["000000000.0.jpg"]) == {
         "width": 60,
         "height": 40,
@@ -434,6 +448,7 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
         "program.eps": "image does not decode",
         "thin.png": "image too narrow",
     }
+
     records = [{"image": ref, "conversations": [{"from": "human", "value": "<image>"}, GPT]} for ref in cases]
     records.append({"video": "cut.mp4", "conversations": [{"from": "human", "value": "<video>"}, GPT]})
     out, report = converted(tmp_path, records)
@@ -442,6 +457,7 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     }
     found = refused(out)
     loop = list(cases).index("loop.png") + 1
+
     assert found.pop(loop) in ("medium missing", "bad media reference")
     assert found == expected
     lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
@@ -487,12 +503,14 @@ def test_duplicate_ids_are_refused_or_kept(tmp_path):
         {"id": 1, **TEXT},
         {"id": "1", **TEXT},
     ]
+
     out, report = converted(tmp_path, records)
     (line,) = [
         line
         for line in map(json.loads, (out / "quarantine.jsonl").read_text().splitlines())
         if line["record"] != 2
     ]
+
     assert (line["record"], line["field"], line["reason"]) == (4, "id", "duplicate id")
     assert "id of record 1 of in.json" in line["detail"] and report.samples == 4
     out, report = converted(tmp_path, records, duplicate_ids="keep", force=True)
@@ -596,6 +614,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
     }
     bad = {"messages": [{"role": "user", "content": [{**picture, "image": "none.png"}]}, answer]}
     many = {f"k{i:03d}" + "x" * 100: 1 for i in range(120)}
+
     for _ in range(2):
         assert run(tmp_path, [TEXT, record, record, bad, {**TEXT, **many}], "--max-quarantined", "1") == 0
         out = capsys.readouterr().out
@@ -609,6 +628,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
             "  2 images or videos in the assistant's turns: the model sees them but does not learn them\n"
             in out
         )
+
     report = json.loads((tmp_path / "out/report.json").read_text())
     records = report["ignored"].pop("records")
     assert (
@@ -678,6 +698,7 @@ def test_command_verifies_a_data_set(tmp_path, capsys):
     shard.write_bytes(data)
     (tmp_path / "out/train-000002.tar").unlink()
     capsys.readouterr()
+
     assert main(["data", "verify", str(tmp_path / "out"), "--json"]) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
     assert (

@@ -79,7 +79,8 @@ def test_the_index_of_a_shard_that_was_kept_is_on_the_disk(
     """A second run rewrites it in place, beside a shard that it finds intact."""
 
     def killed() -> None:
-        replace, count = os.replace, 0
+        replace = os.replace
+        count = 0
 
         def counted(old: Path, new: Path) -> None:
             nonlocal count
@@ -110,7 +111,8 @@ def test_a_removal_that_is_interrupted_leaves_no_complete_data_set(source: Path,
     out = run(source)
 
     def killed() -> None:
-        unlink, count = os.unlink, 0
+        unlink = os.unlink
+        count = 0
 
         def counted(*arguments: object, **more: object) -> None:
             nonlocal count

@@ -25,7 +25,8 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory: None) -> None:
     """Compared with a dictionary of all ids; every fifth id occurred before, in the same file or another."""
-    choose, first = random.Random(5), {}
+    choose = random.Random(5)
+    first = {}
     table = Identities(tmp_path / "ids.sqlite")
     repeated = 0
 

@@ -76,7 +76,8 @@ def killed_at(move: int, source: Path, out: Path, workers: int) -> bool:
     ends one atomic piece of work). Returns whether that moment came."""
 
     def target() -> None:
-        count, rename = 0, os.replace
+        count = 0
+        rename = os.replace
 
         def counted(*arguments: Any, **more: Any) -> None:
             nonlocal count
@@ -109,7 +110,8 @@ def test_killed_before_each_rename(source, tmp_path, undisturbed):
 
 def test_killed_again_and_again(source, tmp_path, undisturbed):
     """Each run in the same folder gets one rename further than the one before."""
-    out, move = tmp_path / "out", 1
+    out = tmp_path / "out"
+    move = 1
     while killed_at(move, source, out, workers=1):
         move += 1
     assert move > 6
@@ -216,7 +218,8 @@ def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
     assert all(first in line["detail"] for first, line in zip(firsts, refused, strict=True))
 
     def killed() -> None:
-        replace, count = os.replace, 0
+        replace = os.replace
+        count = 0
 
         def counted(old: Path, new: Path) -> None:
             nonlocal count
@@ -260,6 +263,7 @@ def test_other_arguments_or_input_are_refused_and_force_starts_anew(tmp_path):
             convert(inputs(tmp_path), options(tmp_path, out))
         else:
             half(tmp_path, out)
+
         state = digests(out)
         for change in (
             {"val_fraction": 0.3},
@@ -269,12 +273,14 @@ def test_other_arguments_or_input_are_refused_and_force_starts_anew(tmp_path):
         ):
             with pytest.raises(ConvertError, match=f"{next(iter(change))} was .*--force"):
                 convert(inputs(tmp_path), options(tmp_path, out, **change))
+
         with pytest.raises(ConvertError, match="inputs were a.json, b.jsonl, now a.json"):
             convert(inputs(tmp_path)[:1], options(tmp_path, out))
         (tmp_path / "b.jsonl").write_text("[]\n")
         with pytest.raises(ConvertError, match="input b.jsonl has changed"):
             convert(inputs(tmp_path), options(tmp_path, out))
         (tmp_path / "b.jsonl").write_text("{}\n")
+
         assert {name: d for name, d in digests(out).items() if "lock" not in name} == {
             name: d for name, d in state.items() if "lock" not in name
         }
@@ -359,7 +365,8 @@ def test_a_full_disk_is_explained_and_the_run_goes_on(source, tmp_path, undistur
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_data_set_by_the_rules_of_an_older_version_is_no_success(tmp_path, finished):
     """It may hold records with audio, read as text; the same arguments do not report it as made."""
-    out, record = tmp_path / "out", {"conversations": [{"from": "human", "value": "hi"}]}
+    out = tmp_path / "out"
+    record = {"conversations": [{"from": "human", "value": "hi"}]}
     record["conversations"].append({"from": "gpt", "value": "ok"})
     (tmp_path / "in.jsonl").write_text(json.dumps(record) + "\n")
     options = ConversionOptions(tmp_path, out)

@@ -85,6 +85,7 @@ class Mutator:
             self.header,
             self.rename_tensors,
         ]
+
         kinds += [
             self.edit,
             self.edit,
@@ -94,6 +95,7 @@ class Mutator:
             self.empty,
             self.junk,
         ]
+
         while True:
             kind = self.draw.choice(kinds)
             done = kind()
@@ -156,7 +158,8 @@ class Mutator:
         if not others:
             return None
         b = self.draw.choice(others)
-        first, second = a.read_bytes(), b.read_bytes()
+        first = a.read_bytes()
+        second = b.read_bytes()
         replace(a, second)
         replace(b, first)
         return f"{self.name(a)} and {self.name(b)} exchanged", [
@@ -197,6 +200,7 @@ class Mutator:
             entries[name + "x"] = entries.pop(name)
         else:
             entries["__metadata__"] = {"tp": str(self.draw.randrange(9)), "format": "tf"}
+
         self.put_header(path, len(old), entries)
         return f"{self.name(path)}: header, {change} of {name}", [self.name(path), name]
 
@@ -252,7 +256,8 @@ class Mutator:
 
     def edit_value(self, content: Any, wanted: Callable[[tuple], bool]) -> tuple | None:
         """Changes one value in place, outer ones as often as the many inner ones. Returns its path."""
-        node, place = content, ()
+        node = content
+        place = ()
         while isinstance(node, dict | list) and node:
             parent = node
             keys = [
@@ -261,15 +266,18 @@ class Mutator:
             if not keys:
                 return None
             key = self.draw.choice(keys)
-            place, node = (*place, key), node[key]
+            place = (*place, key)
+            node = node[key]
             if self.draw.random() < 0.15:
                 break
+
         if not place:
             return None
         if self.draw.random() < 0.2:
             del parent[key]
         else:
             parent[key] = self.other(node)
+
         return place
 
     def other(self, value: Any) -> Any:
@@ -339,6 +347,7 @@ class Bench:
             vision_layers=2,
             full_attention_layers=(1,),
         )
+
         convert(self.hf, folder / "full", workers=1)
         convert(self.hf, folder / "shards", {"tp": 2, "pp": 2}, workers=1)
         self.run = self._trained()
@@ -369,6 +378,7 @@ class Bench:
             "--data.seq_len",
             "64",
         ]
+
         words += [
             "--global_batch_size",
             "1",
@@ -381,6 +391,7 @@ class Bench:
             "--optimizer.lr",
             "1e-3",
         ]
+
         words += ["--data.shuffle_buffer", "4", "--data.packing_buffer", "4", "--data.num_workers", "0"]
         words += [
             "--checkpoint.dir",
@@ -390,6 +401,7 @@ class Bench:
             "--checkpoint.keep",
             "2",
         ]
+
         config = parse_config([str(word) for word in words])
         with contextlib.redirect_stdout(io.StringIO()):
             train(config)
@@ -424,21 +436,23 @@ class Bench:
         )
         from megatron_vl.weights.run_folder import parse_lineage, step_folder, write_lineage
 
-        layout, table = make_layout(self.run.spec, tp=2, pp=2), tensor_table(self.run.spec)
+        layout = make_layout(self.run.spec, tp=2, pp=2)
+        table = tensor_table(self.run.spec)
         for step in (1, 2):
-            source, out = (
-                step_folder(self.folder / "run", step),
-                step_folder(self.folder / "run_of_four", step),
-            )
-            saved, weights = read_run(source), WeightReader(source / "weights")
+            source = step_folder(self.folder / "run", step)
+            out = step_folder(self.folder / "run_of_four", step)
+            saved = read_run(source)
+            weights = WeightReader(source / "weights")
             shutil.copytree(source / "loader", out / "loader")
             (out / "optimizer").mkdir()
             files = {name: facts for name, facts in saved["files"].items() if name.startswith("loader/")}
             states = {
                 name[10:]: facts for name, facts in saved["files"].items() if name.startswith("optimizer/")
             }
-            state, entries = OptimizerReader(source / "optimizer", states, WHOLE), []
+            state = OptimizerReader(source / "optimizer", states, WHOLE)
+            entries = []
             slices = {}
+
             for rank, (pp, tp) in enumerate((pp, tp) for pp in range(2) for tp in range(2)):
                 tensors = dict(state.rng("rank_00000.safetensors"))
                 infos = [info for info in table.values() if layout.stage_of(info) == pp]
@@ -454,6 +468,7 @@ class Bench:
                 slices[Path(name).name] = slices_of(tensors, tp, 0)
                 shards = {info.name: shard(weights.get(info.name), info, tp, layout.cut) for info in infos}
                 entries.append(write_rank_file(out / "weights", tp, pp, shards))
+
             files[f"optimizer/{INDEX}"] = write_index(out / "optimizer", slices)
             weights_digest = write_manifest(
                 out / "weights", self.run.spec, layout, entries, weights.manifest["origin"]
@@ -464,6 +479,7 @@ class Bench:
             facts |= {"digest": manifest_digest(facts)} if "digest" in saved else {}
             write_json(out / "run.json", facts)
             write_lineage(out, step, parse_lineage(saved["lineage"]))
+
         shutil.copy(self.folder / "run" / "latest.json", self.folder / "run_of_four")
 
     def merge(self, checkpoint: Path) -> str:
@@ -474,7 +490,8 @@ class Bench:
 
     def _command(self, *words: Any) -> str:
         """The hash of everything that a command writes."""
-        out, error = self.folder / "out", io.StringIO()
+        out = self.folder / "out"
+        error = io.StringIO()
         shutil.rmtree(out, ignore_errors=True)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
             code = command([*map(str, words), "--out", str(out), "--workers", "2"])
@@ -484,10 +501,12 @@ class Bench:
                     f"refused, but {out} was left with {sorted(path.name for path in out.iterdir())}"
                 )
             raise Refused(error.getvalue())
+
         digest = hashlib.sha256()
         for path in sorted(out.rglob("*")):
             if path.is_file():
                 digest.update(str(path.relative_to(out)).encode() + b"\0" + path.read_bytes())
+
         return digest.hexdigest()
 
     def load(self, checkpoint: Path) -> str:
@@ -508,7 +527,8 @@ class Bench:
         from megatron_vl.training.optimizer_state import optimizer_slices
         from megatron_vl.training.preflight import run_facts
 
-        run, parameters = self.run, saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
+        run = self.run
+        parameters = saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
         torch.manual_seed(0)
         with torch.no_grad():
             for tensor in [live.parameter for live in parameters] + [
@@ -518,6 +538,7 @@ class Bench:
             for piece in optimizer_slices(run.optimizer, parameters):
                 for key, value in piece.state.items():
                     piece.state[key] = torch.full_like(value, 7)
+
         try:
             newest = latest(checkpoint)
             if newest is None:
@@ -533,16 +554,19 @@ class Bench:
             restored = saved.load(newest.path, **facts, run=run_facts(run.config, run.grid.dp))
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
+
         digest = hashlib.sha256(
             json.dumps([step, restored.loader, restored.bad_samples], sort_keys=True).encode()
         )
         digest.update(torch.get_rng_state().numpy().tobytes())
         for name, parameter, _ in parameters:
             digest.update(name.encode() + parameter.detach().numpy().tobytes())
+
         for piece in optimizer_slices(run.optimizer, parameters):
             for key in sorted(piece.state):
                 digest.update(key.encode() + torch.as_tensor(piece.state[key]).numpy().tobytes())
             digest.update(piece.main.detach().numpy().tobytes())
+
         return digest.hexdigest()
 
 
@@ -566,7 +590,9 @@ def play(bench: Bench, seed: str) -> Round:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(bench.folder / name, copy, copy_function=os.link)
     damage = Mutator(copy, draw).damage()
-    outcomes, faults = {}, []
+    outcomes = {}
+    faults = []
+
     for action, work in bench.actions(name).items():
         try:
             outcome = "same" if work(copy) == bench.good[name, action] else "WRONG"
@@ -584,7 +610,9 @@ def play(bench: Bench, seed: str) -> Round:
                 -4:
             ]
             faults.append(f"{action}: {type(error).__name__} at {place} ({' > '.join(own)}): {error}")
+
         outcomes[action] = outcome
+
     return Round(seed, name, damage, outcomes, faults)
 
 
@@ -604,6 +632,7 @@ def main(argv: list[str] | None = None) -> int:
     outcomes: Counter[tuple[str, str]] = Counter()
     kinds: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
+
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         begin = shown = time.monotonic()
@@ -626,6 +655,7 @@ def main(argv: list[str] | None = None) -> int:
                     file=sys.stderr,
                     flush=True,
                 )
+
             if time.monotonic() - shown > 20:
                 shown = time.monotonic()
                 rate = done / (shown - begin)
@@ -633,7 +663,9 @@ def main(argv: list[str] | None = None) -> int:
                     f"{done} of {args.count}, {rate:.1f} a second, {(args.count - done) / rate:.0f} s left",
                     file=sys.stderr,
                 )
+
         seconds = time.monotonic() - begin
+
     table = {
         action: {o: n for (a, o), n in sorted(outcomes.items()) if a == action}
         for action in sorted({a for a, _ in outcomes})
@@ -657,6 +689,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         for action, counts in table.items():
             print(f"  {action:<7} {', '.join(f'{n} {o}' for o, n in counts.items())}")
+
     return 1 if faults else 0
 
 

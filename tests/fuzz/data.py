@@ -187,10 +187,12 @@ def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
         (media / f"fuzz/{i}.bin").write_bytes(data)
         turns = [{"from": "human", "value": f"<{kind}>What?"}, {"from": "gpt", "value": f"It is {i}."}]
         return json.dumps({"id": i, kind: f"fuzz/{i}.bin", "conversations": turns}).encode()
+
     if how == "record":
         for _ in range(draw.choice([1, 1, 2, 5])):
             record = edited(record, draw)
         return json.dumps(record).encode()
+
     line = json.dumps(record, ensure_ascii=False).encode()
     if how == "encoding":
         return (
@@ -198,6 +200,7 @@ def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
             .replace("What", "Wäs")
             .encode(draw.choice(["utf-16", "latin-1", "utf-8-sig", "cp037"]))
         )
+
     return draw.choice(BYTES[:-1])(line, draw)
 
 
@@ -214,15 +217,18 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
     start = time.monotonic()
     report = _guarded(lambda: convert([source], options), 60 + count * 0.2)
     listed = [json.loads(line) for line in (folder / "out/quarantine.jsonl").read_text().splitlines()]
+
     assert report.records == len(lines), f"{len(lines)} lines, {report.records} records"
     assert report.samples + len(listed) == report.records
     assert sum(sum(reasons.values()) for reasons in report.refused.values()) == len(listed)
     assert all(line["reason"] and line["detail"] and line["file"] == "in.jsonl" for line in listed)
+
     used = {
         json.loads(v["json"])["source"]["record"]
         for s in sorted((folder / "out").glob("*.tar"))
         for _, v in _samples(s)
     }
+
     assert sorted([*used, *(line["record"] for line in listed)]) == lines
     return _outcome(Outcome(len(lines), report.samples, Counter(line["reason"] for line in listed)), start)
 
@@ -254,12 +260,14 @@ def _mutated(members: dict[str, bytes], draw: random.Random) -> dict[str, bytes]
         for item in record["media"]:
             if item["key"] == name:
                 item["crc32"] = zlib.crc32(out[name])
+
     if how == "member" and names:
         del out[draw.choice(names)]
     text = json.dumps(record).encode()
     out["json"] = with_crc(text) if isinstance(record, dict) and record else text
     if how == "bytes":
         out["json"] = draw.choice(BYTES)(out["json"], draw)
+
     return out
 
 
@@ -293,6 +301,7 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
     pristine = {shard: (_samples(shard), shard.read_bytes()) for shard in shards}
     total = Outcome(0, 0)
     start = time.monotonic()
+
     while total.count < count:
         places: dict[str, str] = {}
         for shard, (samples, _) in pristine.items():
@@ -308,6 +317,7 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
         total.count += len(places)
         total.used += used
         total.reasons.update(reasons)
+
     return _outcome(total, start)
 
 
@@ -324,6 +334,7 @@ def _one_pass(
     dropped: dict[str, str] = {}
     used: set[str] = set()
     seen = 0
+
     for row in rows:
         assert sum(row.dropped.values()) == len(row.dropped_samples)
         dropped |= {places.get(d.key, d.key): d.reason for d in row.dropped_samples}
@@ -332,6 +343,7 @@ def _one_pass(
         missing = todo - used - dropped.keys()
         if not missing or seen > 4 * len(todo):
             break
+
     rows.close()
     return len(used - dropped.keys()), Counter(dropped.values()), missing
 

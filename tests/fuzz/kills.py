@@ -45,10 +45,12 @@ def kill_once(
         if not ended:
             kill_tree(process.pid)
         code = process.wait()
+
     if ended and code:
         raise RuntimeError(
             f"the run ended by itself with exit code {code}; {run.parent / 'killed.log'} says why"
         )
+
     lines = metrics(run)
     saving = " while saving" if list(run.glob("step_*.partial")) else ""
     return not ended, f"step {lines[-1]['step'] if lines else 0}{saving}"
@@ -70,14 +72,18 @@ def run_kills(
     folder: Path, kills: int, seed: int, steps: int, workers: int = 2, ranks: int = 4
 ) -> dict[str, Any]:
     """The whole experiment. Raises ValueError when anything differs."""
-    rng, options = random.Random(seed), [*LAYOUTS[ranks], *OPTIONS, "--data.num_workers", str(workers)]
+    rng = random.Random(seed)
+    options = [*LAYOUTS[ranks], *OPTIONS, "--data.num_workers", str(workers)]
     prepared = prepare(folder / "prepared", small_checkpoint(folder / "hf"))
     start = time.perf_counter()
     done = train(prepared, folder / "undisturbed", *options, ranks=ranks, steps=steps)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
+
     undisturbed_s = time.perf_counter() - start
-    run, killed, during_save = folder / "killed", 0, 0
+    run = folder / "killed"
+    killed = 0
+    during_save = 0
     run.mkdir()
     while killed < kills:
         was_killed, where = kill_once(prepared, run, options, ranks, steps, rng)
@@ -90,6 +96,7 @@ def run_kills(
             f"{[p.name for p in sorted(run.glob('step_*'))][-1:]}",
             flush=True,
         )
+
     done = train(prepared, run, *options, ranks=ranks, steps=steps)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
@@ -98,6 +105,7 @@ def run_kills(
         if ours != theirs:
             first = min(step for step in ours.keys() | theirs.keys() if ours.get(step) != theirs.get(step))
             raise ValueError(f"{name}: step {first} is {ours.get(first)}, undisturbed {theirs.get(first)}")
+
     return {
         "kills": killed,
         "during_save": during_save,
@@ -115,6 +123,7 @@ def main() -> int:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     start = time.perf_counter()
+
     try:
         result = run_kills(folder, args.kills, args.seed, args.steps, args.workers)
         print(json.dumps(result | {"seconds": round(time.perf_counter() - start, 1)}))

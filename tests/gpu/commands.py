@@ -29,7 +29,8 @@ from toolkit.hf import load_model, load_processor
 from toolkit.tiny import write_tiny_checkpoint
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 200), "grey": (128, 128, 128)}
-QUESTION, NEW_TOKENS = "What is in this picture?", 12
+QUESTION = "What is in this picture?"
+NEW_TOKENS = 12
 RUN = """
 model: {{hf: {hf}, checkpoint: {shards}}}
 data: {{path: {data}, seq_len: 1024, num_workers: 1}}
@@ -70,6 +71,7 @@ def write_inputs(folder: Path) -> None:
             {"from": "gpt", "value": f"Something {name}."},
         ]
         conversations.append({"id": name, "image": path.name, "conversations": turns})
+
     (folder / "conversations.json").write_text(json.dumps(conversations))
     with (folder / "lmu" / "colours.tsv").open("w", newline="") as file:
         csv.writer(file, delimiter="\t").writerows([["index", "image", "question", *"ABCD", "answer"], *rows])
@@ -79,7 +81,8 @@ class Checks:
     """Runs commands, keeps their logs, and counts what failed."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.failed = out, 0
+        self.out = out
+        self.failed = 0
 
     def run(self, name: str, *command: Any) -> str:
         """Standard output of the command; a failure is printed with its last lines."""
@@ -98,10 +101,8 @@ class Checks:
 
 def transformers_tokens(hf: Path, image: Path, platform: str) -> list[int]:
     """The greedy answer of ``transformers``."""
-    processor, model = (
-        load_processor(hf),
-        load_model(hf, torch.bfloat16 if platform == "cuda" else torch.float32).to(platform),
-    )
+    processor = load_processor(hf)
+    model = load_model(hf, torch.bfloat16 if platform == "cuda" else torch.float32).to(platform)
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -134,12 +135,15 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     """Data, doctor, and a training that validates and answers."""
     source = ["--input", work / "conversations.json", "--media-root", work / "media", "--out", work / "data"]
     checks.run("data convert", "-m", "toolkit", "data", "convert", *source)
-    run, cuda, several = work / "run.yaml", platform == "cuda", str(ranks > 1).lower()
+    run = work / "run.yaml"
+    cuda = platform == "cuda"
+    several = str(ranks > 1).lower()
     fields = {
         "parallel": several,
         "overlap": several if cuda else "false",
         "dtype": "bfloat16" if cuda else "float32",
     }
+
     paths = {name: work / name for name in ("hf", "shards", "data", "run")}
     run.write_text(RUN.format(**paths, **fields, ranks=ranks, platform=platform))
     checks.run("doctor", "-m", "toolkit", "doctor", "--config", run, "--world-size", ranks)
@@ -152,6 +156,7 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
         "-m",
         "megatron_vl.train",
     ]
+
     checks.run("training with validation", *launch, "--config", run)
     answers = work / "run" / "eval.jsonl"
     lines = answers.read_text().splitlines() if answers.is_file() else []
@@ -172,6 +177,7 @@ def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
         platform,
         "--json",
     ]
+
     dense = ["-m", "toolkit", "generate", "--checkpoint", work / "shards", "--hf", work / "hf", *asked]
     want = transformers_tokens(work / "hf", image, platform)
     for tp in sorted({1, ranks}):
@@ -185,6 +191,7 @@ def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
             bool(got) and got[:compared] == want[:compared],
             f"{same} of {len(want)}",
         )
+
     experts = ["-m", "toolkit", "generate", "--checkpoint", work / "moe_shards", "--hf", work / "moe", *asked]
     checks.run(f"generate ep {ranks}", *experts, "--ep", ranks)
 
@@ -195,6 +202,7 @@ def check_evaluate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     if imports.returncode:
         print(f"       evaluate left out: {imports.stderr.strip().splitlines()[-1]}")
         return
+
     folders = ["--original", work / "hf", "--converted", work / "again", "--out", work / "evaluated"]
     table = ["--lmu-data", work / "lmu", "--data", "colours", "--max-new-tokens", 2]
     checks.run(

@@ -60,6 +60,7 @@ def main() -> int:
         "--data.seq_len",
         "1024",
     ]
+
     common += [
         "--steps",
         args.steps,
@@ -70,6 +71,7 @@ def main() -> int:
         "--optimizer.warmup_steps",
         "10",
     ]
+
     common += ["--data.num_workers", "1", "--optimizer.weight_decay", "0.01"]
     running = []
     for number, name in enumerate(args.runs):
@@ -77,11 +79,14 @@ def main() -> int:
         environment = os.environ | {"MASTER_PORT": str(29600 + number)}
         command = [sys.executable, "-m", "megatron_vl.train", *map(str, common), *RUNS[name]]
         running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+
     codes = [process.wait() for process in running]
     curves = {name: losses(out / f"run_{number}.log") for number, name in enumerate(args.runs)}
     (out / "fp8_curves.json").write_text(json.dumps(curves))
-    reference, failed = curves[args.runs[0]], any(codes)
+    reference = curves[args.runs[0]]
+    failed = any(codes)
     quarter = max(1, args.steps // 4)
+
     for name, code in zip(args.runs, codes, strict=True):
         curve = curves[name]
         if code or len(curve) < args.steps:
@@ -93,6 +98,7 @@ def main() -> int:
         shown = " ".join(f"{curve[i]:.4f}" for i in range(0, args.steps, max(1, args.steps // 8)))
         verdict = "ok    " if apart <= 0.02 else "FAILED"
         print(f"{verdict} {name:30s} {shown} ... {curve[-1]:.4f} | {apart:.2%} of the first loss apart")
+
     return int(failed)
 
 

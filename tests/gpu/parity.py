@@ -252,6 +252,7 @@ def main() -> int:
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="gpu-parity-"))
     cases = []
+
     for entry in [entry for entry in CASES[args.ranks] if args.only in entry["name"]]:
         fields = dict(entry)
         family, tied = fields.pop("family", "qwen2_5_vl"), fields.pop("tied", False)
@@ -263,6 +264,7 @@ def main() -> int:
         cases.append(
             Case(hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields)
         )
+
     write_cases(cases, work / "cases.json")
     out = (args.out or work) / f"parity_{args.ranks}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -274,6 +276,7 @@ def main() -> int:
         "--nproc-per-node",
         str(args.ranks),
     ]
+
     worker = ["-m", "toolkit.parity.worker", str(work / "cases.json"), str(out), args.platform]
     done = subprocess.run([*launch, *worker], check=False)
     for name, result in json.loads(out.read_text()).items():
@@ -284,6 +287,7 @@ def main() -> int:
                 f"transformers {step['reference']:.6f} ({step['loss_error']:.1e}) | gradient error "
                 f"{error:.3f} transformers {theirs:.3f} | worst {next(iter(step['worst']))}"
             )
+
     return done.returncode
 
 

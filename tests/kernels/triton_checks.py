@@ -114,7 +114,9 @@ def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1
     """From query, key and value."""
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     inputs = [torch.randn(bounds[-1], heads, head_dim, requires_grad=True) for _ in range(3)]
-    query, key, value = inputs[0] * spread, inputs[1], inputs[2]
+    query = inputs[0] * spread
+    key = inputs[1]
+    value = inputs[2]
     ours = attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), SMALL)
     parts = [
         F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
@@ -144,7 +146,8 @@ def unaligned_error(device: str = "cpu", tiles: Tiles = SMALL) -> float:
 
 
 def many_segments_error() -> float:
-    before, kernels.SEARCH = kernels.SEARCH, tl.constexpr(4)
+    before = kernels.SEARCH
+    kernels.SEARCH = tl.constexpr(4)
     try:
         return plain_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
     finally:
@@ -167,6 +170,7 @@ def on_gpu() -> dict[str, float]:
         torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2)
     )
     packed = kernels._pack_rotated(qkv.detach(), angles.cos(), angles.sin(), 72)
+
     with ThreadPoolExecutor(1) as pool:  # a loaded kernel is the first thing that this thread runs
         other = pool.submit(kernels._attend, packed, cu, kernels.TILES.forward).result()[0]
     experts = partial(experts_error, device="cuda", dtype=torch.bfloat16)
@@ -175,14 +179,16 @@ def on_gpu() -> dict[str, float]:
         "experts, blocks that do not divide": experts([3, 0, 130, 300], 712, 200, ROWS_CONFIG, WEIGHT_CONFIG),
         "experts, no rows": experts([0, 0], 256, 256, ROWS_CONFIG, WEIGHT_CONFIG),
     }
+
     rows = partial(rows_error, device="cuda", dtype=torch.bfloat16)
     errors |= {
-        "rows to 4 places": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
-        "rows wider than a block, to 32 places": rows([0.06] * 31 + [0.0], 3000, 4096),
-        "rows to 128 places": rows([0.06] * 128, 1000, 2560),
+        "each row to 4 others": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
+        "rows wider than a block, to 32 others": rows([0.06] * 31 + [0.0], 3000, 4096),
+        "each row to 128 others": rows([0.06] * 128, 1000, 2560),
         "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.TILES),
     }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
+
     return errors
 
 
@@ -212,9 +218,12 @@ def experts_error(
         torch.randn(size, **kind) for size in ((sum(counts), features_in), (sum(counts), features_out), shape)
     )
     weights = list(stacked)
-    where, table = plan(torch.tensor(counts, device=x.device), len(x)), Addresses().of(weights)
-    added, written = torch.randn(shape, device=x.device), torch.full_like(stacked, torch.nan)
+    where = plan(torch.tensor(counts, device=x.device), len(x))
+    table = Addresses().of(weights)
+    added = torch.randn(shape, device=x.device)
+    written = torch.full_like(stacked, torch.nan)
     before = added.clone()
+
     for grads, add in ((added, True), (written, False)):
         weight_product(dy, x, Addresses().of(list(grads)), where, grads, add=add, config=weight_config)
     ours = [
@@ -223,6 +232,7 @@ def experts_error(
         added,
         written,
     ]
+
     parts = [
         (a.float(), b.float(), w.float())
         for a, b, w in zip(x.split(counts), dy.split(counts), weights, strict=True)
@@ -234,6 +244,7 @@ def experts_error(
         before + wgrad,
         wgrad,
     ]
+
     pairs = zip(ours, reference, strict=True)
     # Not Python's max, which passes over NaN.
     return float(
@@ -242,26 +253,27 @@ def experts_error(
 
 
 def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float:
-    """Largest error of rows copied to places, summed from places, and of parts of rows copied: values and
+    """Largest error of rows copied to others, summed from them, and of parts of rows copied: values and
     gradients.
 
     Args:
-        shares: of the rows, which have a place in each column.
+        shares: of the rows, which are copied by each column.
         width: of a row; a part has one element.
         kind: device and dtype of rows.
     """
     chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(
         shares, device=kind.get("device")
     )
-    places, total = positions(chosen), int(chosen.sum())
-    column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their places
+    row_ids = positions(chosen)
+    total = int(chosen.sum())
+    column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their row_ids
     x, y = (torch.randn(size, width, **kind).requires_grad_() for size in (rows, total))
     parts = torch.randn(rows, len(shares), device=x.device, requires_grad=True)
     summed = torch.zeros(rows, width, device=x.device).index_add(0, row, y.float())
     pairs = [
-        (scatter_rows(x, places, total), x[row].float(), [x]),
-        (sum_rows(y, places), summed, [y]),
-        (scatter_parts(parts, places, total), parts[row, column][:, None], [parts]),
+        (scatter_rows(x, row_ids, total), x[row].float(), [x]),
+        (sum_rows(y, row_ids), summed, [y]),
+        (scatter_parts(parts, row_ids, total), parts[row, column][:, None], [parts]),
     ]
     return float(torch.tensor([worst(*pair) for pair in pairs]).max())
 
@@ -271,6 +283,7 @@ def main() -> None:
     if "--gpu" in sys.argv:
         print(json.dumps(on_gpu()))
         return
+
     fix_interpreter()
     errors = {
         "windows of 64, 80 a head": attention_error([64, 64, 32, 16, 7, 1], 2, 80),
@@ -286,11 +299,12 @@ def main() -> None:
         "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),
         "experts, the first without rows": experts_error([0, 0, 5], 40, 24),
         "experts, no rows": experts_error([0, 0], 40, 24),
-        "rows to 4 places": rows_error([0.9, 0.5, 0.0, 1.0], 20, 40),
-        "rows wider than a block, to 3 places": rows_error([0.9, 0.5, 0.1], 6, 2100),
-        "rows to 40 places": rows_error([0.2] * 39 + [0.0], 20, 16),
+        "each row to 4 others": rows_error([0.9, 0.5, 0.0, 1.0], 20, 40),
+        "rows wider than a block, to 3 others": rows_error([0.9, 0.5, 0.1], 6, 2100),
+        "each row to 40 others": rows_error([0.2] * 39 + [0.0], 20, 16),
         "tower, patches that 4 does not divide": unaligned_error(),
     }
+
     print(json.dumps(errors))
 
 

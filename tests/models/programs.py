@@ -148,7 +148,8 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
             live.wrapped, live.spec.language.num_layers, live.spec.language.moe.num_experts, platform.device
         )
         gradients = collect_gradients(live.wrapped, live.tensors, live.grid, live.spec)
-        table, cut = tensor_table(live.spec), live.layout.cut
+        table = tensor_table(live.spec)
+        cut = live.layout.cut
         results[name] = {"load": load}
         for tensor, copies in gradients.items():
             parts = [copies[0][part] for part in range(cut.parts(table[tensor]))]

@@ -34,6 +34,7 @@ def test_position_table_is_interpolated_as_in_transformers(side: int) -> None:
         align_corners=True,
         spatial_merge_size=2,
     )
+
     want = (table.weight[index] * weight[:, :, None]).sum(1)
     place = torch.cat([patch_positions(grid, 2) for grid in grids]).int()
     frame = torch.cat([torch.tensor([[g.h, g.w]]).expand(g.patches, 2) for g in grids]).int()

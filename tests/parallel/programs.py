@@ -83,7 +83,8 @@ def _gathers_of(ddp: Any) -> list[Any]:
 def groups_of_layouts(hf: str) -> dict[str, Any]:
     """Groups and threads after each round of layouts, in two successive default groups; whether all
     sums were right."""
-    platform, spec = get_platform("cpu"), read_spec(hf)
+    platform = get_platform("cpu")
+    spec = read_spec(hf)
     rounds, sums = [], []
     for world in range(2):
         init_distributed(platform)

@@ -16,7 +16,8 @@ def test_layouts_share_groups(tiny_checkpoint) -> None:
     """After the first round no group and no thread is added; another default group starts from nothing."""
     out = call(groups_of_layouts, 2, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert out["right"]
-    first, second = out["rounds"][:3], out["rounds"][3:]
+    first = out["rounds"][:3]
+    second = out["rounds"][3:]
     assert first[0] == first[1] == first[2]
     assert [groups for groups, _ in second] == [first[0][0]] * 3
 

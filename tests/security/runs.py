@@ -62,6 +62,7 @@ def pickles(step: Path, mark: Mark) -> None:
         "weights/model.pt",
         "weights/tp00_pp00.bin",
     )
+
     for name in (
         *names,
         "../latest.pkl",
@@ -70,6 +71,7 @@ def pickles(step: Path, mark: Mark) -> None:
         "metadata.json.pkl",
     ):
         (step / name).write_bytes(mark.pickle())
+
     mark.torch(step / "optimizer" / "optim.pt")
 
 
@@ -123,7 +125,8 @@ def main(folder: Path) -> None:
     elsewhere.mkdir()
     with contextlib.redirect_stdout(io.StringIO()):
         bench = Bench(folder)
-    mark, found = Mark(folder / "executed"), {}
+    mark = Mark(folder / "executed")
+    found = {}
     for name, change in hostile(mark, elsewhere).items():
         copy = shutil.copytree(folder / "run", folder / "copies" / name.replace(" ", "_") / "run")
         change(copy / "step_00000002")

@@ -51,11 +51,14 @@ def read(path: Path) -> tuple[set[str], dict[str, str]]:
         "shuffle_buffer": 0,
         "max_pixels": 28 * 28 * 24,
     }
+
     rows = build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)
-    used, dropped = set(), {}
+    used = set()
+    dropped = {}
     for row in islice(rows, COUNT + 6):
         used |= set(row.keys)
         dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
+
     rows.close()
     return used, dropped
 
@@ -107,6 +110,7 @@ def test_a_description_that_could_run_code_is_refused(dataset, mark, monkeypatch
         "config folder": {**PLAIN, "split_config": "../../elsewhere.yaml"},
         "function": touching(mark),
     }
+
     if kind in descriptions:
         describe(dataset, **descriptions[kind])
     elif kind == "tag":
@@ -115,6 +119,7 @@ def test_a_description_that_could_run_code_is_refused(dataset, mark, monkeypatch
         (meta / "dataset.yaml").write_text(
             "__module__: &a megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {x: *a}\n"
         )
+
     with pytest.raises(DescriptionError, match="dataset.yaml"):
         read(dataset)
 
@@ -154,7 +159,8 @@ def test_shards_stay_in_the_folder(dataset, tmp_path, name):
     "kind", ["tag", "function", "joiner", "nested", "description", "root", "itself", "remote", "pickle"]
 )
 def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
-    path, file = str(dataset), tmp_path / "meta.yaml"
+    path = str(dataset)
+    file = tmp_path / "meta.yaml"
     plain = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
     join = {"join": {"a": {"path": path}}, "joiner": touching(mark)}
     content: dict[str, object] = {
@@ -167,12 +173,14 @@ def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
         "pickle": plain | {"splits": {"train": {"path": "data.jsonl"}}},
         "nested": plain | {"splits": {"train": {"blend": [{"weight": 1, "path": "data"}]}}},
     }.get(kind, {})
+
     file.write_text(
         yaml.safe_dump(content) if content else f"!!python/object/apply:os.system ['touch {mark.path}']\n"
     )
     (tmp_path / "data.jsonl").write_bytes(mark.pickle())
     if kind == "nested":
         describe(dataset, **PLAIN, subflavors={"x": touching(mark)})
+
     with pytest.raises(DescriptionError):
         read(file)
 
@@ -257,7 +265,9 @@ def test_members_that_are_links_give_nothing_of_the_system(dataset, tmp_path):
     def link(members: list[Member]) -> list[Member]:
         for member, _ in members:
             if not member.name.endswith(".json"):
-                member.type, member.linkname, member.size = tarfile.SYMTYPE, str(secret), 0
+                member.type = tarfile.SYMTYPE
+                member.linkname = str(secret)
+                member.size = 0
         return [(member, b"" if member.issym() else data) for member, data in members]
 
     used, dropped = read(rebuilt(dataset, link))

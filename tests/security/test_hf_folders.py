@@ -62,6 +62,7 @@ def test_pickles_beside_the_weights_are_not_opened(hf, mark, tmp_path):
         "scheduler.pt",
     ):
         mark.torch(hf / name)
+
     for name in (
         "rng_state.pth",
         "tokenizer.pkl",
@@ -71,6 +72,7 @@ def test_pickles_beside_the_weights_are_not_opened(hf, mark, tmp_path):
         "tf_model.h5",
     ):
         (hf / name).write_bytes(mark.pickle())
+
     (hf / "pytorch_model.bin.index.json").write_text(
         json.dumps({"weight_map": {"lm_head.weight": "pytorch_model.bin"}})
     )
@@ -124,6 +126,7 @@ def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
     ):
         (hf / name).parent.mkdir(exist_ok=True)
         (hf / name).write_text(mark.python)
+
     classes = {
         "AutoConfig": "Config",
         "AutoModelForImageTextToText": "Model",
@@ -134,6 +137,7 @@ def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
         "AutoImageProcessor": "Processor",
         "AutoVideoProcessor": "Processor",
     }
+
     named = {
         auto: [f"evil.{c}" for c in name] if isinstance(name, list) else f"evil.{name}"
         for auto, name in classes.items()

@@ -70,6 +70,7 @@ def test_nothing_from_outside_the_media_root_is_written(tmp_path, secret):
         "/dev/zero",
         "~/.ssh/id_rsa",
     )
+
     written, refused = converted(tmp_path, asked("image", "good.png", *outside))
     assert secret not in written and encoded(40, 40) in written and b"root:" not in written
     assert sum(refused.values()) == len(outside) and set(refused) <= {
@@ -114,6 +115,7 @@ def test_a_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
         ),
         "subtitle.mkv": f"subfile,,start,0,end,0,,:{clip}",
     }[name]
+
     write(tmp_path / "media" / name, text.encode())
     _, refused = converted(tmp_path, asked("image", "good.png") + asked("video", name))
     assert refused == {"video does not decode": 1}
@@ -167,10 +169,13 @@ def test_bombs_are_refused_by_their_headers(tmp_path, secret):
         "real.gif": flat(20_000, 20_000, "GIF"),
         "text.png": text_bomb(),
     }
+
     for name, data in bombs.items():
         write(tmp_path / "media" / name, data)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
     _, refused = converted(tmp_path, asked("image", "good.png", *bombs))
+
     assert refused == {"image too large": 5, "image does not decode": 1}
     assert (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000

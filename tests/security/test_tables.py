@@ -156,6 +156,7 @@ def test_the_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
     write(tmp_path / "secret.png", encoded(40, 40))
     (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
     model = Checkpoint(hf, settings | {"largest_picture": LARGEST}, [tmp_path / "set"])
+
     assert (
         model.inputs([{"type": "image", "value": str(tmp_path / "set/a.png")}])["pixel_values"].shape[0] > 0
     )

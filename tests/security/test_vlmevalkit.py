@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,7 +16,9 @@ from tests.toolkit.evaluation import (
     VIDEO_COLUMNS,
     dialogue_table,
     encoded,
+    needs_vlmevalkit,
     photographs,
+    video_mme,
     video_row,
     write_table,
     write_video,
@@ -28,21 +29,13 @@ from toolkit.evaluate.early import names, parts_of
 
 from .payload import Mark
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
-    ),
-]
+pytestmark = [pytest.mark.ranks, needs_vlmevalkit]
 MMMB = ("ar", "cn", "en", "pt", "ru", "tr")
 
 
 def whole_sets(folder: Path) -> None:
     """Video-MME as in its repository; MVBench and TempCompass as VLMEvalKit has prepared them."""
-    for i, picture in enumerate(photographs()):
-        write_video(folder / "Video-MME" / "video" / f"clip{i}.mp4", picture, 24 + i)
-    rows = [video_row(i, f"clip{i}") for i in range(4)]
-    write_table(folder / "Video-MME" / "Video-MME.tsv", rows, tuple(VIDEO_COLUMNS))
+    video_mme(folder / "Video-MME")
 
     write_video(folder / "MVBench" / "video" / "a.mp4", photographs()[0], 12)
     write_table(
@@ -64,6 +57,7 @@ def whole_sets(folder: Path) -> None:
         "Which?",
         "a cat",
     )
+
     columns = (
         "index video prefix suffix question answer dim task_type candidates mc_question mc_answer".split()
     )
@@ -150,6 +144,7 @@ def answers(folder: Path) -> dict[str, Any]:
         "limit": None,
         "work": str(work / "cells"),
     }
+
     unjudged = common | {
         "root": str(folder / "whole"),
         "data": "MMDU",
@@ -171,6 +166,7 @@ def answers(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         command, input=json.dumps(asked), env=environment, capture_output=True, text=True, cwd=work
     )
+
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     mark.check()
@@ -216,7 +212,8 @@ def test_what_is_missing_is_named(answers, folder):
 
 def test_what_leads_away_is_refused(answers, folder):
     """Nothing is fetched, unpacked, unpickled, or written outside."""
-    said, hostile = answers["said"], folder / "hostile"
+    said = answers["said"]
+    hostile = folder / "hostile"
     assert f"{hostile / 'MMBench-Video' / 'video' / 'a.mp4'} is missing" in said["a pickle"]
     assert not list(folder.rglob("pickled"))
     assert "secret.mp4 is missing" in said["a path that leads away"]

@@ -31,7 +31,9 @@ def released(name: str) -> dict[str, Any]:
 def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     """What the config means to transformers, with our names."""
     hf = AutoConfig.for_model(**copy.deepcopy(config))
-    text, vision, rope = hf.text_config, hf.vision_config, hf.text_config.rope_parameters
+    text = hf.text_config
+    vision = hf.vision_config
+    rope = hf.text_config.rope_parameters
     third = config["model_type"].startswith("qwen3")
     found = {
         "language.hidden_size": text.hidden_size,
@@ -57,6 +59,7 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         "vision_end_token_id": hf.vision_end_token_id,
         "initializer_range": text.initializer_range,
     }
+
     if config["model_type"] == "qwen2_vl":
         sizes = {"hidden_size": vision.embed_dim, "out_hidden_size": vision.hidden_size}
         sizes["ffn_hidden_size"] = int(vision.embed_dim * vision.mlp_ratio)
@@ -65,6 +68,7 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
         sizes = {name: getattr(vision, name) for name in names} | {
             "ffn_hidden_size": vision.intermediate_size
         }
+
     found |= {f"vision.{name}": value for name, value in sizes.items()}
     if config["model_type"] == "qwen2_5_vl":
         found |= {
@@ -72,10 +76,12 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
             "vision.tokens_per_second": vision.tokens_per_second,
         }
         found["vision.full_attention_layers"] = tuple(vision.fullatt_block_indexes)
+
     if third:
         found["vision.position_table_side"] = vision.num_position_embeddings**0.5
         found["vision.deepstack_layers"] = tuple(vision.deepstack_visual_indexes)
         found["vision.activation"] = {"gelu_pytorch_tanh": "gelu_tanh"}[vision.hidden_act]
+
     if config["model_type"] == "qwen3_vl_moe":
         found |= {
             "language.moe.num_experts": text.num_experts,
@@ -88,6 +94,7 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
                 if i in text.mlp_only_layers or (i + 1) % text.decoder_sparse_step
             ),
         }
+
     return found
 
 

@@ -100,7 +100,9 @@ def test_positions_are_those_worked_out_by_hand(family, name):
     media = positions[:, ~is_text]
     done = 0
     for grid, starts in zip([part for part in parts if isinstance(part, GridTHW)], times, strict=True):
-        rows, columns, first = grid.h // 2, grid.w // 2, starts[0]
+        rows = grid.h // 2
+        columns = grid.w // 2
+        first = starts[0]
         for start in starts:
             frame = media[:, done : done + rows * columns]
             assert frame[0].tolist() == [start] * (rows * columns)

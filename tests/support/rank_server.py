@@ -100,7 +100,9 @@ def _run(job: Job, connection: Connection) -> Outcome:
     running = {_fork(job, rank, connection): rank for rank in range(job.ranks)}
     exit_codes = [0] * job.ranks
 
-    ends_at, failed_at, timed_out = time.monotonic() + job.timeout_s, None, False
+    ends_at = time.monotonic() + job.timeout_s
+    failed_at = None
+    timed_out = False
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import base64
 import csv
+import importlib.util
 import io
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import av
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from toolkit.hf import load_processor
+
+needs_vlmevalkit = pytest.mark.skipif(
+    importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
+)
 
 COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
 VIDEO_COLUMNS = (
@@ -50,7 +57,8 @@ def encoded(picture: Image.Image) -> str:
 
 def photograph_table(path: Path) -> Path:
     """Eight questions about four photographs; the right answers alternate between A, B, C and D."""
-    pictures, options = photographs(), ("a person", "a cat", "a cup", "a rocket")
+    pictures = photographs()
+    options = ("a person", "a cat", "a cup", "a rocket")
     rows = [
         [i + 1, encoded(pictures[i // 2]), f"What is in picture {i}?", *options, "ABCD"[i // 2]]
         for i in range(8)
@@ -111,7 +119,9 @@ def write_video(path: Path, picture: Image.Image, frames: int) -> None:
     whole = np.asarray(picture.convert("RGB").resize((96 + frames, 64)))
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        stream.width = 96
+        stream.height = 64
+        stream.pix_fmt = "yuv420p"
         for i in range(frames):
             container.mux(
                 stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(whole[:, i : i + 96])))
@@ -127,6 +137,7 @@ def video_row(i: int, name: str) -> list[object]:
         "Technology",
         "Counting Problem",
     ]
+
     return [
         i,
         name,
@@ -136,3 +147,15 @@ def video_row(i: int, name: str) -> list[object]:
         f"What is in video {i}?",
         "ABCD"[i],
     ]
+
+
+def video_mme(folder: Path, asked: Sequence[int] = range(4)) -> None:
+    """Video-MME's form, as in its repository after VLMEvalKit has prepared it: a clip of each photograph.
+
+    Args:
+        asked: the clip of each question.
+    """
+    for i, picture in enumerate(photographs()):
+        write_video(folder / "video" / f"clip{i}.mp4", picture, 24 + i)
+    rows = [[index, *video_row(i, f"clip{i}")[1:]] for index, i in enumerate(asked)]
+    write_table(folder / "Video-MME.tsv", rows, tuple(VIDEO_COLUMNS))

@@ -39,6 +39,7 @@ def compare(hf: str, seed: int) -> dict[str, float]:
         hf_config(options), dtype=torch.float32, attn_implementation="sdpa"
     ).train()
     buffers = dict(model.named_buffers())
+
     for name, buffer in reference.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
     named = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
@@ -51,6 +52,7 @@ def compare(hf: str, seed: int) -> dict[str, float]:
         for name, p in reference.named_parameters()
         if p.grad is not None and float(p.grad.norm()) > 1e-7
     }
+
     return {
         "loss_error": abs(loss - expected) / expected,
         "gradients": len(errors),

@@ -41,6 +41,7 @@ def built_examples(
         "--model.language_attention",
         "te",
     ]
+
     cuda += ["--model.window_attention", "fused"]
     cuda += ["--recompute.language", "selective", "--recompute.language_modules", "[layernorm]"]
     return {

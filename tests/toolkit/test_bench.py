@@ -23,7 +23,11 @@ from toolkit.bench.workload import rows
 from toolkit.cli import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEQ_LEN, WARM_UP, TIMED, ROWS, RANKS = 500, 1, 1, 2, 2
+SEQ_LEN = 500
+WARM_UP = 1
+TIMED = 1
+ROWS = 2
+RANKS = 2
 
 
 def environment() -> dict[str, str]:
@@ -47,6 +51,7 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
         "--dtype",
         "float32",
     ]
+
     shape = ["--data.seq_len", SEQ_LEN, "--global_batch_size", ROWS, "--data.num_workers", 1]
     layout = ["--parallel.pp", 2, "--recompute.vision", "full", "--log.peak_tflops", 0.5]
     command = [
@@ -64,10 +69,12 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
         *shape,
         *layout,
     ]
+
     words = [sys.executable, *map(str, command)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "gpuGetDeviceCount failed" not in done.stderr
+
     return json.loads(done.stdout)
 
 
@@ -78,7 +85,11 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     for workload in ("images", "text"):
         drawn = rows(spec, SEQ_LEN, images=workload == "images", seed=17)
         timed = list(itertools.islice(drawn, WARM_UP * ROWS, (WARM_UP + TIMED) * ROWS))
-        tokens, model, all_tokens, again = 0, Flops(0, 0), Flops(0, 0), Flops(0, 0)
+        tokens = 0
+        model = Flops(0, 0)
+        all_tokens = Flops(0, 0)
+        again = Flops(0, 0)
+
         for row in timed:
             lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
             vision = [
@@ -91,6 +102,7 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
             again = again + recompute_flops(
                 spec, ModelConfig(), RecomputeConfig(vision="full"), lengths, *vision
             )
+
         w = figures["workloads"][workload]
         seconds = w["step_s"] * TIMED
         assert w["work"]["images"] == sum(row.num_images for row in timed)
@@ -102,6 +114,7 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(all_tokens.total / model.total)
         assert w["work"]["loss_tokens_per_row"] == sum(int(row.loss_mask.sum()) for row in timed) / len(timed)
         assert w["hfu"] / w["mfu"] == pytest.approx((model + again).total / model.total)
+
     images, text = figures["workloads"]["images"], figures["workloads"]["text"]
     assert figures["image_over_text"] == pytest.approx(images["mfu"] / text["mfu"])
     assert images["hfu"] > images["mfu"] and text["hfu"] == text["mfu"]
@@ -152,6 +165,7 @@ def test_parts_add_up_to_the_step() -> None:
         "chunk backward": 4.0,
         "optimizer": 0.25,
     }
+
     split = parts.split(spans, data_wait=1.5)
     assert sum(split.values()) == spans["step"] and list(split) == list(parts.PARTS)
     assert (split["data wait"], split["feed"], split["language forward"], split["idle"]) == (

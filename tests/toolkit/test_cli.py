@@ -78,6 +78,7 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     assert "Traceback" not in done.stderr
     assert "data.path docs is not a data set (it holds no .nv-meta)" in done.stderr
     assert "data.path pyproject.toml is neither a data set's folder nor a metadataset" in done.stderr
+
     trainer = 2  # its model.hf, missing in two of the three lines
     assert done.stderr.count("hf download") == sum("--hf nowhere" in words for words in WRONG) + trainer
     assert done.stderr.count("megatron_vl.train: rank 0: ") == 3
@@ -142,10 +143,12 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
         "dp": 1,
         "files": files,
     }
+
     names = [*files, "weights/tp00_pp00.safetensors"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
+
     (tmp_path / "run.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
     manifest = {
         "format": FORMAT,
@@ -155,16 +158,19 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
         "layout": {},
         "hf_config": {},
     }
+
     manifest |= {"tensors": {}, "files": {"tp00_pp00.safetensors": {}}}
     (tmp_path / "weights" / MANIFEST).write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}))
     assert main(["checkpoint", "show", str(tmp_path)]) == 0
     assert "missing: " not in capsys.readouterr().out
+
     for name in names:
         (tmp_path / name).unlink()
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert f"missing: {', '.join(sorted(names))}; resume from another step" in capsys.readouterr().out
     assert main(["checkpoint", "show", "--json", str(tmp_path)]) == 1
     assert json.loads(capsys.readouterr().out)["missing"] == sorted(names)
+
     (tmp_path / "weights" / MANIFEST).write_text("{}")
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert "manifest.json is not a manifest of" in capsys.readouterr().err

@@ -65,6 +65,7 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
     (package / "__init__.py").write_text("raise AssertionError('Could not find `transformer-engine`.')\n")
     code, report = doctor("--config", run["yaml"], "--world-size", "4", "--", "--steps", "50", path=tmp_path)
     assert code == 1
+
     found = {finding["name"]: finding for finding in report["findings"]}
     broken = {name for name, finding in found.items() if finding["state"] == "broken"}
     # A real import of Megatron-core fails with it, and with that the modules cannot be built.
@@ -73,7 +74,9 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
         "half installed" in found["transformer engine"]["found"]
         and "pip uninstall" in found["transformer engine"]["advice"]
     )
-    spec, config = read_spec(run["hf"]), parse_config(["--config", str(run["yaml"])])
+
+    spec = read_spec(run["hf"])
+    config = parse_config(["--config", str(run["yaml"])])
     peak = max(stage["total"] for stage in report["memory_gib"])
     assert len(report["memory_gib"]) == 2 and peak == pytest.approx(
         peak_gib(estimate(config, spec, 4)), abs=0.01
@@ -112,18 +115,21 @@ def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_p
         and "another model" in finding.found
         and "both qwen2_5_vl, other sizes" in finding.found
     )
+
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(run["hf"])])
     [finding] = _start_weights(config, read_spec(run["hf"]))
     assert finding.state == "broken" and f"`megatron-vl convert --hf {run['hf']} --out DIR`" in finding.found
     monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "moved")])
     [finding] = _start_weights(config, read_spec(run["hf"]))
+
     assert finding.state == "ok" and "not needed: the run continues from its own checkpoint" in finding.found
     assert check_checkpoint(tmp_path / "other").state == "ok"
     file = next((tmp_path / "other").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+
     assert check_checkpoint(tmp_path / "other").state == "broken"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import importlib.util
 import io
 import json
 import os
@@ -19,16 +18,22 @@ import torch
 from PIL import Image
 
 from converters.convert import convert, export, reshard
+from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint
-from tests.toolkit.evaluation import answers_letters, answers_of, damage, photograph_table, write_table
+from tests.toolkit.evaluation import (
+    answers_letters,
+    answers_of,
+    damage,
+    needs_vlmevalkit,
+    photograph_table,
+    write_table,
+)
 from toolkit.cli import main
 from toolkit.evaluate.comparison import _gpus
-from toolkit.evaluate.early import UsageError, check_data, find_data
+from toolkit.evaluate.early import check_data, find_data
 from toolkit.hf import load_model, load_processor
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
-)
+pytestmark = needs_vlmevalkit
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--dtype", "float32", "--max-new-tokens", "1"]
@@ -58,7 +63,8 @@ def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
     """The first words of transformers' answer to VLMEvalKit's prompt about the table's own pictures."""
     with table.open(newline="") as file:
         pictures = {row["index"]: row["image"] for row in csv.DictReader(file, delimiter="\t")}
-    processor, model = load_processor(folder), load_model(folder, torch.float32)
+    processor = load_processor(folder)
+    model = load_model(folder, torch.float32)
     answers = []
     for line in lines:
         content = [{"type": "image"}, {"type": "text", "text": line["question"]}]
@@ -161,16 +167,19 @@ def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
     write_table(usual / "photos.tsv", [[1, "Where?"]], ("index", "question"))
     mine = ("photos", tmp_path / "mine")
     assert find_data(str(tmp_path / "mine" / "photos.tsv"), None, usual) == mine
+
     monkeypatch.chdir(tmp_path / "mine")
     assert find_data("photos.tsv", None, usual) == find_data("../mine/photos.tsv", None, usual) == mine
     assert find_data("photos", None, usual) == ("photos", usual)
     assert find_data("photos", tmp_path, usual) == ("photos", tmp_path)
+
     (tmp_path / "mine" / "MMBench").touch()
     (tmp_path / "mine" / "folder.tsv").mkdir()
     assert find_data("MMBench", None, usual) == ("MMBench", usual)
     for wrong in ("folder.tsv", "gone.tsv", "../mine/photos", "..", ""):
         with pytest.raises(UsageError, match="is not a file; give the path of a table"):
             find_data(wrong, None, usual)
+
     with pytest.raises(UsageError, match="leave it out"):
         find_data("photos.tsv", tmp_path, usual)
 

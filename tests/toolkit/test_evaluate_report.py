@@ -72,6 +72,7 @@ def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:
     )
     text = (tmp_path / "a.html").read_text()
     page = Page(text)
+
     assert "script" not in page.tags and page.tags.count("img") == 1
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     shown = "".join(page.words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,14 +15,14 @@ from PIL import Image
 from converters.convert import convert, export
 from tests.toolkit.evaluation import (
     DIALOGUES,
-    VIDEO_COLUMNS,
     answers_letters,
     answers_of,
     damage,
     dialogue_table,
     encoded,
+    needs_vlmevalkit,
     photographs,
-    video_row,
+    video_mme,
     write_table,
     write_video,
 )
@@ -32,12 +31,7 @@ from toolkit.evaluate.model import Checkpoint
 from toolkit.hf import load_model, load_processor
 from toolkit.tiny import write_tiny_checkpoint
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
-    ),
-]
+pytestmark = [pytest.mark.ranks, needs_vlmevalkit]
 
 
 LETTER_SEEDS = {"qwen3_vl": 2005}
@@ -118,8 +112,11 @@ def judge():
 
 def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image]) -> list[str]:
     """Each turn's answer by transformers, given its own answers before."""
-    processor, model = load_processor(folder), load_model(folder, torch.float32)
-    messages, answers, used = [], [], 0
+    processor = load_processor(folder)
+    model = load_model(folder, torch.float32)
+    messages = []
+    answers = []
+    used = 0
     for question in questions:
         content = []
         for i, words in enumerate(question.split("<ImageHere>")):
@@ -131,6 +128,7 @@ def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image])
         with torch.no_grad():
             answers.append(processor.decode(model(**batch).logits[0, -1].argmax()))
         messages.append({"role": "assistant", "content": [{"type": "text", "text": answers[-1]}]})
+
     return answers
 
 
@@ -142,10 +140,13 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, ju
     assert code == 0 and report["passed"], capsys.readouterr()
     assert [gate["passed"] for gate in report["gates"]] == [True] * 4 and report["questions"] == 2
     assert report["settings"]["tables"]["MMDU.tsv"]["of VLMEvalKit"] is False
-    lines, pictures = answers_of(tmp_path / "out", "original"), photographs()
+
+    lines = answers_of(tmp_path / "out", "original")
+    pictures = photographs()
     for line, questions, shown in zip(lines, DIALOGUES, (pictures[:2], pictures[2:3]), strict=True):
         assert line["answer"] == dialogue_of(both[0], questions, shown)
     said = [answer for line in lines for answer in line["answer"]]
+
     assert sorted(seen) == sorted(2 * said)  # of both checkpoints
     # VLMEvalKit's arithmetic: the mean of all turns, of ten, in per cent
     mean = 10 * sum("ABCD".index(letter) + 1 for letter in said) / len(said)
@@ -161,7 +162,8 @@ def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
     """MMMB has six tables, each scored by itself; two questions of each are asked. The checkpoint with one
     permuted projection differs from the original there too."""
     original, converted = pair("qwen2_5_vl")
-    pictures, choices = photographs(), ("a person", "a cat", "a cup", "a rocket")
+    pictures = photographs()
+    choices = ("a person", "a cat", "a cup", "a rocket")
     for language in ("ar", "cn", "en", "pt", "ru", "tr"):
         rows = [
             [i + 1, encoded(pictures[i]), f"What is this? ({language})", *choices, "ABC"[i], "object", "val"]
@@ -169,15 +171,18 @@ def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
         ]
         columns = ("index", "image", "question", "A", "B", "C", "D", "answer", "category", "split")
         write_table(tmp_path / "LMUData" / f"MMMB_{language}.tsv", rows, columns)
+
     out = tmp_path / "MMMB"  # VLMEvalKit replaces the name of the set wherever it is in a path
     pair_ = (original, damage(converted, tmp_path / "damaged"))
     options = ["--limit", "12", "--max-new-tokens", "1", "--keep-going", "--json"]
     code, report = evaluate(pair_, "MMMB", tmp_path / "LMUData", out, *options)
     printed = capsys.readouterr()
+
     assert json.loads(printed.out) == report and code == 1 and report["questions"] == 12
     assert f"VLMEvalKit runs {report['settings']['isolation']}\n" in printed.err
     assert [gate["passed"] for gate in report["gates"]][:2] == [False, False]
     assert report["gates"][1]["measured"].startswith("4 of 4 prompts differ")
+
     lines = answers_of(out, "original")
     assert [line["question"].count("(tr)") for line in lines[-2:]] == [1, 1]
     metrics = report["checkpoints"]["original"]["metrics"]
@@ -202,11 +207,7 @@ ASKED = (0, 1, 2, 3, 1, 2, 3, 0)
 @pytest.fixture
 def videos(tmp_path) -> Path:
     """Video-MME's form, as in its repository after VLMEvalKit has prepared it."""
-    folder = tmp_path / "LMUData" / "Video-MME"
-    for i, picture in enumerate(photographs()):
-        write_video(folder / "video" / f"clip{i}.mp4", picture, 24 + i)
-    rows = [[index, *video_row(i, f"clip{i}")[1:]] for index, i in enumerate(ASKED)]
-    write_table(folder / "Video-MME.tsv", rows, tuple(VIDEO_COLUMNS))
+    video_mme(tmp_path / "LMUData" / "Video-MME", ASKED)
     return tmp_path / "LMUData"
 
 
@@ -222,6 +223,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
         frames = torch.stack(
             [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
         )
+
     settings = {
         "dtype": "float32",
         "device": "cpu",
@@ -229,6 +231,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
         "max_new_tokens": 1,
         "video_max_frames": 20,
     }
+
     for own, theirs in (
         ({"nframes": 8}, {"num_frames": 8, "fps": None}),
         ({"fps": 2.0}, {"fps": 2.0}),
@@ -259,6 +262,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
             return_tensors="pt",
             **theirs,
         )
+
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
@@ -273,12 +277,14 @@ def test_videos_are_shown_as_frames_and_two_processes_answer_alike(pair, videos,
         tmp_path / "out",
         *("--max-new-tokens", "1", "--processes", "2"),
     )
+
     assert code == 0, report["gates"]
     assert [gate["passed"] for gate in report["gates"]] == [True] * 4 and report["questions"] == len(ASKED)
     lines = answers_of(tmp_path / "out", "original")
     for number, line in enumerate(lines):
         [video] = line["videos"]
         assert f"/data_{number % 2}/" in video and video.endswith(f"clip{ASKED[number]}.mp4")
+
     answers = [line["answer"] for line in lines]
     said = {
         question: [answers[i] for i, asked in enumerate(ASKED) if asked == question] for question in range(4)

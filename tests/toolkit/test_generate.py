@@ -45,6 +45,7 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
     for record in records:
         record["conversations"] = record["conversations"][:2]
     files = [tmp_path / "raw" / "media" / "first.jsonl", tmp_path / "raw" / "media" / "second.jsonl"]
+
     for file, some in zip(files, (records[:2], records[2:]), strict=True):  # media are sought beside the file
         file.write_text("".join(json.dumps(record) + "\n" for record in some))
     common = [
@@ -57,6 +58,7 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
         "--prompt-file",
         files[1],
     ]
+
     sampling = ["--video-max-frames", 8, "--max-new-tokens", TOKENS, "--json", "--platform", "cpu"]
     assert main(["generate", *map(str, (*common, *sampling, *layout))]) == 0
     answers = json.loads(capsys.readouterr().out)
@@ -72,6 +74,7 @@ def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoin
         )
         assert answer["prompt_tokens"] == batch["input_ids"].shape[1], record["id"]
         assert answer["tokens"] == tokens[0, batch["input_ids"].shape[1] :].tolist(), record["id"]
+
     assert len({tuple(answer["tokens"]) for answer in answers}) == len(answers)
 
 
@@ -182,22 +185,22 @@ def test_a_runs_checkpoint_brings_its_rule_for_videos(
         reader = WeightReader(path)
         for asked in ({}, {name: former}):
             said.clear()
-            assert video_rules(reader, asked, said.append) == {name: former}
+            assert video_rules(reader, Path(hf), asked, said.append) == {name: former}
             assert len(said) == 1 and former in said[0] and str(step) in said[0]
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} released contradicts .*{former}"):
-            video_rules(reader, {name: "released"}, said.append)
+            video_rules(reader, Path(hf), {name: "released"}, said.append)
 
     # The other family's rule means nothing here, and a rule of a later version nothing to this one.
     other = next(each for _, each, _ in RULES if each != name)
-    assert video_rules(reader, {other: "released"}, said.append)[name] == former
+    assert video_rules(reader, Path(hf), {other: "released"}, said.append)[name] == former
     (step / "run.json").write_text(json.dumps({"video_rule": {name: "transformers_9"}}))
     with pytest.raises(UserError, match="does not know"):
-        video_rules(reader, {}, said.append)
+        video_rules(reader, Path(hf), {}, said.append)
 
     (step / "weights").rename(tmp_path / "alone")
     said.clear()
     for asked in ({}, {name: former}):
-        assert video_rules(WeightReader(tmp_path / "alone"), asked, said.append) == asked
+        assert video_rules(WeightReader(tmp_path / "alone"), Path(hf), asked, said.append) == asked
     assert not said
 
 

@@ -149,6 +149,7 @@ for words in (["--help"], ["train", "--help"], ["bench", "--help"], ["data", "--
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 print(time.process_time(), file=sys.stderr)
 """
+
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (

@@ -29,6 +29,7 @@ def test_layouts_agree_with_transformers(capsys):
         and report["ok"]
         and report["inputs"] == {"tokens_differ": [], "pixel_error": pytest.approx(0, abs=1e-6)}
     )
+
     for result in report["layouts"].values():
         step = result["steps"][0]
         assert {

@@ -27,6 +27,7 @@ def test_samples_that_differ_anywhere_have_other_fingerprints(tiny_checkpoint) -
         [other_picture, text],
         [make_sample("image", spec, 1)],
     ]
+
     assert len({reference.fingerprint(batch) for batch in batches}) == len(batches)
     assert reference.fingerprint([make_sample("image", spec, 0), text]) == reference.fingerprint(batches[0])
 

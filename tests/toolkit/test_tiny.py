@@ -45,10 +45,8 @@ def test_transformers_loads_it(tiny_checkpoint, family, options):
     in_file = "model.visual.patch_embed.proj.weight" if in_memory else "visual.patch_embed.proj.weight"
     assert torch.equal(held[in_file], model.model.visual.patch_embed.proj.weight)
     if family == "qwen3_vl_moe":
-        experts, stored = (
-            model.model.language_model.layers[0].mlp.experts,
-            held["model.language_model.layers.0.mlp.experts.down_proj"],
-        )
+        experts = model.model.language_model.layers[0].mlp.experts
+        stored = held["model.language_model.layers.0.mlp.experts.down_proj"]
         assert stored.shape == ((8, 48, 64) if options.get("released_style", True) else (8, 64, 48))
         assert torch.equal(
             stored.transpose(1, 2) if options.get("released_style", True) else stored, experts.down_proj

@@ -61,6 +61,7 @@ def test_a_rank_of_torchrun_and_one_of_slurm():
         "MASTER_ADDR": "gpu007",
         "MASTER_PORT": "23456",
     }
+
     assert (
         read(STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}).variables["MASTER_ADDR"]
         == "10.0.0.1"
@@ -180,9 +181,12 @@ def test_one_command_trains_on_two_ranks_and_on_one(tiny_checkpoint, tmp_path):
             "--parallel.tp",
             str(ranks),
         ]
+
         done = subprocess.run(
             start, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr[-3000:]
+
         losses[ranks] = [step["loss"] for step in metrics(tmp_path / f"run{ranks}")]
+
     assert len(losses[1]) == 3 and losses[2] == pytest.approx(losses[1], rel=1e-5)

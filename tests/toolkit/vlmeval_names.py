@@ -17,9 +17,11 @@ def parts_of(name: str) -> tuple[str, list[str]]:
         return "tables", list(ConcatDataset.DATASET_SETS[name])
     made = supported_video_datasets.get(name)
     if made is not None:
-        base, kind = str(made.keywords.get("dataset", name)), made.func
+        base = str(made.keywords.get("dataset", name))
+        kind = made.func
     else:
-        base, kind = name, next(one for one in DATASET_CLASSES if name in one.supported_datasets())
+        base = name
+        kind = next(one for one in DATASET_CLASSES if name in one.supported_datasets())
     if getattr(kind, "MODALITY", "IMAGE") != "VIDEO":
         return "table", [name]
     parts = kind.DATASET_SETS.get(base, [base]) if issubclass(kind, ConcatVideoDataset) else [base]

@@ -32,13 +32,15 @@ def write_slowly(path: Path) -> None:
 
 
 def main() -> None:
-    backend, folder = (sys.argv[1:] + ["gloo"])[0], Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    backend = (sys.argv[1:] + ["gloo"])[0]
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     failures.watch()
     dist.all_reduce(torch.ones(1, device=device))
     dist.barrier()

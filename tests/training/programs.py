@@ -229,7 +229,9 @@ def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
     spec = read_spec(hf)
     grid = make_grid(make_layout(spec, 2, 1, 1, None))
     config = TrainConfig()
-    config.checkpoint.dir, config.log.tensorboard, config.log.samples = folder, "", True
+    config.checkpoint.dir = folder
+    config.log.tensorboard = ""
+    config.log.samples = True
     metrics.LISTED_BYTES = limit
     log = metrics.MetricsLog(config, spec, grid, platform)
 
@@ -299,7 +301,8 @@ def what_trainings_say(starts: list[list[str]]) -> list[str]:
     """The output of each start of the trainer, all in one process, and the message that it ended with."""
     said = []
     for words in starts:
-        out, problem = io.StringIO(), ""
+        out = io.StringIO()
+        problem = ""
         with contextlib.redirect_stdout(out):
             try:
                 config = parse_config(words)

@@ -46,12 +46,14 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
             (folder / "media" / name).write_bytes(encoded(60 + 14 * (i % 5), 80 + 28 * (i % 3), seed=i))
             record["image"] = name
         records.append(record)
+
     (folder / "data.json").write_text(json.dumps(records))
     options = ConversionOptions(
         out=folder / "data", media_root=folder / "media", workers=1, val_fraction=val_fraction
     )
     convert_data([folder / "data.json"], options)
     convert(hf, folder / "weights", {"tp": 1, "pp": 4})
+
     return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}
 
 
@@ -71,6 +73,7 @@ def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int =
         "--data.path",
         prepared["data"],
     ]
+
     shape = [
         "--data.seq_len",
         "128",
@@ -83,6 +86,7 @@ def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int =
         "--platform",
         "cpu",
     ]
+
     rest = [
         "--optimizer.lr",
         "1e-3",
@@ -93,6 +97,7 @@ def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int =
         "--data.packing_buffer",
         "8",
     ]
+
     return [str(part) for part in (*common, *shape, *rest, "--checkpoint.dir", run, *options)]
 
 

@@ -64,12 +64,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
         }
         for i in range(48)
     ]
+
     for name, chosen, validation in (("half", records, 0.0), ("data", records[:24], 0.5)):
         (folder / f"{name}.json").write_text(json.dumps(chosen))
         options = ConversionOptions(
             out=folder / name, media_root=folder, workers=1, samples_per_shard=12, val_fraction=validation
         )
         convert_data([folder / f"{name}.json"], options)
+
     convert(hf, folder / "weights", {"tp": 1, "pp": 4})
     return {
         "hf": hf,
@@ -125,6 +127,7 @@ def run_apart(
     finally:
         for process in processes:
             process.kill()
+
     return [ended[rank] for rank in range(world)]
 
 

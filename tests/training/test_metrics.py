@@ -27,6 +27,7 @@ def test_a_line_adds_up_what_the_ranks_counted(tiny_checkpoint, tmp_path: Path, 
         {k: v for k, v in line.items() if k.startswith(("samples", "images", "patches", "dropped"))}
         for line in lines
     ]
+
     assert counts == [
         {"samples": 8, "images": 2, "patches": 64},
         {"samples": 8, "images": 2, "patches": 64, "dropped/medium missing": 5, "dropped/no tokens": 2},
@@ -34,6 +35,7 @@ def test_a_line_adds_up_what_the_ranks_counted(tiny_checkpoint, tmp_path: Path, 
         {"samples": 8, "images": 2, "patches": 64},
     ]
     assert out["bad"] == 7
+
     tokens = [line["tokens_per_s_per_rank"] * 4 * line["step_s"] for line in lines]
     assert tokens == pytest.approx([143] * 4)  # 30 + 7 and 100 + 6 a step
     assert [line["data_wait_s"] for line in lines] == [0.75] * 4
@@ -45,6 +47,7 @@ def test_a_line_adds_up_what_the_ranks_counted(tiny_checkpoint, tmp_path: Path, 
     ]
     a, b, c, d = ("a", "no tokens"), ("b", "no tokens"), ("c", "medium missing"), ("d", "medium missing")
     whole = [(2, *d), (2, *a), (2, *b), (2, *c)]
+
     assert listed == (whole if limit > 1 else [(2, *d), (2, *a), (4, *b), (5, *c)])
 
     rows = [[row for row in entry["rows"]] for entry in jsonl(tmp_path / "samples.jsonl")]

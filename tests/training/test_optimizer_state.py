@@ -59,18 +59,23 @@ def saved(
         }
         total = sum(tensors["main"].numel() for tensors in parts.values())
         for dp in range(DP):
-            low, high, at = total * dp // DP, total * (dp + 1) // DP, 0
+            low = total * dp // DP
+            high = total * (dp + 1) // DP
+            at = 0
             tensors: dict[str, Tensor] = {"rng/cpu": torch.zeros(4, dtype=torch.uint8)}
             for info, held in parts.items():
                 count = held["main"].numel()
-                start, end = max(low - at, 0), min(high - at, count)
+                start = max(low - at, 0)
+                end = min(high - at, count)
                 if start < end:
                     tensors |= {f"{info.name}[{start}:{end}]/{kind}": held[kind][start:end] for kind in kinds}
                     tensors[f"{info.name}[{start}:{end}]/step"] = torch.tensor([7])
                 at += count
+
             name = f"rank_{dp * cut.tp + tp:05d}.safetensors"
             files[name] = write_hashed(folder / name, tensors, {"tp": str(tp)})
             slices[name] = slices_of(tensors, tp, 0)
+
     if index:
         files[INDEX] = write_index(folder, slices)
     return files

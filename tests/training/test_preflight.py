@@ -136,6 +136,7 @@ try:
 except RunConfigError as error:
     print(error)
 """
+
     done = subprocess.run([sys.executable, "-c", code, *fields], capture_output=True, text=True, timeout=120)
     alone, exchanged, refused = done.stdout.splitlines() or [done.stderr] * 3
     assert alone == "(1024, 4096)"

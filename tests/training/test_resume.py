@@ -124,12 +124,14 @@ def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_pat
         (again, [*on, "--checkpoint.attempt", "2", "--stop_after", "5"]),
         (again, [*on, "--checkpoint.step", "2", "--stop_after", "3"]),
     )
+
     assert "the data set is read from its start at step 2" in said[1]
     assert (
         "was read from its start at step 2, as this checkpoint records" in said[2]
         and "--checkpoint.attempt 2" in said[2]
     )
     assert rows(stopped) == rows(whole)
+
     start = [samples for _, samples in rows(first)]
     assert [samples for _, samples in rows(whole)][:2] == start, "the data did not restart"
     # once more when asked to, and after a roll-back to before the restart
@@ -150,10 +152,12 @@ def test_one_start_without_the_option_does_not_restart_the_data_again(
         (run, [*on, "--stop_after", "4"]),
         (run, [*on, "--checkpoint.attempt", "2", "--stop_after", "5"]),
     )
+
     assert "read from its start at step 0, as this checkpoint records" in said[1], (
         "a run's own first start is no resume"
     )
     assert "read from its start at step 0, as this checkpoint records" in said[3]
+
     samples = [samples for _, samples in rows(run)]
     assert samples[3] not in samples[:3] and samples[1] != samples[0]
     assert samples[4] == samples[0]
@@ -291,11 +295,13 @@ def test_checkpoints_of_older_versions_go_on(prepared: dict[str, Path], tmp_path
         (run, ["--checkpoint.step", "2", "--stop_after", "3"]),
         (run, []),
     )
+
     assert ["resumed at step 2" in text for text in said] == [
         True,
         True,
         False,
     ] and "resumed at step 3" in said[2]
+
     keys = ("loss", "grad_norm", "samples")
     want = {line["step"]: [line[key] for key in keys] for line in metrics(whole)}
     assert all(want[line["step"]] == [line[key] for key in keys] for line in metrics(run))

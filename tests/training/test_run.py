@@ -178,6 +178,7 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
                     assert file.get_tensor(key).numel() == end - start
                     assert int(file.get_tensor(key.replace("exp_avg", "step"))) == 6
                     ranges.setdefault((rank, name), []).append((start, end))
+
     reader = WeightReader(whole)
     held = {name for _, name in ranges}
     assert held == set(reader.names())
@@ -206,6 +207,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
         plain = ["--parallel.overlap_param_gather", "false"] if "false" in options else []
         done = train(prepared, run, *options, *plain, ranks=ranks)
         assert done.returncode == 0, done.stderr[-4000:]
+
         lines = metrics(run)
         assert [line["step"] for line in lines] == [4, 5, 6]
         for ours, theirs in zip(lines, want[3:], strict=True):
@@ -311,6 +313,7 @@ def test_impossible_runs_are_refused_before_a_group_starts(
         "cpu",
         *options,
     ]
+
     environment = {**os.environ, "WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-m", "megatron_vl.train", *common],
@@ -320,6 +323,7 @@ def test_impossible_runs_are_refused_before_a_group_starts(
         timeout=60,
         cwd=tmp_path,
     )
+
     assert done.returncode == 1 and message in done.stderr
 
 

@@ -120,11 +120,9 @@ def test_exported_checkpoint_has_the_trained_experts(
     assert verify_checkpoint(whole / "step_00000006") == []
     export(whole, prepared["hf"], tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "back")
-    ours, theirs, first = (
-        WeightReader(tmp_path / "back"),
-        WeightReader(whole),
-        WeightReader(prepared["weights"]),
-    )
+    ours = WeightReader(tmp_path / "back")
+    theirs = WeightReader(whole)
+    first = WeightReader(prepared["weights"])
     for name in ours.names():
         assert torch.equal(ours.get(name), theirs.get(name)), name
         if ".experts." in name:  # every one of them was trained

@@ -98,6 +98,7 @@ def test_one_message_for_all_ranks(launcher, tmp_path):
         "--model.hf",
         str(tmp_path / "nowhere"),
     ]
+
     options += ["--global_batch_size", "6"]
     done = subprocess.run(
         [*launcher, *options], env=environment(), capture_output=True, text=True, timeout=60

@@ -60,7 +60,8 @@ def records(path: Path) -> Iterator[Any]:
         if left < 7:
             at += left
             continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        size = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
         record += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):
@@ -70,7 +71,8 @@ def records(path: Path) -> Iterator[Any]:
 
 def history(path: Path) -> list[dict[str, Any]]:
     """What was logged, a dictionary for each call. W&B's service completes the file after the run's end."""
-    deadline, found = time.monotonic() + 60, []
+    deadline = time.monotonic() + 60
+    found = []
     while not any(record.WhichOneof("record_type") == "exit" for record in records(path)):
         assert time.monotonic() < deadline, f"{path} is not complete"
         time.sleep(0.1)

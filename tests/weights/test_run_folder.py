@@ -48,6 +48,7 @@ class Run:
             if path.exists():
                 old = next(saved for saved in saved_checkpoints(self.folder) if saved.path == path)
                 os.replace(path, aside(old))
+
             path.mkdir(parents=True)
             facts = {"step": step, "lineage": lineage.as_json()}
             write_json(path / "run.json", facts | {"digest": manifest_digest(facts)})
@@ -56,7 +57,9 @@ class Run:
                 write_json(
                     self.folder / "latest.json", {"step": step, "serial": serial, "branch": lineage.branch}
                 )
+
             self.lineage = dataclasses.replace(lineage, parent=Point(lineage.branch, step))
+
         return self
 
     @property
@@ -211,6 +214,7 @@ def test_damage_of_one_lineage_file_is_made_up_for_by_run_json_and_of_both_is_re
     (tmp_path / "step_00000006" / "lineage.json").unlink()
     text = (tmp_path / "step_00000004" / "lineage.json").read_text()
     (tmp_path / "step_00000004" / "lineage.json").write_text(text.replace('"serial": 2', '"serial": 9'))
+
     assert latest(tmp_path).step == 3
     facts = json.loads((tmp_path / "step_00000003" / "run.json").read_text())
     del facts["lineage"]  # as where the two files are exchanged: who has the one file is of no older version
@@ -219,6 +223,7 @@ def test_damage_of_one_lineage_file_is_made_up_for_by_run_json_and_of_both_is_re
     with pytest.raises(CheckpointError, match="step_00000003/lineage.json is damaged"):
         latest(tmp_path)
     (tmp_path / "step_00000003" / "run.json").write_text("{")
+
     with pytest.raises(CheckpointError, match="step_00000003/lineage.json is damaged"):
         latest(tmp_path)
 

@@ -102,7 +102,9 @@ def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
 
 def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout: Layout) -> list[dict]:
     """Writes shards like a training run: each rank writes its file, one writes the manifest."""
-    table, cut, entries = tensor_table(spec), layout.cut, []
+    table = tensor_table(spec)
+    cut = layout.cut
+    entries = []
 
     def parts(p: int, experts: bool, **ranks: int) -> dict[str, Tensor]:
         here = [
@@ -263,7 +265,8 @@ def test_unsplit_experts(tmp_path: Path) -> None:
 
 def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
     spec = read_spec(MOE_CONFIG)
-    layout, full = make_layout(spec, tp=2, ep=2), random_tensors(spec)
+    layout = make_layout(spec, tp=2, ep=2)
+    full = random_tensors(spec)
     entries = write_shards(tmp_path, spec, full, layout)
     name = "language_model.decoder.layers.2.mlp.experts.linear_fc1.weight"
 
@@ -538,10 +541,13 @@ def test_a_flipped_bit_is_refused_by_name(
     """Any slice makes the whole stored tensor be compared; other tensors and ranks stay usable."""
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)
-    file, name = tmp_path / "tp01_pp01.safetensors", "language_model.decoder.layers.3.mlp.linear_fc2.weight"
+    file = tmp_path / "tp01_pp01.safetensors"
+    name = "language_model.decoder.layers.3.mlp.linear_fc2.weight"
     header = read_header(file)
     flip(file, len(header) + json.loads(header[8:])[name]["data_offsets"][1] - 1)
-    reader, refused = WeightReader(tmp_path), 0
+    reader = WeightReader(tmp_path)
+    refused = 0
+
     for rank in range(tp):
         try:
             got = reader.get(name, rank, Cut(tp))
@@ -550,6 +556,7 @@ def test_a_flipped_bit_is_refused_by_name(
             refused += 1
         else:
             assert torch.equal(got, shard(full[name], reader.table[name], rank, Cut(tp)))
+
     assert refused == max(1, tp // 2)
     for other in set(full) - {name}:
         assert torch.equal(reader.get(other), full[other])
@@ -563,17 +570,21 @@ def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict
     layout = make_layout(spec, tp=2)
     write_shards(tmp_path, spec, full, layout)
     a, b = (tmp_path / f"tp0{t}_pp00.safetensors" for t in (0, 1))
-    first, second = a.read_bytes(), b.read_bytes()
+    first = a.read_bytes()
+    second = b.read_bytes()
     a.write_bytes(second)
     b.write_bytes(first)
+
     with pytest.raises(
         WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.embedding"
     ):
         WeightReader(tmp_path).get(EMBEDDING)
+
     b.write_bytes(second)
     names = [f"language_model.decoder.layers.{i}.mlp.linear_fc2.weight".encode() for i in (1, 2)]
     swapped = first.replace(names[0], b"(other)").replace(names[1], names[0]).replace(b"(other)", names[1])
     assert len(swapped) == len(first)
+
     a.write_bytes(swapped)
     with pytest.raises(
         WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.decoder.layers.1.mlp"
@@ -584,7 +595,8 @@ def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict
 def test_a_tensor_is_verified_once(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     """Damage after the first check is not searched for again, so reading twice costs one pass."""
     write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
-    reader, hashed = WeightReader(tmp_path), []
+    reader = WeightReader(tmp_path)
+    hashed = []
     reader.get(EMBEDDING)
     file = reader.open_file("tp00_pp00.safetensors")
     original = type(file).sha256
@@ -603,6 +615,7 @@ def test_the_newest_step_of_a_run(tmp_path: Path, spec: ModelSpec, full: dict[st
     for step in (4, 8):
         folder = tmp_path / f"step_{step:08d}" / "weights"
         write_manifest(folder, spec, None, [write_rank_file(folder, 0, 0, full)])
+
     assert WeightReader(tmp_path).path.parent.name == "step_00000008"
     for text, error, message in (
         ('{"step": 4}', None, ""),

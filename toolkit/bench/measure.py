@@ -131,6 +131,7 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
     platform.synchronize()
     start = time.perf_counter()
     fed: list[StepData] = []
+
     for _ in range(o.timed):
         result, data = one_step(live, feed)
         # The step has read its loss from the device, so the clock read after it includes all of the step.
@@ -156,6 +157,7 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
         "data_wait_s": max(report.gather(waits)) / o.timed,
         "memory": memory(live, held),
     }
+
     if o.part_steps:
         figures |= measure_parts(live, feed, peak)
     if loader is not None and hasattr(loader, "close"):
@@ -251,6 +253,7 @@ def measure_parts(live: BenchModel, feed: Feed, peak: float) -> dict[str, Any]:
         }
         for name in collectives[0]
     }
+
     return figures
 
 
@@ -262,9 +265,8 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
     """The share of the peak that each half of the model reaches in its own time, summed over ranks."""
     result: dict[str, float | None] = {}
     for half in ("language", "vision"):
-        seconds = sum(
-            step[f"{half} {way}"] for rank in steps for step in rank for way in ("forward", "backward")
-        )
+        times = [step for rank in steps for step in rank]
+        seconds = sum(step[f"{half} forward"] + step[f"{half} backward"] for step in times)
         done = sum(getattr(f, half) for f in flops)
         result[half] = done / seconds / 1e12 / peak if peak and seconds and done else None
     return result

@@ -203,7 +203,8 @@ def communication(platform: Platform, step: Callable[[], None]) -> dict[str, flo
 
 def length(spans: list[tuple[int, int]]) -> int:
     """The time that the spans cover together, with overlaps counted once."""
-    total, reached = 0, None
+    total = 0
+    reached = None
     for start, end in sorted(spans):
         if reached is None or start > reached:
             total = total + end - start
@@ -233,6 +234,7 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
         }
         for name in PARTS
     }
+
     stages: dict[int, list[int]] = {}
     for rank, (stage, _) in enumerate(places):
         stages.setdefault(stage, []).append(rank)
@@ -249,6 +251,7 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
         {name: sum(means[rank][name] for rank in ranks) / len(ranks) for name in PARTS}
         for _, ranks in sorted(stages.items())
     ]
+
     return {
         "parts": parts,
         "parts_by_stage": by_stage,

@@ -155,6 +155,7 @@ def use_liger(family: str) -> list[str]:
         number = version("liger-kernel")
     except PackageNotFoundError:  # a bare folder on the path
         number = "of unknown version"
+
     if apply is None:
         return [f"liger-kernel {number} has no {name}: using plain transformers modules"]
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -163,6 +164,7 @@ def use_liger(family: str) -> list[str]:
     after = vars(modeling)
     replaced = sorted(key for key, value in before.items() if after[key] is not value)
     unused = sorted(after.keys() - before.keys())
+
     return [
         f"liger-kernel {number}: {name}() replaced {', '.join(replaced)} and the loss; without effect: "
         f"{', '.join(unused)}"
@@ -323,11 +325,13 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
     source = groups(spec, seq_len, images=workload == "images", seed=17 + dist.get_rank())
     number = o.distinct_rows or (o.warm_up + o.timed) * per_step
     stream = itertools.cycle([hf_row(samples, spec, seq_len) for samples in itertools.islice(source, number)])
+
     for _ in range(o.warm_up):
         loss = trainer.step(list(itertools.islice(stream, per_step)))
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+
     held = torch.cuda.memory_allocated() if cuda else 0
     work = report.Work()
     dist.barrier()
@@ -346,6 +350,7 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
         dist.get_world_size(),
         peak,
     )
+
     return figures | {"loss": loss, "memory": _memory(model=trainer.model, held=held, cuda=cuda)}
 
 

@@ -37,6 +37,7 @@ def image_sample(spec: ModelSpec, rng: random.Random) -> Sample:
     text = _text(spec, rng.randint(40, 260), generator)
     mask = torch.zeros(len(pads) + 2 + len(text), dtype=torch.bool)
     mask[-len(text) // 2 :] = True
+
     return Sample(
         token_ids=torch.cat([*frame, text]), loss_mask=mask, media=[MediaItem(grid=grid, planes=planes)]
     )

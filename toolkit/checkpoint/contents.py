@@ -39,6 +39,7 @@ def describe(source: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{source} lacks weights/{MANIFEST}; resume from another step with --checkpoint.step"
         )
+
     manifest = read_manifest(source / "weights" / MANIFEST)
     names = sorted([*saved["files"], *(f"weights/{name}" for name in manifest["files"])])
     sizes: dict[str, int] = {}
@@ -46,6 +47,7 @@ def describe(source: Path) -> dict[str, Any]:
         if file.is_file():
             part = file.relative_to(source).parts[0] if file.parent != source else "description"
             sizes[part] = sizes.get(part, 0) + file.stat().st_size
+
     return {
         "checkpoint": str(source),
         "step": saved["step"],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from data_tools.convert import DataReport
 
 MOST_SHOWN = 10
-"""Number of ignored keys that the summary names per place; report.json lists all."""
+"""Number of ignored keys that the summary names per location; report.json lists all."""
 INSTEAD = {
     "min_pixels": "data.min_pixels of the run applies",
     "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
@@ -44,6 +44,7 @@ def convert(given: DataConvertOptions) -> int:
         duplicate_ids=given.duplicate_ids,
         force=given.force,
     )
+
     report = convert(given.input, options, _show)
     quarantine = given.out / "quarantine.jsonl"
     if given.json:
@@ -52,6 +53,7 @@ def convert(given: DataConvertOptions) -> int:
         )
     else:
         _print(report, given.out, quarantine)
+
     if not report.samples:
         raise ConvertError(
             f"none of {report.records} records can be used{_first_refusal(quarantine)}; see {quarantine}"
@@ -61,6 +63,7 @@ def convert(given: DataConvertOptions) -> int:
             f"{report.samples} sample is too few for a validation split; "
             "give more, or leave out --val-fraction"
         )
+
     if report.quarantined > given.max_quarantined * report.records:
         share = report.quarantined / report.records
         print(
@@ -71,6 +74,7 @@ def convert(given: DataConvertOptions) -> int:
             file=sys.stderr,
         )
         return TOO_MANY_QUARANTINED
+
     return 0
 
 
@@ -116,8 +120,9 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
     print(f"{written}, {report.quarantined} quarantined{end}")
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {report.shards} shards, {report.bytes / 2**20:.1f} MiB")
-    for place, found in report.ignored.items():
-        print(f"  ignored: {_ignored(place, found)}")
+
+    for location, found in report.ignored.items():
+        print(f"  ignored: {_ignored(location, found)}")
     if report.answer_media:
         print(
             f"  {report.answer_media} images or videos in the assistant's turns: "
@@ -130,13 +135,13 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
                 print(f"  quarantined {count:6d}  {reason}  ({file})")
 
 
-def _ignored(place: str, counts: dict[str, int]) -> str:
-    """The ignored keys of a place, the most frequent first, each with the setting that applies instead."""
+def _ignored(location: str, counts: dict[str, int]) -> str:
+    """The ignored keys of a location, the most frequent first, each with the setting that applies instead."""
     shown = sorted(counts.items(), key=lambda item: -item[1])[:MOST_SHOWN]
-    unit = {1: place.removesuffix("s")}
+    unit = {1: location.removesuffix("s")}
     told = {key: f" ({text})" for key, text in INSTEAD.items()}
     texts = [
-        f"{key if key.isprintable() else ascii(key)} in {n} {unit.get(n, place)}{told.get(key, '')}"
+        f"{key if key.isprintable() else ascii(key)} in {n} {unit.get(n, location)}{told.get(key, '')}"
         for key, n in shown
     ]
     more = len(counts) - len(shown)

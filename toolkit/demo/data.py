@@ -138,6 +138,7 @@ def _write_video(path: Path, picture: NDArray[np.uint8]) -> None:
     width = 168
     top = (picture.shape[0] - height) // 2
     travel = picture.shape[1] - width
+
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(rate))
         stream.width = width

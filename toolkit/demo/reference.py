@@ -94,6 +94,7 @@ def read_sample(
     messages = []
     images = []
     videos = []
+
     for turn in sample["conversations"]:
         content: list[dict[str, str]] = []
         for part in PLACEHOLDER.split(turn["value"]):
@@ -106,6 +107,7 @@ def read_sample(
             elif part:
                 content.append({"type": "text", "text": part})
         messages.append({"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": content})
+
     return messages, images, videos
 
 

@@ -38,7 +38,8 @@ SIZES = TinySizes(
     # At most 81 tokens per picture, so that a laptop can train it.
     max_pixels=252 * 252,
 )
-VIDEO_FPS, VIDEO_MAX_FRAMES = 2.0, 8
+VIDEO_FPS = 2.0
+VIDEO_MAX_FRAMES = 8
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ def prepare(demo: Demo) -> None:
         "dtype": demo.machine.dtype,
         "platform": demo.machine.platform,
     }
+
     demo.run_yaml.write_text(yaml.safe_dump(settings, sort_keys=False))
     parameters = sum(torch.Size(shape).numel() for shape in _shapes(demo.hf))
     demo.console.print(
@@ -265,6 +267,7 @@ def round_trip(demo: Demo) -> None:
         "--out",
         shards,
     )
+
     demo.shell("megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf, "--out", again)
 
     code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
@@ -323,6 +326,7 @@ def check_training(demo: Demo) -> None:
         measured,
         first == demo.save_at + 1 and worst < (1e-6 if demo.machine.exact else 0.1),
     )
+
     start = before[1]
     end = sum(line["loss"] for line in lines[-5:]) / 5
     demo.check(
@@ -332,6 +336,7 @@ def check_training(demo: Demo) -> None:
     )
     skipped = sum(not line["updated"] for line in lines)
     dropped = 0
+
     for line in lines:
         dropped += sum(n for name, n in line.items() if name.startswith("dropped/"))
     demo.check(
@@ -445,6 +450,7 @@ def draw_losses(demo: Demo, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+
     for number, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
         part = lines[begin:end]
         style: dict[str, Any] = {"label": "resumed", "marker": "."}
@@ -452,6 +458,7 @@ def draw_losses(demo: Demo, path: Path) -> None:
             # Rings, so that repeated steps are visible on top of them.
             style = {"label": "first run, killed", "marker": "o", "markersize": 9, "fillstyle": "none"}
         axes.semilogy([line["step"] for line in part], [line["loss"] for line in part], **style)
+
     axes.set(
         xlabel="step",
         ylabel="loss per token (nats)",

@@ -31,6 +31,7 @@ def main(backend: str) -> int:
     ramp = torch.arange(ELEMENTS[backend], device=device, dtype=torch.float32) % 1000
     tensor = ramp
     seconds = 0.0
+
     for _ in range(REPEATS):
         tensor = ramp * (rank + 1)
         dist.barrier()
@@ -49,6 +50,7 @@ def main(backend: str) -> int:
     if rank == 0:
         bus = 2 * (world - 1) / world * size / seconds / 1e9
         print(json.dumps({"backend": backend, "bytes": size, "seconds": seconds, "bus_gb_s": bus}))
+
     return 0
 
 

@@ -69,12 +69,14 @@ def check_checkpoint(folder: Path) -> Finding:
         return broken(
             "checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders"
         )
+
     if problems:
         return broken(
             "checkpoint",
             "; ".join(problems[:5]),
             "copy or write it again, or resume the run from another step with --checkpoint.step",
         )
+
     return ok("checkpoint", f"{source} is intact")
 
 
@@ -226,6 +228,7 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
     finally:
         if loader is not None:
             loader.close()
+
     found = (
         f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): "
         f"{row.num_samples} samples, "
@@ -240,6 +243,7 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
             f"{found}; refused {dict(row.dropped)}",
             "quarantine.jsonl of the data set and of the run give the reasons",
         )
+
     return ok("rows", found)
 
 

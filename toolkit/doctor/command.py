@@ -30,12 +30,14 @@ def doctor(options: DoctorOptions) -> int:
             ["--config", str(options.config), *options.fields], options.world_size, list_gpus()
         )
         findings += report.findings
+
     failed = any(finding.state == "broken" for finding in findings)
     if options.json:
         shown = {"broken": failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
         print(json.dumps(shown | {"memory_gib": [stage.as_json() for stage in report.memory]}, indent=2))
     else:
         show(findings, report)
+
     return 1 if failed else 0
 
 
@@ -53,6 +55,7 @@ def show(findings: list, report: RunReport) -> None:
         console.print(f"{marks[finding.state]} {escape(finding.name)}: {escape(finding.found)}")
         if finding.advice:
             console.print(f"         -> {escape(finding.advice)}")
+
     if report.memory:
         head, *lines = memory_table(report.memory)
         table = Table(
@@ -62,5 +65,6 @@ def show(findings: list, report: RunReport) -> None:
             table.add_row(*line)
         # In 80 columns rich would truncate the headings to "wei…"; a terminal wraps long lines itself.
         Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
+
     count = sum(finding.state == "broken" for finding in findings)
     console.print(f"{count} broken" if count else "nothing is broken")

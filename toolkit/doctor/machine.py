@@ -77,6 +77,7 @@ def _requirements() -> Iterator[Finding]:
             "packages", "megatron-vl is not installed, so its requirements are unknown", "pip install -e ."
         )
         return
+
     versions = {}
     wrong = False
     for requirement in wanted:
@@ -89,6 +90,7 @@ def _requirements() -> Iterator[Finding]:
             advice = f"pip install '{requirement.name}{requirement.specifier}' -c constraints.txt"
             found = f"{version or 'not installed'}, required: {requirement.specifier or 'any version'}"
             yield broken(requirement.name, found, advice)
+
     if not wrong:
         named = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
         yield ok("packages", ", ".join(f"{name} {versions[name]}" for name in named if name in versions))
@@ -270,6 +272,7 @@ def _environment(has_gpu: bool) -> Iterator[Finding]:
         "PYTORCH_CUDA_ALLOC_CONF",
         "PYTORCH_ALLOC_CONF",
     )
+
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
     shown = ", ".join(f"{name}={value}" for name, value in found.items()) or "none set"
     slow = [name for name in SLOW_NCCL if found.get(name, "0") not in ("0", "")]
@@ -343,15 +346,17 @@ def check_disk(folder: Path, needed: int) -> Finding:
     Args:
         needed: bytes that will be written; 0 if unknown.
     """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     found = f"{free / GIB:.0f} GiB free at {folder}" + (
         f", checkpoints need {needed / GIB:.1f} GiB" if needed else ""
     )
-    if not os.access(place, os.W_OK):
-        return broken("disk", f"{place} is not writable", "give another checkpoint.dir or write permission")
+    if not os.access(existing, os.W_OK):
+        return broken(
+            "disk", f"{existing} is not writable", "give another checkpoint.dir or write permission"
+        )
     if needed > free:
         return broken("disk", found, "free some space, give another checkpoint.dir, or lower checkpoint.keep")
 

@@ -46,7 +46,8 @@ def close(work: str, network: bool) -> None:
         attributes = struct.pack("4Q", READ_ONLY * on, READ_ONLY * (1 - on), 0, 0)  # to set, to clear
         call("syscall", MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, attributes, len(attributes))
 
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
+    group = os.getgid()
     os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS | (0 if network else os.CLONE_NEWNET))
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user or 1} {user} 1")  # user 0 could undo all this

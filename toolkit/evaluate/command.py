@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_vl.errors import UsageError
+
 from .options import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-
 
 def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report. Returns the exit code."""
-    from toolkit.evaluate.early import UsageError, check_data, find_data
+    from toolkit.evaluate.early import check_data, find_data
 
     usual = Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     try:
@@ -28,11 +30,8 @@ def evaluate(options: EvaluateOptions) -> int:
         if importlib.util.find_spec("vlmeval") is None:
             raise UsageError(MISSING)
         result = _evaluate(options, lmu_data)
-    except (
-        UsageError,
-        ValueError,
-        FileNotFoundError,
-    ) as error:  # a folder without a checkpoint is a wrong argument too
+    # A folder without a checkpoint is a wrong argument too.
+    except (UsageError, ValueError, FileNotFoundError) as error:
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
         return 2
     from toolkit.evaluate.report import print_report, write_html
@@ -53,12 +52,13 @@ def _evaluate(given: EvaluateOptions, lmu_data: Path) -> Result:
     roles = {"original": given.original, "converted": given.converted, "trained": given.trained}
     same = (
         "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens "
-        "logit_questions keep_going video_fps video_max_frames video_positions video_prompt"
+        "logit_questions keep_going video_fps video_max_frames"
     )
     options = EvaluationOptions(
         checkpoints={role: folder for role, folder in roles.items() if folder is not None},
         judge_url=given.judge_base_url,
         scores=not given.no_scores,
+        video_rules=given.asked_rules(),
         lmu_data=lmu_data,
         **{name: getattr(given, name) for name in same.split()},
     )

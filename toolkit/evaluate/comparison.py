@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UsageError, UserError
+from megatron_vl.spec.families import read_spec
+from megatron_vl.weights.video_rule import exported_video_rule
 from toolkit.evaluate import cage, gates
-from toolkit.evaluate.early import UsageError, copy_tables
+from toolkit.evaluate.early import copy_tables
 from toolkit.evaluate.gates import Gate
 from toolkit.evaluate.vlmevalkit import NO_JUDGE, RELIED_ON
 from toolkit.evaluate.worker import JUDGED, QUESTIONS, TABLES, UNUSABLE, read_answers
 from toolkit.hf import check_folder
+from toolkit.trained_rules import follow
 
 MARK = ".megatron-vl-evaluate"
 VLMEVALKIT = "0.0.20"
@@ -60,9 +63,8 @@ class EvaluationOptions:
     video_fps: float | None = None
     """Frames per second for videos of data sets whose name does not give a number of frames."""
     video_max_frames: int | None = None
-    video_positions: str = "released"
-    video_prompt: str = "released"
-    """Rules for videos, like ``data.video_positions`` and ``data.video_prompt`` of a run."""
+    video_rules: dict[str, str] = field(default_factory=dict)
+    """Rules for videos that were asked for: ``data.video_positions`` and ``data.video_prompt`` of a run."""
     largest_picture: int = 128_000_000
     max_new_tokens: int = 256
     logit_questions: int = 4
@@ -106,9 +108,11 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
     settings = _settings(options)
     for folder in options.checkpoints.values():
         check_folder(folder)
+    settings["video_rules"] = video_rules(options, show)
     work = _prepare(options)
     settings["isolation"] = _isolation(work, bool(options.judge_url))
     show(f"VLMEvalKit runs {settings['isolation']}")
+
     with _Workers(options, settings, work) as workers:
         show(
             f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute; "
@@ -116,6 +120,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
         )
         workers.start(settings["processes"])
         checkpoints: dict[str, dict[str, Any]] = {}
+
         for role, folder in options.checkpoints.items():
             show(f"{role}: reading {folder}")
             checkpoints[role] = {
@@ -125,6 +130,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
                 "problem": "",
             }
             workers.check()
+
         result = Result(options.data, 0, settings, checkpoints)
         result.gates.append(gates.tensors(options.checkpoints["original"], options.checkpoints["converted"]))
         if result.passed or options.keep_going:
@@ -224,6 +230,7 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
             raise UsageError(
                 f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt"
             ) from error
+
     if version("ms-vlmeval") != VLMEVALKIT:
         raise UsageError(
             f"ms-vlmeval {version('ms-vlmeval')} is installed, but version {VLMEVALKIT} is required: "
@@ -237,22 +244,26 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         raise UsageError(
             "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
         )
+
     counts = "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
     counts += "video_max_frames"
     for name in counts.split():
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+
     if options.video_fps is not None and not options.video_fps > 0:
         raise UsageError(f"--video-fps {options.video_fps} must be above 0")
     gpus = torch.cuda.device_count()
     device = options.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and gpus < options.gpus_per_process:
         raise UsageError(f"--gpus-per-process {options.gpus_per_process}, but this machine has {gpus} GPUs")
+
     processes = options.processes or (gpus // options.gpus_per_process if device == "cuda" else 1)
     if device == "cuda" and processes * options.gpus_per_process > gpus:
         raise UsageError(
             f"--processes {processes} of {options.gpus_per_process} GPUs each: this machine has {gpus} GPUs"
         )
+
     return {
         "dtype": options.dtype or _own_dtype(options.checkpoints["original"]),
         "device": "auto" if device == "cuda" and options.gpus_per_process > 1 else device,
@@ -263,13 +274,44 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         "largest_picture": options.largest_picture,
         "video_fps": options.video_fps,
         "video_max_frames": options.video_max_frames,
-        "video_positions": options.video_positions,
-        "video_prompt": options.video_prompt,
         "max_new_tokens": options.max_new_tokens,
         "judge": options.judge,
         "versions": {package: version(package) for package in PACKAGES}
         | {"python": platform.python_version()},
     }
+
+
+def video_rules(options: EvaluationOptions, show: Callable[[str], None]) -> dict[str, dict[str, str]]:
+    """The rules for videos that each folder follows: its own where ``megatron_vl.json`` names one, and those
+    asked for.
+
+    The original and the converted checkpoint are one model: a rule that one of them names holds for both.
+
+    Returns:
+        Resolved folder -> fields of ``DataConfig``.
+
+    Raises:
+        UsageError: the original and the converted checkpoint name different rules, or one was asked for that
+            contradicts a folder's.
+        UserError: a folder names a rule that this version does not know.
+    """
+    own = {
+        role: exported_video_rule(folder, read_spec(folder)) for role, folder in options.checkpoints.items()
+    }
+    original, converted = own.get("original", {}), own.get("converted", {})
+    if original and converted and original != converted:
+        raise UsageError(
+            f"{options.checkpoints['original']} was trained under {original}, but"
+            f" {options.checkpoints['converted']} under {converted}: they are not one model;"
+            " compare a folder with what was exported from it"
+        )
+    shared = original or converted
+
+    rules = {}
+    for role, folder in options.checkpoints.items():
+        trained = own[role] if role == "trained" else shared
+        rules[str(folder.resolve())] = follow(folder, trained, options.video_rules, show)
+    return rules
 
 
 def _own_dtype(folder: Path) -> str:
@@ -427,6 +469,7 @@ def _environment(options: EvaluationOptions, work: Path, rank: int) -> dict[str,
         environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(HERE))
     if options.device != "cpu" and (visible := _gpus(options.gpus_per_process, rank)):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+
     return environment
 
 

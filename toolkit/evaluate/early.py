@@ -9,9 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-
-class UsageError(Exception):
-    """The arguments are invalid; exit code 2."""
+from megatron_vl.errors import UsageError
 
 
 @cache

@@ -46,10 +46,8 @@ class Checkpoint:
         self.prompt_rule = settings.get("video_prompt", "released")
         self.processor = load_processor(folder)
         size = self.processor.image_processor.size
-        low, high = (
-            settings["min_pixels"] or size["shortest_edge"],
-            settings["max_pixels"] or size["longest_edge"],
-        )
+        low = settings["min_pixels"] or size["shortest_edge"]
+        high = settings["max_pixels"] or size["longest_edge"]
         self.processor.image_processor.size = {"shortest_edge": low, "longest_edge": high}
         self.frame_limits = (settings["min_pixels"], settings["max_pixels"])
         self.fps = settings.get("video_fps") or getattr(self.processor.video_processor, "fps", None) or 2.0

@@ -25,11 +25,11 @@ class TableError(ValueError):
 
 
 @contextmanager
-def _at(place: str) -> Iterator[None]:
+def _at(where: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise TableError(f"{place}: {error}") from error
+        raise TableError(f"{where}: {error}") from error
 
 
 def check_rows(rows: Iterable[Mapping[str, Any]], root: Path, max_pixels: int, name: str) -> None:

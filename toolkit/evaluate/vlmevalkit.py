@@ -78,12 +78,12 @@ def _media(table: Path) -> Iterator[PurePosixPath]:
 
 def _refused(sources: Sources, wanted: str) -> TableError:
     """The error to raise where VLMEvalKit would download."""
-    place = sources.root if "://" in wanted else sources.root / wanted.rpartition("/")[2]
-    otherwise = "VLMEvalKit finds it incomplete" if place.exists() else f"{place} is missing"
-    unpacked = "" if place == sources.root else ", with its archives unpacked"
+    path = sources.root if "://" in wanted else sources.root / wanted.rpartition("/")[2]
+    otherwise = "VLMEvalKit finds it incomplete" if path.exists() else f"{path} is missing"
+    unpacked = "" if path == sources.root else ", with its archives unpacked"
     return TableError(
         f"--data {sources.name}: {missing(sources) or otherwise}; VLMEvalKit would download {wanted[:200]}, "
-        f"but nothing is downloaded or unpacked here: put it in {place}{unpacked}"
+        f"but nothing is downloaded or unpacked here: put it in {path}{unpacked}"
     )
 
 

@@ -58,6 +58,7 @@ def build(job: dict[str, Any], sources: Sources) -> Any:
             check_own(rows, name, job["scores"])
         # Before the data set is built, because that writes the pictures.
         check_rows(rows, sources.root, largest, part)
+
     vlmevalkit.install(sources)
     try:
         dataset = build_dataset(name)
@@ -74,6 +75,7 @@ def build(job: dict[str, Any], sources: Sources) -> Any:
             )
         )
         raise TableError(f"VLMEvalKit cannot use {name}: {what}") from error
+
     if dataset is None:
         raise TableError(f"VLMEvalKit cannot use {name}.tsv: it has no column 'question'")
     if getattr(dataset, "pack", False):
@@ -81,6 +83,7 @@ def build(job: dict[str, Any], sources: Sources) -> Any:
             f"{name} asks all questions about a video at once, which VLMEvalKit supports only for APIs; "
             "give ..._nopack"
         )
+
     if job["limit"]:
         dataset.data = first_rows(dataset.data, job["limit"])
     rows = dataset.data.to_dict("records")
@@ -88,6 +91,7 @@ def build(job: dict[str, Any], sources: Sources) -> Any:
         check_video_rows(rows, sources.data)
     elif sources.kind == "table" and not own:
         check_rows(rows, sources.root, largest, name)
+
     _check_media(dataset, job, sources)
     return dataset
 
@@ -135,8 +139,8 @@ def first_rows(data: Any, limit: int) -> Any:
         raise TableError(
             f"--limit {limit} is less than one question of each of the {parts} tables of this data set"
         )
-    place = data.groupby("SUB_DATASET").cumcount()
-    return data.iloc[sorted(place.to_numpy().argsort(kind="stable")[:limit])]
+    order = data.groupby("SUB_DATASET").cumcount()
+    return data.iloc[sorted(order.to_numpy().argsort(kind="stable")[:limit])]
 
 
 def _check_media(dataset: Any, job: dict[str, Any], sources: Any) -> None:
@@ -169,15 +173,18 @@ def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]
     share = range(rank, len(dataset.data), job["processes"])
     for name, folder in job["checkpoints"].items():
         work = Path(job["work"]) / name
-        model = Checkpoint(Path(folder), job["settings"], roots)
+        settings = job["settings"]
+        model = Checkpoint(Path(folder), settings | settings["video_rules"].get(folder, {}), roots)
         if rank == 0:
             _write_logits(
                 work, [model.logits(prompt) for prompt in _prompts(dataset, range(job["logit_questions"]))]
             )
+
         with (work / f"answers_{rank:03d}.jsonl").open("w", encoding="utf-8", buffering=1) as file:
             for number, prompt in zip(share, _prompts(dataset, share), strict=True):
                 line = {"number": number} | _line(dataset.data.iloc[number], prompt, model)
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
         del model
         gc.collect()
         if torch.cuda.is_available():
@@ -266,6 +273,7 @@ def score(job: dict[str, Any], dataset: Any, sources: Sources) -> None:
         )
         with (work / name / f"01_{stem}.pkl").open("wb") as file:
             pickle.dump(finished, file)
+
     run.build_dataset = lambda *_, **__: _fresh(dataset, job, sources)
     if job["judge"] == vlmevalkit.NO_JUDGE:
         vlmevalkit.without_judge(work / JUDGED)
@@ -282,6 +290,7 @@ def score(job: dict[str, Any], dataset: Any, sources: Sources) -> None:
         "--judge",
         job["judge"],
     ]
+
     if job["judge_url"]:
         sys.argv += [
             "--judge-base-url",
@@ -289,6 +298,7 @@ def score(job: dict[str, Any], dataset: Any, sources: Sources) -> None:
             "--judge-key",
             os.environ.get("OPENAI_API_KEY") or "none",
         ]
+
     run.main()
     if cage.DENIED:
         print(f"refused network connections: {', '.join(sorted(set(cage.DENIED)))}", flush=True)

@@ -13,16 +13,17 @@ from typing import Any
 from data_tools.formats import Conversation, RecordError, read_prompt
 from data_tools.media import read_media, resolve
 from data_tools.records import BadLine, ReadError, is_array, read_records
-from megatron_vl.config import RULES_BEFORE, DataConfig
+from megatron_vl.config import DataConfig
 from megatron_vl.data.assemble import Sample
 from megatron_vl.data.chat import ChatError, stop_tokens
 from megatron_vl.data.pixels import PixelError
 from megatron_vl.errors import UserError
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.training.preflight import trained_video_rule
 from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.video_rule import exported_video_rule, trained_video_rule
 from toolkit.launch import end_of, run_group
 from toolkit.samples import SampleEncoder, write_samples
+from toolkit.trained_rules import follow
 
 from .worker import GenerateJob, write_job
 
@@ -63,7 +64,7 @@ def run_generate(
     """
     reader = WeightReader(request.checkpoint)
     spec = reader.spec
-    data = dataclasses.replace(request.data, **video_rules(reader, request.asked_rules, say))
+    data = dataclasses.replace(request.data, **video_rules(reader, request.hf, request.asked_rules, say))
     encoder = SampleEncoder(request.hf, data)
     if spec.differences(encoder.spec):
         raise UserError(f"--checkpoint {request.checkpoint} holds a different model than --hf {request.hf}")
@@ -85,6 +86,7 @@ def run_generate(
             batch=request.batch,
             video_positions=data.video_positions,
         )
+
         write_job(job, work / "job.json")
         ranks = layout.tp * layout.pp * layout.least_dp
         say(
@@ -94,6 +96,7 @@ def run_generate(
         done = run_group("toolkit.generate.worker", [work / "job.json", work / "answers.json"], ranks)
         if done.returncode:
             raise UserError(f"the processes failed:\n{end_of(done)}")
+
         answers: list[list[int]] = json.loads((work / "answers.json").read_text())
 
     decode = encoder.chat.tokenizer.decode
@@ -103,45 +106,34 @@ def run_generate(
     ]
 
 
-def video_rules(reader: WeightReader, asked: dict[str, str], say: Callable[[str], None]) -> dict[str, Any]:
-    """Fields of :class:`DataConfig`: the rules asked for, and of a run's checkpoint the one of its training.
+def video_rules(
+    reader: WeightReader, hf: Path, asked: dict[str, str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Fields of :class:`DataConfig`: the rules asked for, and the one that the checkpoint was trained under.
+
+    A run's checkpoint names its rule. Of weights alone, ``hf`` does where it is an export.
 
     Raises:
-        UserError: a run's checkpoint was trained under another rule than the one asked for, or under one that
-            this version does not know.
+        UserError: like :func:`toolkit.trained_rules.follow`.
     """
-    step = reader.path.parent
-    if not (step / "run.json").is_file():
-        return dict(asked)
-
-    trained = trained_video_rule(step, reader.spec)
-    for name, rule in trained.items():
-        option = "--" + name.replace("_", "-")
-        if asked.get(name, rule) != rule:
-            raise UserError(
-                f"{option} {asked[name]} contradicts {step}, which was trained under {rule!r}: leave the"
-                " option out"
-            )
-        if rule not in ("released", RULES_BEFORE[name]):
-            raise UserError(
-                f"{step} was trained under data.{name} {rule!r}, which this version does not know: use the"
-                " one that trained it"
-            )
-        if rule != "released":
-            say(f"videos follow {name} {rule!r}, under which {step} was trained")
-    return {**asked, **trained}
+    folder = reader.path.parent
+    trained = trained_video_rule(folder, reader.spec) if (folder / "run.json").is_file() else {}
+    if not trained:
+        folder = hf
+        trained = exported_video_rule(hf, reader.spec)
+    return follow(folder, trained, asked, say)
 
 
 def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
     """Encodes the prompts. Raises UserError, which names the prompts that the model cannot take."""
     samples = []
     wrong = _Wrong()
-    for conversation, root, place in prompts:
+    for conversation, root, source in prompts:
         try:
             media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
             samples.append(encoder.prompt(conversation.messages, media))
         except (RecordError, ChatError, PixelError) as error:
-            wrong.add(place, error)
+            wrong.add(source, error)
     wrong.tell()
     return samples
 
@@ -153,10 +145,10 @@ class _Wrong:
         self.lines: list[str] = []
         self.count = 0
 
-    def add(self, place: str, error: ValueError) -> None:
+    def add(self, source: str, error: ValueError) -> None:
         self.count += 1
         reason = error.reason if isinstance(error, RecordError) else ""
-        said = [part for part in (place, reason if reason != str(error) else "", str(error)) if part]
+        said = [part for part in (source, reason if reason != str(error) else "", str(error)) if part]
         if self.count <= TOLD:
             self.lines.append(": ".join(said))
 
@@ -194,11 +186,11 @@ def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
         try:
             counted = "record" if is_array(path) else "line"
             for number, record in read_records(path):
-                place = f"{path} {counted} {number}"
+                source = f"{path} {counted} {number}"
                 try:
-                    prompts.append((_conversation(record, root), root, place))
+                    prompts.append((_conversation(record, root), root, source))
                 except RecordError as error:
-                    wrong.add(place, error)
+                    wrong.add(source, error)
         except ReadError as error:  # the message names the file, of which no more can be read
             wrong.add("", error)
     wrong.tell()

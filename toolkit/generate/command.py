@@ -20,11 +20,13 @@ def generate(options: GenerateOptions) -> int:
     for path in (*options.image, *options.video, *options.prompt_file):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not a file")
+
     if options.prompt_file:
         roots = [(options.media_root or path.parent).resolve() for path in options.prompt_file]
         conversations = read_prompt_files(list(zip(options.prompt_file, roots, strict=True)))
     else:
         conversations = [(one_conversation(options.prompt[0], options.image, options.video), Path("/"), "")]
+
     platform = chosen_platform(options.platform)
     request = GenerateRequest(
         hf=options.hf,
@@ -45,19 +47,18 @@ def generate(options: GenerateOptions) -> int:
             video_fps=options.video_fps,
             video_max_frames=options.video_max_frames,
         ),
-        asked_rules={
-            name: value
-            for name in ("video_positions", "video_prompt")
-            if (value := getattr(options, name)) is not None
-        },
+        asked_rules=options.asked_rules(),
     )
+
     answers = run_generate(request, lambda line: print(line, file=sys.stderr))
     if options.json:
         print(json.dumps(answers, indent=2, ensure_ascii=False))
         return 0
+
     for number, answer in enumerate(answers, 1):
         text = _shown(answer["text"])
         print(f"[{number}] {text}" if len(answers) > 1 else text)
+
     return 0
 
 

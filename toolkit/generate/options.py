@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megatron_vl.errors import UserError
-from toolkit.options import CommandOptions, exactly_one, option
-from toolkit.video_rules import VideoPositions, VideoPrompt
+from toolkit.options import exactly_one, option
+from toolkit.video_rules import VideoRuleOptions
 
 NOTES = """
 The answer is greedy: it takes the likeliest token each time, until a token ends the turn
@@ -23,7 +23,7 @@ further (--ep, --etp); each of these replicas answers its share of the prompts.
 
 
 @dataclass(kw_only=True)
-class GenerateOptions(CommandOptions):
+class GenerateOptions(VideoRuleOptions):
     """Answer pictures, videos and text with Megatron weights in any tensor x pipeline x expert layout."""
 
     epilog: ClassVar[str] = NOTES
@@ -68,12 +68,6 @@ class GenerateOptions(CommandOptions):
     """Frames per second to take from a video."""
     video_max_frames: int = option(32, metavar="N", least=1)
     """Take at most N frames of a video."""
-    video_positions: VideoPositions | None = option(
-        None, shown_default="the run's; of weights alone: released"
-    )
-    """Positions at videos of Qwen2-VL and Qwen2.5-VL, as data.video_positions of the training."""
-    video_prompt: VideoPrompt | None = option(None, shown_default="the run's; of weights alone: released")
-    """Text at videos of Qwen3-VL, as data.video_prompt of the training."""
     json: bool = False
     """Print JSON with text, tokens and prompt_tokens of each answer."""
 

@@ -79,6 +79,7 @@ def answer(job: GenerateJob, samples: list[Sample]) -> list[list[int]]:
         ),
         dtype=job.dtype,  # type: ignore[arg-type]
     )
+
     weights = WeightReader(job.checkpoint)
     chunks = build_model(config, spec, layout, platform, grid, weights=weights).chunks
     answers: list[list[int]] = []

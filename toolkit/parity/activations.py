@@ -29,9 +29,9 @@ from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDI
 
 Keep = Callable[[str, Any], None]
 VISUAL = (PATCH, MERGER, "vision layer", "DeepStack merger")
-"""How the names of places in the vision tower begin."""
+"""How the names of locations in the vision tower begin."""
 SELECTED = "selected"
-"""An additional entry beside the places: the tokens whose logits a row has."""
+"""An additional entry beside the locations: the tokens whose logits a row has."""
 
 
 def relative_error(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -47,17 +47,17 @@ class Watch:
         self.kept: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
 
-    def keep(self, place: str, value: Any) -> None:
+    def keep(self, location: str, value: Any) -> None:
         value = value[0] if isinstance(value, tuple) else value
         # Always copy: pipeline stages free the memory of what they have sent.
-        self.kept.setdefault(place, []).append(value.detach().to("cpu", copy=True))
+        self.kept.setdefault(location, []).append(value.detach().to("cpu", copy=True))
 
-    def output(self, module: nn.Module, place: str) -> None:
-        self._handles.append(module.register_forward_hook(lambda m, args, out: self.keep(place, out)))
+    def output(self, module: nn.Module, location: str) -> None:
+        self._handles.append(module.register_forward_hook(lambda m, args, out: self.keep(location, out)))
 
-    def input(self, module: nn.Module, place: str, name: str = "hidden_states") -> None:
+    def input(self, module: nn.Module, location: str, name: str = "hidden_states") -> None:
         def hook(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.keep(place, kwargs[name] if name in kwargs else args[0])
+            self.keep(location, kwargs[name] if name in kwargs else args[0])
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
@@ -82,17 +82,17 @@ class HfWatch(Watch):
             self.output(tower.deepstack_merger_list[k], f"DeepStack merger {k}")
         self.output(tower.merger, MERGER)
         # DeepStack adds its features after a layer, so the input of the next layer is recorded.
-        places = [EMBEDDED, *(f"decoder layer {i}" for i in range(spec.language.num_layers))]
-        for module, place in zip([*language.layers, language.norm], places, strict=True):
-            self.input(module, place)
+        locations = [EMBEDDED, *(f"decoder layer {i}" for i in range(spec.language.num_layers))]
+        for module, location in zip([*language.layers, language.norm], locations, strict=True):
+            self.input(module, location)
         self.output(language.norm, NORM)
         self.output(model.lm_head, LOGITS)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Maps each place to a tensor [patches, tokens or merge units, width] of all samples."""
+        """Maps each location to a tensor [patches, tokens or merge units, width] of all samples."""
         return {
-            place: torch.cat([t.reshape(-1, t.shape[-1]) for t in parts])
-            for place, parts in self.kept.items()
+            location: torch.cat([t.reshape(-1, t.shape[-1]) for t in parts])
+            for location, parts in self.kept.items()
         }
 
 
@@ -131,8 +131,8 @@ class Recorder(Watch):
             self.output(chunk.language_model.output_layer, LOGITS)
 
     def compare(self, data: StepData, folder: str, dtype: str) -> dict[str, Any]:
-        """Collective. On rank 0: {"activations": relative L2 by place, "departs": the first place with too
-        large an error, or ""}.
+        """Collective. On rank 0: {"activations": relative L2 by location, "departs": the first location with
+        too large an error, or ""}.
 
         Args:
             data: the rows of the step. folder: output of :mod:`toolkit.parity.stored`.
@@ -141,17 +141,17 @@ class Recorder(Watch):
         grid = self.grid
         length = data.rows[0].tokens.numel()
         mine: dict[str, Tensor] = {}
-        for place, rows in self.kept.items():
-            if not self._mine(place):
+        for location, rows in self.kept.items():
+            if not self._mine(location):
                 continue
             for number, value in enumerate(rows):
-                if place.startswith(VISUAL):
+                if location.startswith(VISUAL):
                     if data.vision_lengths[number][0]:  # otherwise it is the dummy of a text-only row
-                        mine[f"{place}/{number}"] = value.reshape(-1, value.shape[-1])
+                        mine[f"{location}/{number}"] = value.reshape(-1, value.shape[-1])
                     continue
                 # The levels of DeepStack travel after the hidden state.
-                tokens = length // grid.tp if self.sequence_parallel and place != LOGITS else length
-                mine[f"{place}/{number}"] = value.reshape(-1, value.shape[-1])[:tokens]
+                tokens = length // grid.tp if self.sequence_parallel and location != LOGITS else length
+                mine[f"{location}/{number}"] = value.reshape(-1, value.shape[-1])[:tokens]
 
         self.kept.clear()
         if mine:
@@ -165,52 +165,50 @@ class Recorder(Watch):
         parts = gather_on_first({(grid.dp_rank, grid.pp_rank, grid.tp_rank): mine} if mine else {}, grid)
         return compare_places(parts, Path(folder), dtype) if grid.rank == 0 else {}
 
-    def _mine(self, place: str) -> bool:
-        """Whether this rank contributes to a place; the first tensor-parallel rank contributes what all
+    def _mine(self, location: str) -> bool:
+        """Whether this rank contributes to a location; the first tensor-parallel rank contributes what all
         of them have."""
-        split = place == LOGITS or self.sequence_parallel and not place.startswith(VISUAL)
+        split = location == LOGITS or self.sequence_parallel and not location.startswith(VISUAL)
         return split or self.grid.tp_rank == 0
 
 
 def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str, Any]:
-    """Relative L2 errors of all places, and the first place that departs."""
-    facts, want = (
-        json.loads((folder / "reference.json").read_text()),
-        StoredTensors(folder / "activations.safetensors"),
-    )
+    """Relative L2 errors of all locations, and the first location that departs."""
+    facts = json.loads((folder / "reference.json").read_text())
+    want = StoredTensors(folder / "activations.safetensors")
     errors: dict[str, float] = {}
-    for place in want:
+    for location in want:
         difference = scale = 0.0
         start = 0
-        for got, tokens, computed in joined(parts, place):
+        for got, tokens, computed in joined(parts, location):
             stop = start + tokens
-            wanted = want.part(place, start, stop)
+            wanted = want.part(location, start, stop)
             both = relative_error(got, wanted if computed is None else wanted[computed])
             difference = difference + both[0]
             scale = scale + both[1]
             start = stop
         error = math.sqrt(difference / scale) if scale else math.sqrt(difference)
-        complete = start == want[place].shape[0]
-        errors[place] = error if complete and math.isfinite(error) else math.inf
+        complete = start == want[location].shape[0]
+        errors[location] = error if complete and math.isfinite(error) else math.inf
 
     limit = partial(activation_limit, noise=facts["activation_noise"], dtype=dtype)
-    ordered = [place for place in facts["order"] if place in errors]
+    ordered = [location for location in facts["order"] if location in errors]
     return {
-        "activations": {place: errors[place] for place in ordered},
-        "departs": next((place for place in ordered if not errors[place] <= limit(place)), ""),
+        "activations": {location: errors[location] for location in ordered},
+        "departs": next((location for location in ordered if not errors[location] <= limit(location)), ""),
     }
 
 
-def activation_limit(place: str, *, noise: dict[str, float], dtype: str) -> float:
-    """The largest error that a place may have against the fp32 reference."""
+def activation_limit(location: str, *, noise: dict[str, float], dtype: str) -> float:
+    """The largest error that a location may have against the fp32 reference."""
     return (
         ACTIVATION_TOLERANCE
         if dtype == "float32"
-        else BF16_ACTIVATION_RATIO * max(noise[place], BF16_ROUNDING)
+        else BF16_ACTIVATION_RATIO * max(noise[location], BF16_ROUNDING)
     )
 
 
-def joined(parts: dict[Any, Any], place: str) -> Iterator[tuple[Tensor, int, Tensor | None]]:
+def joined(parts: dict[Any, Any], location: str) -> Iterator[tuple[Tensor, int, Tensor | None]]:
     """Yields the rows of a place in the order of the samples, from (dp, pp, tp) -> tensors.
 
     For each row: the computed values [tokens or patches, width]; how many the row has; which of them were
@@ -218,18 +216,16 @@ def joined(parts: dict[Any, Any], place: str) -> Iterator[tuple[Tensor, int, Ten
     """
     for dp in sorted({key[0] for key in parts}):
         ranks = [parts[key] for key in sorted(key for key in parts if key[0] == dp)]
-        holders = [rank for rank in ranks if any(name.startswith(f"{place}/") for name in rank)]
+        holders = [rank for rank in ranks if any(name.startswith(f"{location}/") for name in rank)]
         found = {name for rank in holders for name in rank}
-        rows = [name for name in found if name.startswith(f"{place}/")]
+        rows = [name for name in found if name.startswith(f"{location}/")]
         names = sorted(rows, key=lambda name: int(name.split("/")[1]))
 
         for name in names:
-            row, number = (
-                torch.cat([rank[name] for rank in holders], dim=-1 if place == LOGITS else 0),
-                int(name.split("/")[1]),
-            )
-            used = len(row) if place.startswith(VISUAL) else int(holders[0]["lengths"][number])
-            if place == LOGITS and f"{SELECTED}/{number}" in holders[0]:
+            row = torch.cat([rank[name] for rank in holders], dim=-1 if location == LOGITS else 0)
+            number = int(name.split("/")[1])
+            used = len(row) if location.startswith(VISUAL) else int(holders[0]["lengths"][number])
+            if location == LOGITS and f"{SELECTED}/{number}" in holders[0]:
                 computed = holders[0][f"{SELECTED}/{number}"]
                 real = computed < used  # the rest of the row is padding
                 yield row[real], used, computed[real]

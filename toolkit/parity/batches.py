@@ -69,6 +69,7 @@ def _medium(
     )
     pad = spec.image_token_id if kind == "image" else spec.video_token_id
     ids = []
+
     for run in placeholder_runs([grid], spec):
         if run.kind == "video" and v.video_timestamps:
             ids += _text(spec, 4, generator).tolist()

@@ -25,6 +25,7 @@ def parity(options: ParityOptions) -> int:
         raise UserError(
             f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1"
         )
+
     if options.reference_device.startswith("cuda"):
         chosen_platform("cuda", "--reference-device")
     request = ParityRequest(
@@ -38,12 +39,14 @@ def parity(options: ParityOptions) -> int:
         steps=options.steps,
         reference_device=options.reference_device,
     )
+
     console = Console(highlight=False, stderr=options.json, width=max(130, Console().width))
     report = run_parity(request, lambda line: console.print(f"[dim]{line}[/]"))
     if options.json:
         print(json.dumps(report, indent=2, default=str))
     else:
         show(report, console)
+
     return 0 if report["ok"] else 1
 
 
@@ -60,6 +63,7 @@ def show(report: dict[str, Any], console: Any) -> None:
             f"tokens of conversations {differ} differ" if differ else f"pixels differ by up to {pixels:.1e}"
         )
         console.print(f"[bold red]inputs:[/] {what} from those of the checkpoint's own processor")
+
     training = any("state" in result for result in report["layouts"].values())
     kinds = ("weights", "exp_avg", "exp_avg_sq") if training else (*COMPONENTS, "logits")
     what = (
@@ -68,6 +72,7 @@ def show(report: dict[str, Any], console: Any) -> None:
         else "relative L2 error of outputs, and below of gradients"
     )
     table = Table(title=f"{report['hf']}, {report['dtype']}: {what}")
+
     for heading in ("layout", "loss", "transformers", *kinds, ""):
         table.add_column(heading, overflow="fold")
     for name, result in report["layouts"].items():
@@ -79,19 +84,18 @@ def show(report: dict[str, Any], console: Any) -> None:
             state = result.get("state", {})
             cells += [f"{state[kind][1]:.0e}" if kind in state else "" for kind in kinds]
         else:
-            gives, gradients = (
-                by_component(last.get("activations", {})),
-                by_component(last.get("gradients", {})),
-            )
+            gives = by_component(last.get("activations", {}))
+            gradients = by_component(last.get("gradients", {}))
             cells += [f"{_error(gives.get(kind))}\n{_error(gradients.get(kind))}" for kind in COMPONENTS]
             cells += [_error(last.get("activations", {}).get("logits"))]
         table.add_row(name, *cells, mark)
+
     console.print(table)
     for name, result in report["layouts"].items():
         if "error" in result:
             console.print(f"[bold red]{name}:[/] {result['error']}", markup=True)
-        elif place := first_departure(result):
-            console.print(f"[bold red]{name}: the first layer that departs is {place}[/]")
+        elif location := first_departure(result):
+            console.print(f"[bold red]{name}: the first layer that departs is {location}[/]")
             for tensor in result.get("tensors", []):
                 console.print(
                     f"  {tensor} differs from a conversion of the Hugging Face folder", soft_wrap=True

@@ -23,11 +23,13 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import run_layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
 from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.video_rule import exported_video_rule, trained_video_rule
 from toolkit.hf import check_folder
 from toolkit.launch import end_of, run_group
 from toolkit.layouts import LayoutSpec
 from toolkit.samples import SampleEncoder, write_samples
 from toolkit.tiny import FAMILIES, write_tiny_checkpoint
+from toolkit.trained_rules import follow
 
 from .case import Case, write_cases
 from .locations import component_of, location_of
@@ -76,8 +78,11 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
         spec = read_spec(hf)
         for layout in request.layouts:
             _check_layout(spec, layout)
+        _follow_videos(request, hf, spec, say)
+
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
+
         say(
             f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, "
             f"{request.dtype}"
@@ -91,10 +96,12 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
             device=request.reference_device or ("cuda" if request.platform == "cuda" else "cpu"),
             steps=request.steps,
         )
+
         write_job(job, work / "job.json")
         done = run_group("toolkit.parity.stored", [work / "job.json"], 1)
         if done.returncode:
             raise UserError(f"transformers failed on {hf}:\n{end_of(done)}")
+
         results = run_layouts(request, hf, weights, samples, work, say)
         facts = json.loads((work / "reference.json").read_text())
         inputs = facts["inputs"]
@@ -108,6 +115,7 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
         and all(r["ok"] for r in results.values())
     )
     shown = str(request.hf) if request.hf else request.family
+
     return {
         "ok": ok,
         "hf": shown,
@@ -130,6 +138,26 @@ def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
         run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
     except LayoutError as error:
         raise UserError(f"--layouts {layout.text}: {error}") from error
+
+
+def _follow_videos(request: ParityRequest, hf: Path, spec: ModelSpec, say: Callable[[str], None]) -> None:
+    """Says under which rule for videos the checkpoint was trained. Raises UserError if this version does not
+    know it.
+
+    The rule changes nothing here, because only pictures and text are compared.
+    """
+    folder = hf
+    trained = exported_video_rule(hf, spec)
+    if request.checkpoint:
+        step = WeightReader(request.checkpoint).path.parent
+        if rule := trained_video_rule(step, spec):
+            folder, trained = step, rule
+    follow(
+        folder,
+        trained,
+        {},
+        lambda line: say(f"{line}; the pictures and texts compared here do not depend on it"),
+    )
 
 
 def _family(name: str) -> str:
@@ -221,9 +249,11 @@ def run_layouts(
     rows = spread(len(samples), _count(request.layouts))
     longest = max(sum(len(samples[i]) for i in row) for row in rows)
     unit = math.lcm(64, *(layout.tp for layout in request.layouts))
+
     results: dict[str, dict[str, Any]] = {}
     for ranks in sorted({layout.ranks for layout in request.layouts}):
         group = [layout for layout in request.layouts if layout.ranks == ranks]
+
         cases = [
             Case(
                 name=layout.text,
@@ -243,6 +273,7 @@ def run_layouts(
             )
             for layout in group
         ]
+
         say(f"{', '.join(layout.text for layout in group)} in {ranks} process{'es' if ranks > 1 else ''}")
         given, out = work / f"cases_{ranks}.json", work / f"results_{ranks}.json"
         write_cases(cases, given)
@@ -262,10 +293,10 @@ def spread(samples: int, rows: int) -> list[list[int]]:
 
 
 def first_departure(result: dict[str, Any]) -> str:
-    """Names the first place that departs: in forward order by output, otherwise in backward
+    """Names the first location that departs: in forward order by output, otherwise in backward
     order by gradient.
 
-    Empty if every place agrees.
+    Empty if every location agrees.
     """
     for step in result.get("steps", []):
         if step.get("departs"):
@@ -275,24 +306,26 @@ def first_departure(result: dict[str, Any]) -> str:
         noise = step.get("transformers_bf16_gradient_error")
         limit = GRADIENT_TOLERANCE if noise is None else noise * BF16_GRADIENT_RATIO
         order = list(step.get("activations", {}))
-        wrong = [place for place, error in step.get("gradients", {}).items() if not error <= limit]
+        wrong = [location for location, error in step.get("gradients", {}).items() if not error <= limit]
         if wrong:
-            return "gradient of " + max(wrong, key=lambda place: order.index(place) if place in order else -1)
+            return "gradient of " + max(
+                wrong, key=lambda location: order.index(location) if location in order else -1
+            )
     return ""
 
 
-def by_component(places: dict[str, float]) -> dict[str, float]:
+def by_component(locations: dict[str, float]) -> dict[str, float]:
     """The largest error of each component."""
     worst: dict[str, float] = {}
-    for place, error in places.items():
-        worst[component_of(place)] = max(worst.get(component_of(place), 0.0), error)
+    for location, error in locations.items():
+        worst[component_of(location)] = max(worst.get(component_of(location), 0.0), error)
     return worst
 
 
 def differing_tensors(request: ParityRequest, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
-    """Names tensors of the first departing place that differ from a conversion of the Hugging Face folder."""
-    place = first_departure(result).removeprefix("gradient of ")
-    if not place or request.checkpoint is None:
+    """Names tensors of the first departing location that differ from a conversion of ``hf``."""
+    location = first_departure(result).removeprefix("gradient of ")
+    if not location or request.checkpoint is None:
         return []
     fresh = work / "converted"
     if not fresh.exists():
@@ -302,5 +335,5 @@ def differing_tensors(request: ParityRequest, hf: Path, result: dict[str, Any], 
     return [
         n
         for n in tensor_table(ours.spec)
-        if location_of(n) == place and not torch.equal(ours.get(n), theirs.get(n))
+        if location_of(n) == location and not torch.equal(ours.get(n), theirs.get(n))
     ]

@@ -19,7 +19,7 @@ from megatron_vl.parallel.grid import ProcessGrid
 def gather_on_first(
     mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: ProcessGrid
 ) -> dict[tuple[int, ...], StoredTensors]:
-    """Maps each place to the tensors of all ranks, on rank 0; empty on other ranks. Collective.
+    """Maps each key to the tensors that a rank gave under it, on rank 0; empty on other ranks. Collective.
 
     The tensors go through files and each is read when it is accessed, because all ranks' gradients of a
     released model would not fit into one process.
@@ -27,10 +27,10 @@ def gather_on_first(
     folder: list[Any] = [tempfile.mkdtemp(prefix="parity-gathered-") if grid.rank == 0 else None]
     dist.broadcast_object_list(folder)
     try:
-        for place, tensors in mine.items():
+        for key, tensors in mine.items():
             save_file(
                 {n: t.contiguous() for n, t in tensors.items()},
-                Path(folder[0]) / f"{'_'.join(map(str, place))}.safetensors",
+                Path(folder[0]) / f"{'_'.join(map(str, key))}.safetensors",
             )
         dist.barrier()
         if grid.rank:
@@ -69,15 +69,15 @@ class StoredTensors(Mapping[str, Tensor]):
 class StoredParts(Mapping[int, Tensor]):
     """The parts of one tensor by number; each is read when it is accessed."""
 
-    def __init__(self, places: Mapping[int, tuple[StoredTensors, str]]) -> None:
-        self.places = places
+    def __init__(self, sources: Mapping[int, tuple[StoredTensors, str]]) -> None:
+        self.sources = sources
 
     def __getitem__(self, part: int) -> Tensor:
-        file, name = self.places[part]
+        file, name = self.sources[part]
         return file[name]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.places)
+        return iter(self.sources)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.sources)

@@ -1,4 +1,4 @@
-"""Names the places of a model in forward order, and the components that they belong to."""
+"""Names the locations of a model in forward order, and the components that they belong to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import EMBEDDING
 
 COMPONENTS = ("patch embedding", "vision layers", "mergers", "embeddings", "decoder layers", "head")
-PATCH, MERGER, EMBEDDED, NORM, LOGITS = "patch embedding", "merger", "embeddings", "final norm", "logits"
+PATCH = "patch embedding"
+MERGER = "merger"
+EMBEDDED = "embeddings"
+NORM = "final norm"
+LOGITS = "logits"
 _LAYERS = (
     (re.compile(r"vision_model\.decoder\.layers\.(\d+)\."), "vision layer"),
     (re.compile(r"vision_model\.deepstack_mergers\.(\d+)\."), "DeepStack merger"),
@@ -17,10 +21,10 @@ _LAYERS = (
 
 
 def location_of(tensor: str) -> str:
-    """The place of a canonical tensor; layers count from 0."""
-    for pattern, place in _LAYERS:
+    """The location of a canonical tensor; layers count from 0."""
+    for pattern, location in _LAYERS:
         if match := pattern.match(tensor):
-            return f"{place} {match[1]}"
+            return f"{location} {match[1]}"
     if tensor.startswith("vision_model.merger."):
         return MERGER
     if tensor.startswith("vision_model."):
@@ -30,29 +34,29 @@ def location_of(tensor: str) -> str:
     return NORM if "final_layernorm" in tensor else LOGITS
 
 
-def component_of(place: str) -> str:
-    """The entry of :data:`COMPONENTS` for a place."""
-    if place in (PATCH, EMBEDDED):
-        return place
-    if place in (NORM, LOGITS):
+def component_of(location: str) -> str:
+    """The entry of :data:`COMPONENTS` for a location."""
+    if location in (PATCH, EMBEDDED):
+        return location
+    if location in (NORM, LOGITS):
         return "head"
     return {"vision layer": "vision layers", "decoder layer": "decoder layers"}.get(
-        place.rpartition(" ")[0], "mergers"
+        location.rpartition(" ")[0], "mergers"
     )
 
 
 def forward_order(spec: ModelSpec) -> list[str]:
-    """All places of a model in the order of a forward pass."""
-    places = [PATCH]
+    """All locations of a model in the order of a forward pass."""
+    locations = [PATCH]
     for layer in range(spec.vision.num_layers):
-        places.append(f"vision layer {layer}")
+        locations.append(f"vision layer {layer}")
         if layer in spec.vision.deepstack_layers:
-            places.append(f"DeepStack merger {spec.vision.deepstack_layers.index(layer)}")
-    places += [
+            locations.append(f"DeepStack merger {spec.vision.deepstack_layers.index(layer)}")
+    locations += [
         MERGER,
         EMBEDDED,
         *(f"decoder layer {i}" for i in range(spec.language.num_layers)),
         NORM,
         LOGITS,
     ]
-    return places
+    return locations

@@ -47,6 +47,7 @@ def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "c
         "attention_mask": torch.ones_like(ids),
         "mm_token_type_ids": types,
     }
+
     for kind, pixels, grid in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
@@ -80,7 +81,8 @@ def reference(
     hf_dir: str | Path, samples: list[Sample], model: torch.nn.Module
 ) -> tuple[float, dict[str, Tensor]]:
     """Returns (mean loss over all loss tokens, canonical gradients) of samples run one by one."""
-    spec, norm = read_spec(hf_dir), read_pixel_norm(hf_dir)
+    spec = read_spec(hf_dir)
+    norm = read_pixel_norm(hf_dir)
     loss = backward(model, samples, spec, norm)
     grads = {
         name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()
@@ -158,6 +160,7 @@ def canonical(tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tenso
             for name, tensor in tensors.items()
             if not (tied and name == "lm_head.weight")
         }
+
         save_file(stored, hf / "model.safetensors", metadata={"format": "pt"})
         convert(hf, folder / "full")
         reader = WeightReader(folder / "full")

@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
 def one_pass(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
     """Loss, gradients and activations in fp32; for bf16, the loss in bf16 and how far bf16 alone
     changes the others."""
-    spec, out = read_spec(job.hf), Path(job.out)
+    spec = read_spec(job.hf)
+    out = Path(job.out)
     given, inputs = processed(job, samples, spec)
     loss, gradients, activations = run(job, samples, given, spec, torch.float32)
     save_file(gradients, out / "gradients.safetensors")
@@ -77,6 +78,7 @@ def one_pass(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
         "activation_noise": {},
         "order": forward_order(spec),
     }
+
     facts |= {"inputs": inputs, "tokens": sum(len(s) for s in samples)}
     if job.dtype == "bfloat16":
         del gradients, activations
@@ -122,7 +124,8 @@ def processed(
         (keyword arguments of the model for each sample, {"tokens_differ": samples whose tokens differ,
         "pixel_error": largest difference of a normalised pixel}).
     """
-    processor, norm = load_processor(job.hf), read_pixel_norm(job.hf)
+    processor = load_processor(job.hf)
+    norm = read_pixel_norm(job.hf)
     given = []
     differ = []
     pixel_error = 0.0

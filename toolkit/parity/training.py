@@ -91,9 +91,9 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, floa
 
 def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
     """Maps kind -> name -> full tensor, read back from a checkpoint of this layout; on rank 0. Collective."""
-    place: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
-    dist.broadcast_object_list(place)
-    folder = Path(place[0])
+    made: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
+    dist.broadcast_object_list(made)
+    folder = Path(made[0])
     saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, keep=0)
 
     def take() -> Any:
@@ -115,10 +115,8 @@ def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
     if live.grid.rank == 0:
         source = step_folder(folder, step)
         files = {name.removeprefix("optimizer/"): facts for name, facts in read_run(source)["files"].items()}
-        reader, weights = (
-            OptimizerReader(source / "optimizer", files, live.layout.cut),
-            WeightReader(source / "weights"),
-        )
+        reader = OptimizerReader(source / "optimizer", files, live.layout.cut)
+        weights = WeightReader(source / "weights")
         table = tensor_table(live.spec)
         state["weights"] = {name: weights.get(name).float().clone() for name in table}
         for kind in ("main", "exp_avg", "exp_avg_sq"):
@@ -127,6 +125,7 @@ def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
                 state[kind][name] = full_state(reader, info, kind)
         reader.close()
         shutil.rmtree(folder)
+
     return state
 
 
@@ -142,10 +141,8 @@ def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
 
 def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
     """Reads what :mod:`toolkit.parity.stored` wrote of :func:`reference_training`."""
-    facts, tensors = (
-        json.loads((folder / "reference.json").read_text()),
-        StoredTensors(folder / "training.safetensors"),
-    )
+    facts = json.loads((folder / "reference.json").read_text())
+    tensors = StoredTensors(folder / "training.safetensors")
     state: dict[str, dict[str, Tensor]] = {}
     for name in tensors:
         kind, _, tensor = name.partition("/")
@@ -158,7 +155,8 @@ def reference_training(
 ) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
     """Returns (losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW
     and gradient clipping."""
-    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    spec = read_spec(hf)
+    norm = read_pixel_norm(hf)
     model = load_hf(hf, device=device)
     named = dict(model.named_parameters())
     groups: list[dict[str, Any]] = [
@@ -167,6 +165,7 @@ def reference_training(
     ]
     adam = torch.optim.AdamW(groups, lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps)
     losses, norms = [], []
+
     for number, samples in enumerate(batches):
         losses.append(backward(model, samples, spec, norm))
         for parameter in model.parameters():

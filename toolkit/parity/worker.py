@@ -48,6 +48,7 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
         from .training import run_training
 
         return run_training(case, platform)
+
     live = build(case, platform)
     spec = live.spec
     grid = live.grid
@@ -58,6 +59,7 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
             group["lr"] = group["weight_decay"] = (
                 0.0  # the weights must not change, so that every step matches the reference
             )
+
     models = make_reference(case, platform) if grid.rank == 0 else None
     results = []
     for number, rows in enumerate(case.steps):
@@ -75,12 +77,14 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
         if optimizer is not None:
             optimizer.prepare_grads()
             optimizer.step_with_ready_grads()
+
         if grid.rank == 0:
             flat = [s for row in samples for s in row]
             results.append(
                 compare(case, spec, live.layout, loss_sum / tokens, gradients, flat, models) | departures
             )
             results[-1]["ok"] &= not departures.get("departs")
+
     return {"ok": all(r["ok"] for r in results), "steps": results}
 
 
@@ -118,13 +122,13 @@ def collect_gradients(
         f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack)
         for name, stack in stacks.items()
     }
-    places: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
+    copies: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
     for given in gather_on_first({(grid.rank,): mine} if mine else {}, grid).values():
         for key in given:
             stage, copy_number, part, name = key.split("/")
-            places.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
+            copies.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
 
-    return {name: [StoredParts(parts) for parts in held.values()] for name, held in places.items()}
+    return {name: [StoredParts(parts) for parts in held.values()] for name, held in copies.items()}
 
 
 def _main_grad(parameter: Any) -> Tensor:
@@ -165,6 +169,7 @@ def compare(
         if bf16
         else gradient_error <= GRADIENT_TOLERANCE
     )
+
     return {
         "ok": not missing and loss_error <= (BF16_LOSS_TOLERANCE if bf16 else LOSS_TOLERANCE) and near,
         "loss": loss,
@@ -181,10 +186,10 @@ def compare(
 
 def by_place(errors: dict[str, float]) -> dict[str, float]:
     """The largest error among the tensors of each layer."""
-    places: dict[str, float] = {}
+    locations: dict[str, float] = {}
     for name, error in errors.items():
-        places[location_of(name)] = max(places.get(location_of(name), 0.0), error)
-    return places
+        locations[location_of(name)] = max(locations.get(location_of(name), 0.0), error)
+    return locations
 
 
 def make_reference(case: Case, platform: Platform) -> Any:
@@ -246,6 +251,7 @@ def main(argv: list[str]) -> int:
     init_distributed(platform)
     cases = [Case(**fields) for fields in json.loads(Path(argv[0]).read_text())]
     results: dict[str, Any] = {}
+
     for case in cases:
         try:
             results[case.name] = run_case(case, platform)

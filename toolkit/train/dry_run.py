@@ -42,6 +42,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
     micro_batches = config.global_batch_size // dp
     stages = estimate(config, spec, world)
     fit = [name for name, gib in GPU_GIB.items() if peak_gib(stages) + RESERVE_GIB <= gib]
+
     return {
         "family": spec.family,
         "ranks": world,
@@ -111,6 +112,7 @@ def _print(facts: dict[str, Any]) -> None:
         f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}"
         f"{experts}{sequence}"
     )
+
     for stage, contents in enumerate(facts["stages"]):
         print(f"  stage {stage}: {', '.join(contents)}")
 

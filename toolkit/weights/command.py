@@ -68,6 +68,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
         raise UserError(
             f"{error}\n{options.out} keeps what was written; run the same command again to continue"
         ) from error
+
     if options.json:
         result = dataclasses.asdict(report) | {
             "out": str(report.out),
@@ -75,6 +76,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
         }
         print(json.dumps(result))
         return 0
+
     size = report.bytes / 1e9
     rate = report.bytes / max(report.seconds, 1e-9) / 1e9
     print(
@@ -84,6 +86,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
     if report.kept_tensors:
         kept = f"{report.kept_files} of {report.files} files were kept from before the interruption"
         print(f"continued: {kept}")
+
     if report.layout:
         layers = ",".join(map(str, report.layout.layers))
         experts = (
@@ -95,6 +98,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
             f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, "
             f"layers {layers}{experts}"
         )
+
     for (old, new), count in report.cast.items():
         print(f"note: {count} tensors were cast from {old} to the origin's {new}")
     for name in report.skipped:
@@ -102,6 +106,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
             f"note: {name} was not copied: weights that are not part of "
             f"{origin.name if origin else ''}'s safetensors index"
         )
+
     return 0
 
 
@@ -113,6 +118,7 @@ def verify(options: VerifyOptions) -> int:
         result = compare(options.a, options.b, workers=options.workers)
     else:
         result = check_hashes(options.a, workers=options.workers)
+
     if options.json:
         print(json.dumps(dataclasses.asdict(result)))
     elif not result.differences:
@@ -127,9 +133,11 @@ def verify(options: VerifyOptions) -> int:
             found.how.startswith("missing") for found in result.differences
         ):
             print("note: the two have no name in common; they are different models")
+
     if result.renamed and not options.json:
         print(
             f"note: {result.renamed} names differ only in naming style, which transformers reads alike: "
             f"{result.example}"
         )
+
     return 1 if result.differences else 0

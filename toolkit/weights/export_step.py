@@ -85,7 +85,10 @@ def export_step(job: Job, out: Path, partial: Path) -> None:
     export(job.checkpoint, job.hf, partial, workers=THREADS, force=True)
 
     weights = json.loads((Path(job.checkpoint) / "weights" / MANIFEST).read_text())["digest"]
-    write_json(partial / EXPORTED, job.facts | {"weights": weights})
+    # The rule for videos, where the export knows it.
+    note = partial / EXPORTED
+    noted = json.loads(note.read_text()) if note.is_file() else {}
+    write_json(note, job.facts | noted | {"weights": weights})
     if out.exists():
         durable.rename(out, _aside(out))
     durable.rename(partial, out)
@@ -94,7 +97,8 @@ def export_step(job: Job, out: Path, partial: Path) -> None:
 def _check_room(job: Job, partial: Path) -> None:
     size = sum(path.stat().st_size for path in Path(job.hf).glob("*.safetensors"))
     written = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
-    needed, free = size - written + job.leave_free, shutil.disk_usage(partial.parent).free
+    needed = size - written + job.leave_free
+    free = shutil.disk_usage(partial.parent).free
     if free < needed:
         raise NoRoomError(
             f"the disk has {free / 1e9:.1f} GB free; the export takes {size / 1e9:.1f} GB, and"
@@ -110,7 +114,8 @@ def _aside(out: Path) -> Path:
         base = f"{out.name}.branch_{branch[0]}.{int(facts['serial'])}" if branch else f"{out.name}.earlier"
     except (OSError, ValueError, KeyError, TypeError):
         base = f"{out.name}.earlier"
-    path, copies = out.with_name(base), 1
+    path = out.with_name(base)
+    copies = 1
     while path.exists():
         copies += 1
         path = out.with_name(f"{base}.{copies}")

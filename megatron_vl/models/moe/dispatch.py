@@ -62,7 +62,8 @@ class Counts:
         self._table[0, :, 0] = to_rank.sum(0)
         self._table[0, :, 1:] = experts
         self._exchange = dist.all_to_all_single(self._table[1], self._table[0], group=group, async_op=True)
-        self._host, self._copied = self._table, None
+        self._host = self._table
+        self._copied = None
         if self._table.is_cuda:
             self._start_copy()
 
@@ -100,7 +101,9 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx, rows: Tensor, probs: Tensor, splits: Splits, group: dist.ProcessGroup, travels: list[dist.Work]
     ):
-        ctx.splits, ctx.group, ctx.lengths = splits, group, (rows.shape[0], probs.shape[0])
+        ctx.splits = splits
+        ctx.group = group
+        ctx.lengths = (rows.shape[0], probs.shape[0])
         total = sum(splits.received)
         received = [t.new_empty(total, t.shape[1]) for t in (rows, probs)]
         for out, sent in zip(reversed(received), (probs, rows), strict=True):
@@ -112,13 +115,15 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, drows: Tensor, dprobs: Tensor):
-        splits, travels = ctx.splits, []
+        splits = ctx.splits
+        travels = []
         grads: list[Tensor | None] = [None, None]
         for i, grad in ((1, dprobs), (0, drows)):
             if not ctx.needs_input_grad[i]:
                 continue
             full = grad.new_empty(ctx.lengths[i], grad.shape[1])  # what follows the sent rows is never read
-            part, grad = full[: sum(splits.sent)], grad.contiguous()
+            part = full[: sum(splits.sent)]
+            grad = grad.contiguous()
             travels.append(
                 dist.all_to_all_single(
                     part, grad, splits.sent, splits.received, group=ctx.group, async_op=True
@@ -151,6 +156,8 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         self.num_local_experts = num_local_experts
         self.top_k = config.moe_router_topk
         self.exact_rows = exact_rows
+
+        # Of the micro-batch under way.
         self._shape: torch.Size
         self._counts: Counts
         self._splits: Splits
@@ -182,9 +189,11 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         Returns:
             ``hidden`` and ``probs``.
         """
-        self._shape, flat = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
+        self._shape = hidden.shape
+        flat = hidden.reshape(-1, hidden.shape[-1])
         if self.ep_size == 1:
-            self._to_experts, self._expert_counts = positions(routing_map), routing_map.sum(0)
+            self._to_experts = positions(routing_map)
+            self._expert_counts = routing_map.sum(0)
             # Without exact_rows this is an upper bound: padding has no experts.
             total = int(self._expert_counts.sum()) if self.exact_rows else flat.shape[0] * self.top_k
             self._rows, self._probs = self._for_experts(flat, probs, total)
@@ -208,7 +217,8 @@ class OncePerRankDispatcher(MoETokenDispatcher):
     def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Waits for the counts and sends. Returns its arguments."""
         if self.ep_size > 1:
-            self._splits, self._travels = self._counts.splits(), []
+            self._splits = self._counts.splits()
+            self._travels = []
             self._expert_counts = self._counts.of_experts()
             del self._counts
             self._rows, self._probs = _Exchange.apply(
@@ -297,8 +307,8 @@ class ExpertsLayer(MoELayer):
     """Core's layer, with the dispatcher that fits its experts.
 
     Each token goes at most once to a rank. The exceptions use core's dispatcher: experts whose matrices are
-    cut (expert tensor parallelism)
-    and experts that Transformer Engine computes (FP8, float32). Padding is not sent.
+    cut (expert tensor parallelism) and experts that Transformer Engine computes (FP8, float32).
+    Padding is not sent.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:

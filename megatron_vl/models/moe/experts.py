@@ -55,15 +55,16 @@ class ExpertWeights:
 
     def gradients(self, dy: Tensor, x: Tensor, where: Plan) -> list[Tensor | None]:
         """Computes the weight gradients. Returns what autograd gets for :meth:`inputs`."""
-        first, inputs = self.parameters[0], self.inputs()
+        first = self.parameters[0]
+        inputs = self.inputs()
         if not first.requires_grad:
             return [None] * len(inputs)
 
         if not (getattr(self.module, "fuse_wgrad_accumulation", False) and hasattr(first, "main_grad")):
             packed = x.new_empty(len(self.parameters), *first.shape)
             step = packed[0].numel() * packed.element_size()
-            places = torch.arange(len(self.parameters), device=x.device) * step + packed.data_ptr()
-            weight_product(dy, x, places, where, packed, add=False)
+            addresses = torch.arange(len(self.parameters), device=x.device) * step + packed.data_ptr()
+            weight_product(dy, x, addresses, where, packed, add=False)
             return list(packed.unbind())
 
         grads = [parameter.main_grad for parameter in self.parameters]
@@ -78,7 +79,8 @@ class ExpertWeights:
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, where: Plan, weights: ExpertWeights, *inputs: Tensor) -> Tensor:
-        x, addresses = x.contiguous(), weights.addresses
+        x = x.contiguous()
+        addresses = weights.addresses
         ctx.save_for_backward(x, addresses, *where)
         ctx.weights = weights
         return row_product(x, addresses, where, inputs[0].shape[0], transposed=True)
@@ -86,7 +88,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, addresses, *where = ctx.saved_tensors
-        dy, where = dy.contiguous(), Plan(*where)
+        dy = dy.contiguous()
+        where = Plan(*where)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = row_product(dy, addresses, where, x.shape[1], transposed=False)

@@ -55,7 +55,8 @@ def moe_settings(
     Args:
         aux_loss: coefficient of the load-balancing loss as ``transformers`` defines it; 0: no such loss.
     """
-    moe, cuda = language.moe, platform.name == "cuda"
+    moe = language.moe
+    cuda = platform.name == "cuda"
     assert moe is not None
     layers = sum(language.has_experts(layer) for layer in range(language.num_layers))
     return {
@@ -98,7 +99,8 @@ class CountingRouter(TopKRouter):
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is not None:
             padding = padding_mask.reshape(-1, 1)
-            probs, routing_map = probs.masked_fill(padding, 0.0), routing_map & ~padding
+            probs = probs.masked_fill(padding, 0.0)
+            routing_map = routing_map & ~padding
         if self.training and torch.is_grad_enabled():  # only once if the layer is recomputed
             self.load += routing_map.sum(dim=0)
         return probs, routing_map
@@ -129,6 +131,7 @@ class CountingRouter(TopKRouter):
             coefficient,
             fused=self.config.moe_router_fusion,
         )
+
         return MoEAuxLossAutoScaler.apply(probs, loss * tokens * self.loss_scale)
 
 

@@ -203,7 +203,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 TEXT = "the text fields (text_config, or the top of the file)"
-"""The place of the language model's fields, for messages."""
+"""The location of the language model's fields, for messages."""
 
 
 def require(config: dict[str, Any], name: str, where: str) -> Any:
@@ -287,6 +287,7 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
         raise ConfigError(
             f"config.json: vision head dimension {vision.head_dim} must divide by 4 for 2D RoPE"
         )
+
     deep = vision.deepstack_layers
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
         raise ConfigError(

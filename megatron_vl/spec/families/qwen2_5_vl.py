@@ -32,4 +32,5 @@ def read(config: dict[str, Any]) -> ModelSpec:
         full_attention_layers=tuple(vision.get("fullatt_block_indexes", (7, 15, 23, 31))),
         tokens_per_second=float(vision.get("tokens_per_second", 4)),
     )
+
     return assemble("qwen2_5_vl", config, tower, read_language(config, norm_eps=1e-5, rope_theta=1e6))

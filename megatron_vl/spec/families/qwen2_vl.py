@@ -30,4 +30,5 @@ def read(config: dict[str, Any]) -> ModelSpec:
         activation="quick_gelu",
         gated_mlp=False,
     )
+
     return assemble("qwen2_vl", config, tower, read_language(config, norm_eps=1e-5, rope_theta=1e6))

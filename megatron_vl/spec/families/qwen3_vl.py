@@ -41,6 +41,7 @@ def read_vision(config: dict[str, Any]) -> VisionSpec:
         raise ConfigError(
             f"config.json: vision hidden_act {activation!r} is not supported; valid: {', '.join(ACTIVATIONS)}"
         )
+
     return VisionSpec(
         hidden_size=require(vision, "hidden_size", "vision_config"),
         num_layers=vision.get("depth", 27),

@@ -40,7 +40,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 def read_moe(config: dict[str, Any]) -> MoeSpec:
     """Reads the experts' fields."""
-    text, where = text_config(config), TEXT
+    text = text_config(config)
+    where = TEXT
     experts = text.get("num_local_experts") or require(text, "num_experts", where)
     top_k = require(text, "num_experts_per_tok", where)
     if not 1 <= top_k <= experts:

@@ -59,12 +59,14 @@ def tokens_of(rank: int, tokens: int, routing: str) -> tuple[Tensor, Tensor, Ten
     elif routing == "few experts":
         logits[:, :: EXPERTS // 4] += 4
         logits[:, 1] -= 100
+
     top = logits.topk(TOP_K, dim=1).indices
     chosen = torch.zeros(tokens, EXPERTS, dtype=torch.bool).scatter(1, top, True)
     if routing == "padding alone" and rank % 2:
         chosen[:] = False
     elif routing.startswith("padding"):
         chosen[2 * tokens // 3 :] = False
+
     probs = logits.softmax(1).masked_fill(~chosen, 0)
     if routing == "probabilities of zero":
         probs[:, ::2] = 0
@@ -81,7 +83,9 @@ def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
     """Output and gradients of one rank's tokens and probabilities, and its share of the gradient
     of all scales."""
     x, probs, chosen, dy = tokens_of(rank, tokens, routing)
-    x, probs, scale = x.float().requires_grad_(), probs.requires_grad_(), scales().requires_grad_()
+    x = x.float().requires_grad_()
+    probs = probs.requires_grad_()
+    scale = scales().requires_grad_()
     weights = torch.where(chosen, probs, 0)
     out = (torch.tanh(x[:, None] * scale) * weights[..., None]).sum(1)
     dx, dprobs, dscale = torch.autograd.grad(out, [x, probs, scale], dy.float())
@@ -91,7 +95,8 @@ def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
 @contextmanager
 def exchanged_rows() -> Iterator[list[int]]:
     """Collects the rows of H columns that this rank passes to exchanges."""
-    exchange, rows = dist.all_to_all_single, []
+    exchange = dist.all_to_all_single
+    rows = []
 
     def counting(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
         if given.dim() == 2 and given.shape[1] == HIDDEN:
@@ -112,14 +117,18 @@ def through(
     dispatcher.padded = not bool((chosen.sum(1) == TOP_K).all())
     if isinstance(dispatcher, PaddingDispatcher):  # as the router and the layer hand them on
         padding_alone = not bool(chosen.any())
-        probs, chosen = probs.masked_fill(~chosen.any(1, keepdim=True), 0), dispatcher.with_a_row(chosen)
+        probs = probs.masked_fill(~chosen.any(1, keepdim=True), 0)
+        chosen = dispatcher.with_a_row(chosen)
         assert not padding_alone or int(chosen.sum()) == 1, "padding alone hands on one row"
+
     first = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x[:, None], chosen, probs))
     rows, counts, weights = dispatcher.dispatch_postprocess(*first)
-    total, exact = int(counts.sum()), getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
+    total = int(counts.sum())
+    exact = getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
     assert weights.shape[0] == rows.shape[0] and (total == rows.shape[0] or not exact and dispatcher.padded)
     # Of several ranks, one may receive nothing: the routing need not choose any of its experts.
     assert total or dispatcher.ep_size > 1 or isinstance(dispatcher, OncePerRankDispatcher)
+
     expert = torch.arange(len(scale), device=rows.device).repeat_interleave(counts.to(rows.device))
     outs = (torch.tanh(rows[:total].float() * scale[expert]) * weights[:total, None]).to(rows.dtype)
     outs = torch.cat((outs, outs.new_full((rows.shape[0] - total, HIDDEN), torch.nan)))
@@ -129,12 +138,17 @@ def through(
 def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
     """Largest relative error of the output and all gradients; also checks that as few rows
     as possible travel."""
-    group, rank, device = dispatcher.ep_group, dist.get_rank(), PLATFORM.device
-    members, local = dist.get_process_group_ranks(group), dispatcher.num_local_experts
+    group = dispatcher.ep_group
+    rank = dist.get_rank()
+    device = PLATFORM.device
+    members = dist.get_process_group_ranks(group)
+    local = dispatcher.num_local_experts
     x, probs, chosen, dy = (t.to(device) for t in tokens_of(rank, tokens[rank], routing))
     first = local * group.rank()
     scale = scales()[first : first + local].to(device).requires_grad_()
-    x, probs = x.requires_grad_(), probs.requires_grad_()
+    x = x.requires_grad_()
+    probs = probs.requires_grad_()
+
     with exchanged_rows() as rows:
         out = through(dispatcher, x, probs, chosen, scale)
     pairs = int(chosen.view(-1, len(members), local).any(-1).sum())
@@ -142,6 +156,7 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
         int(tokens_of(r, tokens[r], routing)[2][:, first : first + local].any(-1).sum()) for r in members
     )  # which come back once
     ours_alone = isinstance(dispatcher, OncePerRankDispatcher)
+
     assert not ours_alone or rows == ([pairs, received] if len(members) > 1 else []), (rows, pairs, received)
     ours = [out.detach(), *torch.autograd.grad(out, [x, probs, scale], dy)]
     wanted, dscale = dense(rank, tokens[rank], routing)
@@ -152,14 +167,17 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
         for a, b in zip(ours, wanted, strict=True)
         if b.numel()
     ]
+
     return float(torch.stack(each).max())
 
 
 def without_harm(dispatcher: OncePerRankDispatcher) -> float:
     """With NaN in one rank's tokens and probabilities, no rank hangs and all others compute what
     they would have."""
-    rank, device = dist.get_rank(), PLATFORM.device
-    members, local = dist.get_process_group_ranks(dispatcher.ep_group), dispatcher.num_local_experts
+    rank = dist.get_rank()
+    device = PLATFORM.device
+    members = dist.get_process_group_ranks(dispatcher.ep_group)
+    local = dispatcher.num_local_experts
     x, probs, chosen, _ = (t.to(device) for t in tokens_of(rank, TOKENS["uneven"][rank], "random"))
     if rank == members[0]:
         x, probs = x * torch.nan, probs * torch.nan
@@ -198,12 +216,14 @@ def on_all(value: float) -> float:
 
 
 def positions_by_counting(chosen: Tensor) -> Tensor:
-    places, next_one = torch.full(chosen.shape, -1, dtype=torch.int32), 0
+    row_ids = torch.full(chosen.shape, -1, dtype=torch.int32)
+    next_one = 0
     for column in range(chosen.shape[1]):
         for row in range(chosen.shape[0]):
             if chosen[row, column]:
-                places[row, column], next_one = next_one, next_one + 1
-    return places
+                row_ids[row, column] = next_one
+                next_one += 1
+    return row_ids
 
 
 def main() -> None:
@@ -212,8 +232,10 @@ def main() -> None:
     init_distributed(PLATFORM)
     torch.manual_seed(0)
     chosen = torch.rand(50, 5) < 0.3
+
     assert torch.equal(positions(chosen.to(PLATFORM.device)).cpu(), positions_by_counting(chosen))
-    world, errors = dist.get_world_size(), {}
+    world = dist.get_world_size()
+    errors = {}
     for ranks in (1, 2, 4, 8):
         if world % ranks:
             continue
@@ -223,6 +245,7 @@ def main() -> None:
         mine = SimpleNamespace(ep=group, expt_tp=alone[dist.get_rank()], tp_ep=group)
         if GPU or ranks == 1:  # core's does not exchange over gloo
             errors |= core_errors(ranks, mine)
+
         for interpreted in (True,) if GPU else (True, False):
             settings = SimpleNamespace(moe_router_topk=TOP_K)
             dispatcher = OncePerRankDispatcher(EXPERTS // ranks, settings, mine, exact_rows=not interpreted)
@@ -232,6 +255,7 @@ def main() -> None:
                 for routing in ROUTINGS:
                     errors[f"{how}, {name}, {routing}"] = on_all(error(dispatcher, tokens, routing))
             errors[f"{how}, NaN"] = on_all(without_harm(dispatcher))
+
     if dist.get_rank() == 0:
         print(json.dumps(errors))
     dist.destroy_process_group()

@@ -26,25 +26,15 @@ get_platform("cpu")
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear  # noqa: E402
 from megatron_vl.parallel.ddp import ReplicaDDP  # noqa: E402
 from megatron_vl.parallel.grid import init_distributed  # noqa: E402
 from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
+from tests.support.expert_config import expert_config  # noqa: E402
 
 HIDDEN, FFN, EXPERTS = 32, 24, 4
-CONFIG = TransformerConfig(
-    num_layers=1,
-    hidden_size=HIDDEN,
-    num_attention_heads=2,
-    num_moe_experts=EXPERTS,
-    moe_ffn_hidden_size=FFN,
-    gated_linear_unit=True,
-    activation_func=F.silu,
-    add_bias_linear=False,
-    calculate_per_token_loss=True,
-)
+CONFIG = expert_config(HIDDEN, FFN, EXPERTS, calculate_per_token_loss=True)
 MICROBATCHES = [
     [[3, 0, 130, 7], [0, 0, 0, 0]],
     [[0, 0, 5, 1], [2, 0, 1, 0]],
@@ -93,7 +83,8 @@ class Layer(nn.Module):
 
     def reference(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
         """Computes the same, expert by expert."""
-        parts, outs = zip(self.dense(x).split(counts), probs.split(counts), strict=True), []
+        parts = zip(self.dense(x).split(counts), probs.split(counts), strict=True)
+        outs = []
         for expert, (rows, weight) in enumerate(parts):
             gate, up = F.linear(rows, getattr(self.experts.linear_fc1, f"weight{expert}")).chunk(2, -1)
             outs.append(
@@ -129,23 +120,21 @@ def layer_error(*, main_grad: bool, recompute: bool, extra: int = 0) -> float:
 
     The memory after the experts' rows, and its gradient, is NaN.
     """
-    layer, counts = Layer(), [3, 0, 130, 7]
+    layer = Layer()
+    counts = [3, 0, 130, 7]
     layer.experts.activation_recompute = recompute
-    x, probs = (
-        torch.randn(sum(counts), HIDDEN, requires_grad=True),
-        torch.rand(sum(counts), requires_grad=True),
-    )
-    dy, weights, inputs = (
-        torch.randn(sum(counts), HIDDEN),
-        list(layer.experts.parameters()),
-        [x, probs, layer.dense.weight],
-    )
+    x = torch.randn(sum(counts), HIDDEN, requires_grad=True)
+    probs = torch.rand(sum(counts), requires_grad=True)
+    dy = torch.randn(sum(counts), HIDDEN)
+    weights = list(layer.experts.parameters())
+    inputs = [x, probs, layer.dense.weight]
     reference = layer.reference(x, counts, probs)
     want = [reference, *torch.autograd.grad(reference, [*inputs, *weights], dy)]
     if main_grad:
         layer.fuse()
         for weight in weights:
             weight.main_grad = torch.full_like(weight, 0.5)
+
     out = layer(x, counts, probs, extra)
     value = out[: sum(counts)].detach().clone()
     out.backward(torch.cat((dy, torch.full((extra, HIDDEN), torch.nan))))
@@ -168,8 +157,8 @@ def expected(chunks: list[Layer], step: int) -> list[Tensor]:
             for rank in range(dist.get_world_size()):
                 x, counts, probs, dy = rows_of(step, microbatch, number, rank)
                 chunk.reference(x, counts, probs).backward(dy)
-    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-    return [gradient_of(p) for p in parameters]
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    return [gradient_of(p) for p in parameters if p.requires_grad]
 
 
 def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -> float:
@@ -183,9 +172,11 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
         reference.load_state_dict(chunk.state_dict())
         chunk.experts.activation_recompute = recompute
         chunk.fuse()
+
     if frozen:
         chunks[1].experts.requires_grad_(False)
         references[1].experts.requires_grad_(False)
+
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=4 * HIDDEN * FFN
     )
@@ -194,6 +185,7 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
     for ddp in wrapped:
         ddp.module.experts.report_to(ddp)
     errors = []
+
     for step in range(2):
         started = run_step(wrapped, groups, step)
         if overlap:
@@ -203,10 +195,12 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
         for ddp in wrapped:
             ddp.finish_grad_sync()
         assert [started[group] for group in groups] == [1] * len(groups), started
-        ours = [p.main_grad.clone() for ddp in wrapped for p in ddp.parameters() if p.requires_grad]
+        parameters = [p for ddp in wrapped for p in ddp.parameters()]
+        ours = [p.main_grad.clone() for p in parameters if p.requires_grad]
         for reference in references:
             reference.zero_grad()
         errors.append(difference(ours, expected(references, step)))
+
     return max(errors)
 
 
@@ -254,6 +248,7 @@ def main() -> None:
             overlap=True, frozen=True, recompute=recompute
         ),
     }
+
     if dist.get_rank() == 0:
         print(json.dumps(errors))
     dist.destroy_process_group()

@@ -52,7 +52,9 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
     from toolkit.parity.batches import make_sample
     from toolkit.parity.reference import canonical, hf_inputs, load_hf
 
-    spec, norm, model = read_spec(hf), read_pixel_norm(hf), load_hf(hf)
+    spec = read_spec(hf)
+    norm = read_pixel_norm(hf)
+    model = load_hf(hf)
     samples = [make_sample(kind, spec, seed=i) for i, kind in enumerate(KINDS)]
     loss_tokens, tokens = sum(int(s.loss_mask[1:].sum()) for s in samples), sum(len(s) for s in samples)
     for sample in samples:
@@ -66,6 +68,7 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
             logits, spec.language.moe.num_experts, spec.language.moe.top_k, mask
         )
         (loss + COEFFICIENT * balance * len(sample) / tokens).backward()
+
     return canonical({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, hf)
 
 
@@ -90,7 +93,8 @@ def measured(
 def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured, layout: str) -> None:
     """Of four rows with tails, two ranks have two each, or half of each; the scale must not
     depend on that."""
-    want, ours = reference(one_layer["hf"]), measured[layout]
+    want = reference(one_layer["hf"])
+    ours = measured[layout]
     without = measured["off"]
     router = "language_model.decoder.layers.0.mlp.router.weight"
     assert (want[router] - without[router]).norm() > 0.1 * want[router].norm()  # the loss does something
@@ -106,7 +110,8 @@ def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> N
     from toolkit.parity.batches import make_sample
 
     spec = read_spec(one_layer["hf"])
-    moe, load = spec.language.moe, measured[layout]["load"]
+    moe = spec.language.moe
+    load = measured[layout]["load"]
     lengths = [len(make_sample(kind, spec, seed=i)) for i, kind in enumerate(KINDS)]
     assert min(lengths) <= SEQ_LEN // 2 and max(lengths) < SEQ_LEN
     assert load.shape == (1, moe.num_experts)
@@ -150,7 +155,8 @@ def test_the_balancing_loss_follows_the_config(
     config["text_config"]["router_aux_loss_coef"] = 0.02
     config["text_config"].pop("output_router_logits", None)
     (config[section] if section else config).update(asked)
-    spec, model = read_spec(config), ModelConfig(**fields)
+    spec = read_spec(config)
+    model = ModelConfig(**fields)
     assert aux_loss_coefficient(spec, model) == coefficient
     assert aux_loss_reason(spec, model).startswith(told)
     # Weights that were converted with another coefficient are those of the same model.

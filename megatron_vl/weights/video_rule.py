@@ -1,0 +1,65 @@
+"""The rule for videos that a model was trained under: in a run's checkpoints, and beside exported weights.
+
+``data.video_positions`` (Qwen2-VL, Qwen2.5-VL) and ``data.video_prompt`` (Qwen3-VL) decide what a model sees
+where a video is. A checkpoint of a run names its rule in ``run.json``. An exported Hugging Face folder names
+it in ``megatron_vl.json``, which ``transformers`` ignores.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.config import RULES_BEFORE, DataConfig, video_rule
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.weights.run_folder import EXPORTED
+
+_ENTRY = "video_rule"
+
+
+def trained_video_rule(step: Path, spec: ModelSpec) -> dict[str, str]:
+    """The field of :class:`DataConfig`, with its value, that the step folder ``step`` was trained under.
+
+    It is in ``run.json``, and in those before 2026-11-22 in the first loader's state alone. Empty where
+    neither says. A damaged file is reported later, by its hash.
+    """
+    if rule := _read_rule(step / "run.json", spec):
+        return rule
+
+    identity = _read_dict(step / "loader" / "dp_00000.json").get("identity")
+    if not isinstance(identity, dict):
+        return {}
+    name = _field(spec)
+    return {name: str(identity.get(name, RULES_BEFORE[name]))}
+
+
+def exported_video_rule(folder: Path, spec: ModelSpec) -> dict[str, str]:
+    """The same for an exported Hugging Face folder. Empty where no ``megatron_vl.json`` names a rule, as in
+    a released model's folder."""
+    return _read_rule(folder / EXPORTED, spec)
+
+
+def export_facts(rule: dict[str, str]) -> dict[str, Any]:
+    """What ``megatron_vl.json`` says of the rule; empty where no rule is known."""
+    return {_ENTRY: rule} if rule else {}
+
+
+def _field(spec: ModelSpec) -> str:
+    """The one field that applies to the model's family."""
+    return next(iter(video_rule(DataConfig(), spec.vision.video_timestamps)))
+
+
+def _read_rule(path: Path, spec: ModelSpec) -> dict[str, str]:
+    rule = _read_dict(path).get(_ENTRY)
+    name = _field(spec)
+    return {name: str(rule[name])} if isinstance(rule, dict) and name in rule else {}
+
+
+def _read_dict(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

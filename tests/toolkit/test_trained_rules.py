@@ -1,0 +1,178 @@
+"""A folder exported from a run names the rule for videos that it was trained under; commands follow it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.convert import convert, export
+from megatron_vl.errors import UsageError, UserError
+from megatron_vl.spec.families import read_spec
+from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.run_folder import EXPORTED
+from megatron_vl.weights.video_rule import exported_video_rule
+from tests.toolkit.evaluation import photographs, write_video
+from toolkit.cli import main
+from toolkit.evaluate.comparison import EvaluationOptions
+from toolkit.evaluate.comparison import video_rules as rules_of_evaluate
+from toolkit.generate.answers import video_rules as rules_of_generate
+
+RULES = [
+    ("qwen2_5_vl", "video_positions", "transformers_5_3"),
+    ("qwen3_vl", "video_prompt", "transformers_5_10"),
+]
+both_rules = pytest.mark.parametrize(("family", "name", "former"), RULES)
+
+
+class Exported:
+    """A run's checkpoint, and what was exported from it and from its weights alone."""
+
+    def __init__(self, hf: Path, folder: Path, rule: dict[str, str]) -> None:
+        self.hf, self.folder = hf, folder
+        self.step = folder / "run" / "step_00000004"
+        convert(hf, self.step / "weights", {"tp": 1, "pp": 1})
+        (self.step / "run.json").write_text(json.dumps({"video_rule": rule}))
+        (folder / "run" / "latest.json").write_text(json.dumps({"step": 4}))
+
+        self.of_run = folder / "of_run"
+        export(folder / "run", hf, self.of_run)
+
+    def alone(self, origin: Path, name: str) -> Path:
+        """Weights outside of a run, exported again."""
+        weights = self.folder / f"{name}_weights"
+        convert(origin, weights, {"tp": 1, "pp": 1})
+        out = self.folder / name
+        export(weights, origin, out)
+        return out
+
+
+@pytest.fixture
+def exported(tiny_checkpoint, tmp_path: Path):
+    def make(family: str, rule: dict[str, str]) -> Exported:
+        return Exported(Path(tiny_checkpoint(family, dtype=torch.float32)), tmp_path, rule)
+
+    return make
+
+
+@both_rules
+@pytest.mark.parametrize("value", ["former", "released"])
+def test_an_export_names_the_rule_of_its_run(exported, family, name, former, value) -> None:
+    rule = {name: former if value == "former" else "released"}
+    made = exported(family, rule)
+    assert json.loads((made.of_run / EXPORTED).read_text()) == {"video_rule": rule}
+    assert exported_video_rule(made.of_run, read_spec(made.of_run)) == rule
+
+    # A conversion of it and back keeps the rule; a released folder has none to keep.
+    assert json.loads((made.alone(made.of_run, "again") / EXPORTED).read_text()) == {"video_rule": rule}
+    assert not (made.alone(made.hf, "untrained") / EXPORTED).exists()
+
+    # What an earlier export noted in the folder does not stay.
+    export(made.folder / "untrained_weights", made.hf, made.of_run, force=True)
+    assert not (made.of_run / EXPORTED).exists()
+
+
+@both_rules
+def test_generate_follows_the_rule_of_the_folder(exported, family, name, former) -> None:
+    """The weights of a run come first; an option that contradicts is refused."""
+    made = exported(family, {name: former})
+    made.alone(made.of_run, "again")
+    reader = WeightReader(made.folder / "again_weights")
+
+    said: list[str] = []
+    assert rules_of_generate(reader, made.of_run, {}, said.append) == {name: former}
+    assert len(said) == 1 and former in said[0] and str(made.of_run) in said[0]
+    with pytest.raises(UsageError, match=f"released contradicts {made.of_run}"):
+        rules_of_generate(reader, made.of_run, {name: "released"}, said.append)
+
+    said.clear()
+    assert rules_of_generate(reader, made.hf, {}, said.append) == {} and not said
+    (made.step / "run.json").write_text(json.dumps({"video_rule": {name: "released"}}))
+    of_run = WeightReader(made.folder / "run")
+    assert rules_of_generate(of_run, made.of_run, {}, said.append) == {name: "released"} and not said
+
+
+@both_rules
+def test_evaluate_follows_the_rule_of_each_folder(exported, family, name, former) -> None:
+    """A rule that the original or the converted folder names holds for both; the trained one has its own."""
+    made = exported(family, {name: former})
+    plain = made.folder / "plain"
+    shutil.copytree(made.hf, plain)
+
+    def rules(original: Path, converted: Path, trained: Path, **asked: str) -> list[dict[str, str]]:
+        folders = {"original": original, "converted": converted, "trained": trained}
+        options = EvaluationOptions(folders, "set", made.folder, made.folder, video_rules=asked)
+        found = rules_of_evaluate(options, said.append)
+        return [found[str(folder.resolve())] for folder in folders.values()]
+
+    said: list[str] = []
+    assert rules(made.hf, plain, made.of_run) == [{}, {}, {name: former}]
+    assert len(said) == 1 and str(made.of_run) in said[0]
+    assert rules(made.of_run, plain, made.hf) == [{name: former}, {name: former}, {}]
+    assert rules(made.hf, plain, made.of_run, **{name: former}) == [{name: former}] * 3
+    with pytest.raises(UsageError, match="leave the option out"):
+        rules(made.hf, plain, made.of_run, **{name: "released"})
+
+    (plain / EXPORTED).write_text(json.dumps({"video_rule": {name: "released"}}))
+    with pytest.raises(UsageError, match="not one model"):
+        rules(made.of_run, plain, made.hf)
+    (plain / EXPORTED).write_text(json.dumps({"video_rule": {name: "transformers_9"}}))
+    with pytest.raises(UserError, match="does not know"):
+        rules(made.hf, plain, made.hf)
+
+
+@pytest.mark.ranks
+@both_rules
+def test_answers_to_a_video_depend_on_the_rule_of_the_folder(
+    exported, family, name, former, tmp_path: Path, capsys
+) -> None:
+    """The same weights and the same clip: the folder's note alone does what the option does."""
+    made = exported(family, {name: former})
+    made.alone(made.hf, "untrained")
+    clip = tmp_path / "clip.mp4"
+    write_video(clip, photographs()[0], 24)
+
+    def answer(hf: Path, *options: str) -> dict[str, object]:
+        command = ["generate", "--checkpoint", tmp_path / "untrained_weights", "--hf", hf, "--video", clip]
+        command += ["--prompt", "What happens?", "--max-new-tokens", "4", "--json", "--platform", "cpu"]
+        assert main([*map(str, command), *options]) == 0
+        out, err = capsys.readouterr()
+        assert (former in err) == (hf == made.of_run)
+        return json.loads(out)[0]
+
+    option = "--" + name.replace("_", "-")
+    assert answer(made.of_run) == answer(made.hf, option, former)
+    if name == "video_prompt":  # its rule changes the prompt, which is seen without luck
+        assert answer(made.of_run)["prompt_tokens"] != answer(made.hf)["prompt_tokens"]
+
+
+@both_rules
+def test_the_model_of_evaluate_is_given_the_rule(exported, family, name, former, tmp_path: Path) -> None:
+    """The settings for a folder change what the model gets at a video: its positions, or its text."""
+    from toolkit.evaluate.model import Checkpoint
+
+    made = exported(family, {name: former})
+    clip = tmp_path / "clip.mp4"
+    write_video(clip, photographs()[0], 24)
+    prompt = [{"type": "video", "value": str(clip)}, {"type": "text", "value": "Who?"}]
+    settings = {"dtype": "float32", "device": "cpu", "largest_picture": 10**6, "max_new_tokens": 1}
+    settings |= {"min_pixels": None, "max_pixels": None, "video_max_frames": 20}
+    options = EvaluationOptions({"original": made.hf, "trained": made.of_run}, "set", tmp_path, tmp_path)
+    rules = rules_of_evaluate(options, lambda line: None)
+
+    def given(folder: Path) -> torch.Tensor:
+        model = Checkpoint(folder, settings | rules[str(folder.resolve())], [tmp_path])
+        inputs = model.inputs(prompt)
+        if name == "video_prompt":
+            return inputs["input_ids"]
+        grids = {key: inputs[key] for key in ("video_grid_thw", "second_per_grid_ts")}
+        return model.model.model.get_rope_index(inputs["input_ids"], **grids)[0]
+
+    released, trained = given(made.hf), given(made.of_run)
+    if name == "video_prompt":  # a second pair of tokens around the whole video
+        assert trained.shape[1] == released.shape[1] + 2
+    else:  # the text after the video continues earlier
+        assert trained.shape == released.shape and int(trained.max()) < int(released.max())
