@@ -62,6 +62,7 @@ from megatron_vl.training.optimizer_state import (
     write_hashed,
     write_index,
 )
+from megatron_vl.training.out_of_memory import host_message
 from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import (
@@ -260,9 +261,8 @@ class CheckpointSaver:
                 self._commit(partial, snapshot)
         except BaseException as error:  # a thread's exception would be lost, so the loop asks for it
             progress.in_background("")
-            self._error = (
-                f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
-            )
+            why = host_message(error) or f"{type(error).__name__}: {error}"
+            self._error = f"checkpoint of step {snapshot.step} could not be written: {why}"
             self._mark_failed(partial, error)
 
     def _mark_failed(self, partial: Path, error: BaseException) -> None:

@@ -26,6 +26,7 @@ from megatron_vl.parallel.balance import balance
 from megatron_vl.parallel.failures import LESS_HOST_MEMORY
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
+from megatron_vl.training.out_of_memory import host_message
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ class Feed:
             return [], f"{where}: the data set ended; training needs a repeating loader"
         except Exception as error:
             # Every rank of the replica must learn of the error, or it would hang in the broadcast.
-            return [], f"{where}: {type(error).__name__}: {error}{_worker_note(error)}"
+            said = host_message(error) or f"{type(error).__name__}: {error}{_worker_note(error)}"
+            return [], f"{where}: {said}"
 
     def _next_row(self) -> Row:
         assert self.loader is not None

@@ -64,10 +64,16 @@ def explain(error: Exception, config: TrainConfig) -> str | None:
     said = str(error)
     if type(error).__name__ == "OutOfMemoryError" or _OF_GPU.search(said):
         return _gpu_message(said, config)
+    return host_message(error)
+
+
+def host_message(error: BaseException) -> str | None:
+    """The message for an error that means lack of host memory; None for any other."""
+    said = str(error)
     of_host = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
-    if of_host or _OF_HOST.search(said):
-        return f"out of host memory ({_first_line(said)}): {host_memory.limits()}. {_upper(LESS_HOST_MEMORY)}"
-    return None
+    if not of_host and not _OF_HOST.search(said):
+        return None
+    return f"out of host memory ({_first_line(said)}): {host_memory.limits()}. {_upper(LESS_HOST_MEMORY)}"
 
 
 def _gpu_message(said: str, config: TrainConfig) -> str:
@@ -185,7 +191,7 @@ def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tup
 
     names = {field.name for field in dataclasses.fields(config.optimizer)}
     offload = {"offload_fraction": 1.0} if "offload_fraction" in names else {"cpu_offload": True}
-    optimizer = dataclasses.replace(config.optimizer, **offload)  # type: ignore[arg-type]
+    optimizer = dataclasses.replace(config.optimizer, **offload)
     if optimizer != config.optimizer:
         offloaded = dataclasses.replace(config, optimizer=optimizer)
         yield _options("optimizer", config.optimizer, optimizer), offloaded
