@@ -296,13 +296,14 @@ def report(message: str, fixable: bool = True, *, follows: bool = False) -> Fail
     if _watch.reported is not None:
         return _watch.reported
 
-    if follows:
-        cause(_CAUSE_S)
+    if follows and cause(_CAUSE_S) is None:
+        _watch.life.wait_for_verdict(_CAUSE_S)  # the store is gone with the rank that kept it
     _watch.leaving.acquire()  # does not return if the thread is already ending the process
     try:
         first = _watch.publish(default_store(), own)
     except RuntimeError:
-        first = own  # the store's server has ended
+        first = own if _watch.life.verdict is None else _watch._without_store()
+        _watch.known = first
     # An empty one: others may have come to the orderly end.
     _watch.reported = first if first.message else own
     return _watch.reported
@@ -338,6 +339,8 @@ def tell_once(failure: Failure) -> None:
     if failure.hangs and _watch is not None and failure.rank == _watch.rank:
         _print_stack()
     message = failure.message.partition("\n")[0]
+    if failure.died or failure.silent:
+        message = f"ranks {failure.silent}"  # without the store, each rank words it with numbers of its own
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         # torchrun makes one folder for this start, and in it one for each rank.
@@ -383,5 +386,8 @@ def _print_stack() -> None:
     """Prints where the main thread of this rank stands."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None:
-        lines = "".join(traceback.format_stack(frame, limit=8))
+        stack = traceback.extract_stack(frame)
+        last = len(stack) - 2
+        shown = [one for i, one in enumerate(stack) if i >= last or "megatron_vl" in one.filename]
+        lines = "".join(traceback.format_list(shown))
         print(f"the main thread of the rank that hangs stands here:\n{lines}", file=sys.stderr, flush=True)

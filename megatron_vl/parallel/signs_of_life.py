@@ -175,6 +175,8 @@ class SignsOfLife:
         self.process = own_process()
         self.ended = threading.Event()
         self.verdict: Verdict | None = None
+        self.found = threading.Event()
+        """Set with the verdict."""
 
         work: Callable[[], None]
         if self.world == 1:
@@ -197,8 +199,13 @@ class SignsOfLife:
         if verdict is None or self.ended.is_set():
             return False
         self.verdict = verdict
+        self.found.set()
         self.tell(verdict)
         return True
+
+    def wait_for_verdict(self, seconds: float) -> None:
+        """Until there is a verdict, or for so many seconds."""
+        self.found.wait(seconds)
 
     def _alone(self) -> None:
         """A single rank looks at its own clock only."""

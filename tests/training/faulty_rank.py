@@ -64,8 +64,12 @@ def fill_disk() -> None:
 
 def exports() -> list[psutil.Process]:
     """The processes that export a saved step, once they write."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if "toolkit.weights.export_step" in process.cmdline()]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "toolkit.weights.export_step" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def take_all(number: int, frame: FrameType | None) -> None:
