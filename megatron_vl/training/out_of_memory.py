@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig
@@ -189,12 +190,11 @@ def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tup
         if wanted != r:
             yield _options("recompute", r, wanted), dataclasses.replace(config, recompute=wanted)
 
-    names = {field.name for field in dataclasses.fields(config.optimizer)}
-    offload = {"offload_fraction": 1.0} if "offload_fraction" in names else {"cpu_offload": True}
-    optimizer = dataclasses.replace(config.optimizer, **offload)
-    if optimizer != config.optimizer:
-        offloaded = dataclasses.replace(config, optimizer=optimizer)
-        yield _options("optimizer", config.optimizer, optimizer), offloaded
+    for offload in _offloads(config):
+        optimizer = dataclasses.replace(config.optimizer, **offload)
+        if optimizer != config.optimizer:
+            offloaded = dataclasses.replace(config, optimizer=optimizer)
+            yield _options("optimizer", config.optimizer, optimizer), offloaded
 
     p = config.parallel
     for layers in other_splits(list(run_layout(spec, p).layers), p.vpp):
@@ -203,6 +203,14 @@ def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tup
     more = dataclasses.replace(p, pp=2 * p.pp, layers=None)
     if world % (more.pp * p.tp) == 0:
         yield f"--parallel.pp {more.pp} without parallel.layers", dataclasses.replace(config, parallel=more)
+
+
+def _offloads(config: TrainConfig) -> list[dict[str, Any]]:
+    """Fields of the optimizer that keep more of its state in host memory."""
+    if not hasattr(config.optimizer, "offload_fraction"):
+        return [{"cpu_offload": True}]
+    now = config.optimizer.offload_fraction
+    return [{"offload_fraction": share} for share in (0.5, 1.0) if not isinstance(now, float) or share > now]
 
 
 def other_splits(layers: list[int], vpp: int) -> Iterator[list[int]]:

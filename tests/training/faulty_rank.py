@@ -72,6 +72,17 @@ def exports() -> list[psutil.Process]:
     return found
 
 
+def is_half_done(run: Path) -> bool:
+    """Whether an export has written files and has not finished; it goes on only after this is known."""
+    found = exports()
+    for process in found:
+        process.suspend()
+    half = any(path.is_file() for path in run.glob("hf/*.partial/*"))
+    for process in found:
+        process.resume()
+    return half
+
+
 def take_all(number: int, frame: FrameType | None) -> None:
     most = psutil.Process().memory_info().vms + (256 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -102,7 +113,7 @@ def wait_and_do(fault: str, run: Path, count: int, moment: str) -> None:
         while not list(run.glob("step_*.partial")):
             time.sleep(0.0005)
     elif moment == "export":
-        while not exports() or fault == "kill" and not list(run.glob("hf/*.partial/*")):
+        while not (exports() if fault == "fill_disk" else is_half_done(run)):
             time.sleep(0.002)
     elif moment != "step":
         time.sleep(float(moment))
