@@ -73,14 +73,21 @@ def exports() -> list[psutil.Process]:
 
 
 def is_half_done(run: Path) -> bool:
-    """Whether an export has written files and has not finished; it goes on only after this is known."""
+    """Whether an export has written files and has not finished. If so, it stands still until SIGCONT."""
+    if not has_files(run):
+        return False
     found = exports()
     for process in found:
         process.suspend()
-    half = any(path.is_file() for path in run.glob("hf/*.partial/*"))
+    if found and has_files(run):
+        return True
     for process in found:
         process.resume()
-    return half
+    return False
+
+
+def has_files(run: Path) -> bool:
+    return any(path.is_file() for path in run.glob("hf/*.partial/*"))
 
 
 def take_all(number: int, frame: FrameType | None) -> None:
