@@ -64,7 +64,7 @@ def run(fault: Fault, prepared: dict[str, Path], out: Path, ranks: int, platform
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*launch, *program, *words], env=environment(), stdout=log, stderr=log)
         try:
-            code = process.wait(150)
+            code = process.wait(150 if platform == "cuda" else 600)
         except subprocess.TimeoutExpired:
             kill_tree(process.pid)
             return False, "did not end; its processes were killed"
