@@ -426,9 +426,9 @@ def dead(ranks: list[int], signs: dict[int, Sign]) -> Verdict:
     ranks = sorted(ranks)
     known = [signs[rank] for rank in ranks if rank in signs]
     first = signs.get(ranks[0])
-    of = f" (process {first.process.pid} on {first.process.host})" if first else ""
+    process = f"process {first.process.pid} on {first.process.host}" if first else "the process"
     message = (
-        f"the process{of} ended without a message: it was killed from outside (SIGKILL), or crashed in native"
+        f"{process} ended without a message: it was killed from outside (SIGKILL), or crashed in native"
         f" code{_others(ranks)}"
     )
     processes = tuple(sign.process for sign in known)
