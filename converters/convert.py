@@ -37,7 +37,7 @@ from megatron_vl.weights.video_rule import export_facts, exported_video_rule, tr
 from .hf import HfCheckpoint
 from .restart import Output, writing
 from .rules import Rule
-from .stream import CopyJob, Progress, checked_ahead, default_workers, run_jobs
+from .stream import CopyJob, Progress, default_workers, run_jobs, verified_ahead
 
 FILE_BYTES = 5_000_000_000
 """Largest file of unsplit weights (a single tensor may be larger)."""
@@ -52,7 +52,7 @@ class Source(Protocol):
 
     def region(self, name: str, region: Region) -> Tensor: ...
 
-    def check(self, name: str) -> None:
+    def verify(self, name: str) -> None:
         """Raises :class:`WeightsError` if a tensor is not what was written, as far as that can be known."""
 
     def fingerprint(self) -> dict[str, str]:
@@ -188,7 +188,7 @@ def _run(what: str, source: Source, jobs: dict[str, list[CopyJob]], output: Outp
     before = source.fingerprint()
     progress = Progress(what, sum(job.bytes for some in jobs.values() for job in some))
     try:
-        run_jobs(checked_ahead(jobs, source.check, workers), workers, progress, output.record)
+        run_jobs(verified_ahead(jobs, source.verify, workers), workers, progress, output.record)
     finally:
         progress.close()
     for name, now in source.fingerprint().items():

@@ -298,7 +298,7 @@ class HfCheckpoint:
             common = torch.promote_types(common, dtype)
         return common
 
-    def check(self, name: str) -> None:
+    def verify(self, name: str) -> None:
         """Does nothing: HF folders have no hashes. Shapes, types and lengths were checked on opening."""
 
     def fingerprint(self) -> dict[str, str]:

@@ -113,7 +113,7 @@ Task = CopyJob | Callable[[], None]
 """Something to write, or something to check before it is read."""
 
 
-def checked_ahead(
+def verified_ahead(
     jobs: Mapping[str, Sequence[CopyJob]], check: Callable[[str], None], workers: int
 ) -> list[Task]:
     """Orders jobs by the tensor that they read, with each tensor's check a few tensors ahead.

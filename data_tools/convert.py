@@ -178,7 +178,7 @@ def _convert(
         for number, result in enumerate(pool.ordered(_verify, tasks)):
             if number >= journal.count:
                 journal.add([entry.infos if isinstance(entry, Entry) else entry for entry in result])
-            for entry in map(duplicates.check, result):
+            for entry in map(duplicates.first_or_refusal, result):
                 report.records += 1
                 if isinstance(entry, Entry):
                     report.add(entry)
@@ -252,7 +252,7 @@ class _Duplicates:
         if self.seen is not None:
             self.seen.close()
 
-    def check(self, entry: Entry | dict[str, Any]) -> Entry | dict[str, Any]:
+    def first_or_refusal(self, entry: Entry | dict[str, Any]) -> Entry | dict[str, Any]:
         """Returns the entry, or the line of the quarantine file that replaces it."""
         if not self.refuse or not isinstance(entry, Entry) or not entry.identity:
             return entry

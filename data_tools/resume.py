@@ -182,12 +182,12 @@ class Workspace:
         if not isinstance(found, int) or found > FORMAT:
             raise ResumeError(
                 f"--out {self.out} holds {state} of another version of this program (format {found}, here"
-                f" {FORMAT}); give another --out, or convert anew there with --force"
+                f" {FORMAT}); give another --out, or convert again there with --force"
             )
         raise ResumeError(
             f"--out {self.out} holds {state} of an earlier version of this program, which read some records"
             " with audio as if they were text. Convert again into another --out, or in its place with"
-            " --force. A run that has begun with the old data set goes on only with that one"
+            " --force. A run that began with the old data set can resume only with that one"
         )
 
     def _unmake(self) -> None:

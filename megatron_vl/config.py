@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import operator
 import os
@@ -115,8 +116,10 @@ class RecomputeConfig:
 
 @dataclass
 class Fp8Config:
-    """Compute the layers' matrix products in FP8 (Transformer Engine on Hopper or later). Weights and
-    gradients keep their types."""
+    """Matrix products of the layers in FP8 (Transformer Engine on Hopper or later).
+
+    Weights and gradients keep their types.
+    """
 
     recipe: Literal["none", "tensorwise", "delayed", "blockwise"] = "none"
     """How tensors are scaled: tensorwise (by their current maximum), delayed (by earlier maxima) or blockwise
@@ -251,7 +254,7 @@ class CheckpointConfig:
     attempt: int = 1
     """Raise this number to apply step or restart_data once more."""
     background: bool = True
-    """Writes checkpoints while training continues. Off: wait until each is written."""
+    """Write checkpoints while training continues. Off: wait until each is written."""
     export_hf: int | Literal["last"] = 0
     """Steps between exports to a Hugging Face folder, dir/hf/step_NNNNNNNN, with config, tokenizer, processor
     and chat template of model.hf: a multiple of interval. The last step is exported too. last: export only
@@ -290,7 +293,7 @@ class LogConfig:
     tensorboard: str = ""
     """Folder for TensorBoard events. Empty: write none. The section wandb configures Weights & Biases."""
     samples: bool = False
-    """Writes the keys of each step's samples to samples.jsonl in checkpoint.dir."""
+    """Write the keys of each step's samples to samples.jsonl in checkpoint.dir."""
     peak_tflops: float = 0.0
     """Peak of one accelerator in TFLOP/s, for MFU.
     0: look it up by the device's name (989 for H100 and H200 in bf16)."""
@@ -312,9 +315,9 @@ class WandbConfig:
     """Weights & Biases, beside metrics.jsonl and TensorBoard; needs the extra `wandb`."""
 
     project: str = ""
-    """Project that the run belongs to; empty: nothing is sent to Weights & Biases. A resumed run goes on in
-    the same W&B run, whose id is in wandb.json in checkpoint.dir; delete that file, or set checkpoint.resume
-    to false, to begin another one."""
+    """Project that the run belongs to; empty: nothing is sent to Weights & Biases. A resumed run continues
+    in the same W&B run, whose id is in wandb.json in checkpoint.dir; delete that file, or set
+    checkpoint.resume to false, to begin another one."""
     entity: str = ""
     """User or team that the project belongs to; empty: the default of the account."""
     name: str = ""
@@ -328,8 +331,10 @@ class WandbConfig:
 
 @dataclass
 class ProfileConfig:
-    """Traces of some steps by torch.profiler, for Perfetto (ui.perfetto.dev) or TensorBoard. Numbers stay the
-    same."""
+    """Traces of some steps by torch.profiler, for Perfetto (ui.perfetto.dev) or TensorBoard.
+
+    The numbers of the run stay the same.
+    """
 
     steps: list[int] | None = None
     """First and last step to trace, both included, as in [5, 7]. Steps are counted from 1 over the whole run,
@@ -393,6 +398,12 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+@functools.cache
+def _parser() -> ArgumentParser:
+    """:func:`build_parser`'s, made once: reading all docstrings takes longer than parsing a command line."""
+    return build_parser()
+
+
 def fields(config: type = TrainConfig, prefix: str = "") -> list[str]:
     """Dotted names of all fields, in order."""
     names: list[str] = []
@@ -416,7 +427,7 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
             the message says what would be valid.
         SystemExit: ``--help`` was asked for.
     """
-    parser = build_parser()
+    parser = _parser()
     namespace = read_arguments(parser, argv)
     config = parser.instantiate_classes(namespace)
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})

@@ -112,7 +112,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _ask_ranks(number: int, frame: FrameType | None) -> None:
-    """Passes the request to stop on to the ranks. The main program goes on waiting for them."""
+    """Passes the request to stop on to the ranks. The main program keeps waiting for them."""
     print(
         f"megatron_vl.launch: {signal.Signals(number).name}: the ranks save and end",
         file=sys.stderr,

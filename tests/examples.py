@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from megatron_vl.config import TrainConfig, parse_config
@@ -39,8 +40,9 @@ class Example:
     hours: float
 
 
+@cache
 def read_example(path: Path) -> Example:
-    """Fails the test unless the YAML begins with the two lines."""
+    """Fails the test unless the YAML begins with the two lines. The result is shared and read-only."""
     config = parse_config(["--config", str(path)])
     hf_config = HF_CONFIGS / f"{Path(config.model.hf).name}.json"
     first, second = path.read_text().splitlines(keepends=True)[:2]

@@ -31,6 +31,8 @@ def test_help_explains_every_field(capsys):
     for name in config.fields():
         assert f"--{name} " in shown
         assert explained[name] and len(explained[name]) > 10, f"{name} has no docstring"
+    for group in parser._action_groups:  # the heading is the first line of a docstring
+        assert not re.search(r"\b(and|the|of|with)$", group.title or ""), group.title
     assert "Tensor parallel size (ranks)." in shown
     assert "selective (what language_modules lists)" in shown
 

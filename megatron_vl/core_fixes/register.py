@@ -43,7 +43,7 @@ def check_core_version() -> None:
         return
     raise CoreVersionError(
         f"{CORE} {installed} was never tested with this toolkit, which replaces parts of it; "
-        f"pip install {CORE}=={TESTED_CORE[-1]}, or set {AT_OWN_RISK}=1 to go on at your own risk"
+        f"pip install {CORE}=={TESTED_CORE[-1]}, or set {AT_OWN_RISK}=1 to continue at your own risk"
     )
 
 
@@ -82,6 +82,17 @@ FIXES: tuple[Fix, ...] = (
         written_for=_CORE,
         goes_when="core compiles when a function is first called",
         test="tests/test_start.py::test_core_is_imported_without_inductor",
+    ),
+    Fix(
+        ours="megatron_vl.core_fixes.compile_on_cpu:without",
+        touches=("megatron.core.timers.wandb",),
+        why=(
+            "Core imports Weights & Biases wherever it is installed, for timers that are not used here: half"
+            " a second of every start."
+        ),
+        written_for=_CORE,
+        goes_when="core imports it when it is used",
+        test="tests/test_start.py::test_core_is_imported_without_weights_and_biases",
     ),
     Fix(
         ours="megatron_vl.core_fixes.default_store:default_store",

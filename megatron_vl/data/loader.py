@@ -421,10 +421,10 @@ WAYS_OUT = {
     "num_workers": "set data.num_workers back, or start a new run from the checkpoint's weights",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
-    "video_positions": "go on with the rule that the run began with: set data.video_positions to that",
-    "video_prompt": "go on with the rule that the run began with: set data.video_prompt to that",
+    "video_positions": "resume with the rule that the run began with: set data.video_positions to that",
+    "video_prompt": "resume with the rule that the run began with: set data.video_prompt to that",
     "version": (
-        "go on with the version of this program that saved it, or start a new run from the checkpoint's"
+        "resume with the version of this program that saved it, or start a new run from the checkpoint's"
         " weights"
     ),
 }

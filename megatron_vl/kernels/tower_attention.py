@@ -60,9 +60,9 @@ class Tiles:
 
     forward: Tile = Tile(128, 64, 8, 3)
     query: Tile = Tile(64, 32, 4, 3)
-    """dQ"""
+    """For dQ."""
     key: Tile = Tile(64, 64, 4, 2, 168)
-    """dK and dV"""
+    """For dK and dV."""
 
 
 TILES = Tiles()

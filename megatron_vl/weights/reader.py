@@ -220,7 +220,7 @@ class WeightReader:
                 raise WeightsError(f"{reader.path}: tensor {tensor!r} is missing or differs from {MANIFEST}")
         return reader
 
-    def check(self, name: str) -> None:
+    def verify(self, name: str) -> None:
         """Verifies now what :meth:`region` reads of this tensor.
 
         Raises:

@@ -127,3 +127,12 @@ def counts_brought_to_the_host() -> list[bool]:
         found.append(any(tensor is counts for tensor in moved))
 
     return found
+
+
+def core_here() -> list[str]:
+    """The folder and the version of Megatron-core that this process has."""
+    import importlib.metadata
+
+    import megatron.core
+
+    return [str(megatron.core.__path__[0]), importlib.metadata.version("megatron-core")]

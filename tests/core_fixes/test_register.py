@@ -34,6 +34,7 @@ from megatron_vl.models.fused_layers import with_bias
 from megatron_vl.training import preflight
 from tests.core_fixes import scan
 from tests.core_fixes.programs import (
+    core_here,
     counts_brought_to_the_host,
     linear_with_fused_weight_gradients,
     nodes_of_experts,
@@ -117,6 +118,12 @@ def test_an_entry_says_all(fix: Fix) -> None:
 def test_entries_are_unique() -> None:
     assert len({fix.ours for fix in FIXES}) == len(FIXES)
     assert not {fix.ours for fix in FIXES} & set(FREE_TO_USE)
+
+
+@pytest.mark.ranks
+def test_ranks_run_the_core_that_is_tested() -> None:
+    """Also where `make test-next` has put another one in front of the installed one."""
+    assert call(core_here) == core_here()
 
 
 # --- None is missing

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import multiprocessing
 import random
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import pytest
 from data_tools import identities
 from data_tools.convert import ConversionOptions, convert
 from data_tools.identities import Identities
+from tests.support.ranks import REPOSITORY
 
 
 @pytest.fixture
@@ -42,39 +41,13 @@ def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory
     assert (tmp_path / "ids.sqlite").stat().st_size > 1 << 20
 
 
-def growth(fill: Callable[[int], None], connection: Connection) -> None:
-    """Sends the number of MiB by which a process grows while it takes 300,000 ids."""
-
-    def resident() -> float:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-
-    fill(1)
-    before = resident()
-    fill(300_000)
-    connection.send(resident() - before)
-
-
-def test_memory_does_not_grow_with_the_ids(tmp_path: Path, small_memory: None) -> None:
-    kept: dict[bytes, tuple[str, int]] = {}
-
-    def table(count: int) -> None:
-        ids = Identities(tmp_path / "ids.sqlite")
-        for i in range(count):
-            ids.first(f"str: {i}", "a.jsonl", i)
-
-    def dictionary(count: int) -> None:
-        for i in range(count):
-            kept[hashlib.blake2b(b"%d" % i, digest_size=16).digest()] = ("a.jsonl", i)
-
-    grown = []
-    for fill in (table, dictionary):
-        receive, send = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=growth, args=(fill, send))
-        process.start()
-        assert receive.poll(120)
-        grown.append(receive.recv())
-        process.join(10)
-    assert grown[0] < 4 and grown[1] > 20
+def test_memory_does_not_grow_with_the_ids(tmp_path: Path) -> None:
+    grown = {}
+    for kind in ("table", "dictionary"):
+        command = [sys.executable, "-m", "tests.data_tools.programs", kind, str(tmp_path)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        grown[kind] = float(done.stdout)
+    assert grown["table"] < 4 and grown["dictionary"] > 20
 
 
 def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:

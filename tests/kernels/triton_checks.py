@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -38,8 +38,11 @@ from megatron_vl.kernels.window_attention import window_attention
 
 
 def fix_interpreter() -> None:
-    """Lets a loop end at a value of the kernel: Triton 3.6 keeps scalars as arrays, which NumPy 2.5
-    does not convert."""
+    """Corrects Triton 3.6's interpreter in two places.
+
+    A loop may end at a value of the kernel: scalars are arrays, which NumPy 2.5 does not convert. And a
+    function that a kernel calls does not prepare the language once more, which takes a third of the time.
+    """
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
@@ -47,6 +50,16 @@ def fix_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+    prepare = interpreter._patch_lang
+
+    def prepared(function: Callable[..., Any]) -> interpreter._LangPatchScope:
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(language.load) for language in languages):
+            return prepare(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = prepared
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

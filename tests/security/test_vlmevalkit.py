@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.support.ranks import python_path
 from tests.toolkit.evaluation import (
     VIDEO_COLUMNS,
     dialogue_table,
@@ -157,7 +157,7 @@ def answers(folder: Path) -> dict[str, Any]:
 
     python = [sys.executable] if why_open(work, False) else cage.command(work, False)
     environment = os.environ | {
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": python_path(),
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(work / "hf"),
     }

@@ -33,6 +33,12 @@ allowed = True
 _jobs = count()
 
 
+def python_path() -> str:
+    """``PYTHONPATH`` of processes that the tests start: the checkout, then what the tests themselves
+    were given, such as another Megatron-core."""
+    return os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_module(
     module: str,
     arguments: Sequence[str | Path] = (),
@@ -108,7 +114,7 @@ def _job(
     timeout_s: float,
     **work: Any,
 ) -> Job:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **(environment or {})}
     return Job(
         ranks=ranks,
         environment=variables,
@@ -132,7 +138,7 @@ def _server(triton_interpret: str) -> Connection:
     """The connection to a server that ends with this test process; Triton reads its variable when
     it is imported."""
     ours, theirs = socket.socketpair()
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": triton_interpret}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
     environment = {**os.environ, **variables}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.rank_server", str(theirs.fileno())],

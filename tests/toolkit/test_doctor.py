@@ -18,6 +18,7 @@ from converters.convert import convert
 from megatron_vl.config import parse_config
 from megatron_vl.planning.memory import StageMemory, estimate, peak_gib
 from megatron_vl.spec.families import read_spec
+from tests.support.ranks import python_path
 from tests.training.small_run import prepare
 from toolkit.doctor import Finding
 from toolkit.doctor.before_start import _resume, check_checkpoint, check_data, check_run
@@ -50,7 +51,8 @@ def states(findings: list[Finding]) -> dict[str, str]:
 
 def doctor(*words: str | Path, path: Path | None = None) -> tuple[int, dict[str, Any]]:
     """The command as a user starts it, with ``path`` in front of Python's path."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*([path] if path else []), ROOT]))}
+    paths = [*([str(path)] if path else []), python_path()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "toolkit", "doctor", "--json", *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout, done.stderr

@@ -15,7 +15,7 @@ from converters.convert import convert
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert as convert_data
 from tests.data.media import encoded
-from tests.support.ranks import run_module
+from tests.support.ranks import python_path, run_module
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = [
@@ -102,7 +102,7 @@ def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int =
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 
 
 def train(

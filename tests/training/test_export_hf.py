@@ -122,6 +122,21 @@ def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -
     assert exporter.held() == set()
 
 
+@pytest.mark.parametrize("rule", ["released", "transformers_5_3"])
+def test_the_rule_for_videos_is_beside_the_step(steps: Steps, rule: str) -> None:
+    saved = steps.save(4)
+    (saved.path / "run.json").write_text(json.dumps({"video_rule": {"video_positions": rule}}))
+    exporter = steps.exporter(4, 8)
+    exporter.add(saved)
+    wait(exporter)
+
+    noted = json.loads((steps.run / "hf" / "step_00000004" / EXPORTED).read_text())
+    assert noted["video_rule"] == {"video_positions": rule}
+    assert noted["step"] == 4 and noted["weights"]
+    exporter.add(saved)
+    assert exporter.held() == set()  # the note does not make it another export
+
+
 def test_the_file_that_names_the_step_stays_out_of_further_exports(steps: Steps, tmp_path: Path) -> None:
     (steps.hf / EXPORTED).write_text("{}")
     export(steps.save(4).path, steps.hf, tmp_path / "out")
@@ -251,6 +266,8 @@ def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: 
 
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+    noted = json.loads((last / EXPORTED).read_text())
+    assert noted["step"] == 5 and noted["video_rule"] == {"video_positions": "released"}
     AutoTokenizer.from_pretrained(last)
     AutoModelForImageTextToText.from_pretrained(last)
 

@@ -18,7 +18,8 @@ from converters.convert import convert, export
 from converters.verify import compare
 from megatron_vl.spec.tensors import Cut
 from megatron_vl.weights.reader import WeightReader
-from tests.training.small_run import LAYOUT, REPOSITORY, command, environment, metrics, prepare, train
+from tests.support.ranks import python_path
+from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.demo.reference import DemoReference
 
@@ -178,7 +179,6 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
                     assert file.get_tensor(key).numel() == end - start
                     assert int(file.get_tensor(key.replace("exp_avg", "step"))) == 6
                     ranges.setdefault((rank, name), []).append((start, end))
-
     reader = WeightReader(whole)
     held = {name for _, name in ranges}
     assert held == set(reader.names())
@@ -207,7 +207,6 @@ def test_another_layout_goes_on_where_the_run_stopped(
         plain = ["--parallel.overlap_param_gather", "false"] if "false" in options else []
         done = train(prepared, run, *options, *plain, ranks=ranks)
         assert done.returncode == 0, done.stderr[-4000:]
-
         lines = metrics(run)
         assert [line["step"] for line in lines] == [4, 5, 6]
         for ours, theirs in zip(lines, want[3:], strict=True):
@@ -313,8 +312,7 @@ def test_impossible_runs_are_refused_before_a_group_starts(
         "cpu",
         *options,
     ]
-
-    environment = {**os.environ, "WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, "-m", "megatron_vl.train", *common],
         env=environment,
@@ -323,7 +321,6 @@ def test_impossible_runs_are_refused_before_a_group_starts(
         timeout=60,
         cwd=tmp_path,
     )
-
     assert done.returncode == 1 and message in done.stderr
 
 

@@ -157,7 +157,6 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
         "data_wait_s": max(report.gather(waits)) / o.timed,
         "memory": memory(live, held),
     }
-
     if o.part_steps:
         figures |= measure_parts(live, feed, peak)
     if loader is not None and hasattr(loader, "close"):

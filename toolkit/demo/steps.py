@@ -113,7 +113,7 @@ class Demo:
         yield
         self.seconds[title] = round(time.perf_counter() - start, 1)
 
-    def check(self, what: str, measured: str, passed: bool) -> None:
+    def record(self, what: str, measured: str, passed: bool) -> None:
         self.checks.append(Check(what, measured, passed))
 
     def shell(self, *command: str | Path, fails: bool = False) -> int:
@@ -273,7 +273,7 @@ def round_trip(demo: Demo) -> None:
     code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
     count = sum(1 for _ in _shapes(demo.hf))
     measured = f"{count} tensors identical" if code == 0 else "tensors differ, see above"
-    demo.check(
+    demo.record(
         f"Hugging Face -> TP{tp} x PP{pp} (layers {layers}) -> Hugging Face gives every bit back",
         measured,
         code == 0,
@@ -293,7 +293,7 @@ def train_until_killed(demo: Demo) -> None:
             time.sleep(0.2)
         if process.poll() is not None:
             raise UserError(
-                f"the training ended by itself with exit code {process.returncode}; {log} says why"
+                f"the training ended on its own with exit code {process.returncode}; {log} says why"
             )
         kill_tree(process.pid)
         process.wait()
@@ -321,7 +321,7 @@ def check_training(demo: Demo) -> None:
     worst = max((abs(before[s] - after[s]) / before[s] for s in repeated), default=float("inf"))
     first = min(after)
     measured = f"resumed at step {first}; {len(repeated)} repeated steps differ by at most {worst:.1e}"
-    demo.check(
+    demo.record(
         "A killed run resumes from its checkpoint and repeats its losses",
         measured,
         first == demo.save_at + 1 and worst < (1e-6 if demo.machine.exact else 0.1),
@@ -329,7 +329,7 @@ def check_training(demo: Demo) -> None:
 
     start = before[1]
     end = sum(line["loss"] for line in lines[-5:]) / 5
-    demo.check(
+    demo.record(
         "The loss has fallen to less than a tenth",
         f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps",
         end < start / 10,
@@ -339,7 +339,7 @@ def check_training(demo: Demo) -> None:
 
     for line in lines:
         dropped += sum(n for name, n in line.items() if name.startswith("dropped/"))
-    demo.check(
+    demo.record(
         "No step was skipped, no sample was dropped",
         f"{skipped} skipped, {dropped} dropped",
         skipped + dropped == 0,
@@ -350,7 +350,7 @@ def export(demo: Demo) -> dict[str, Any]:
     """Exports the final weights. Returns the trainer's metrics for them."""
     demo.shell("megatron-vl", "export", "--checkpoint", demo.run_dir, "--hf", demo.hf, "--out", demo.exported)
     untouched = demo.shell("megatron-vl", "verify", demo.hf, demo.exported, "--show", "2", fails=True)
-    demo.check("verify sees that training changed the weights", f"exit code {untouched}", untouched == 1)
+    demo.record("verify sees that training changed the weights", f"exit code {untouched}", untouched == 1)
     return evaluate(demo, demo.run_dir / f"step_{demo.steps:08d}" / "weights", "after")
 
 
@@ -386,7 +386,7 @@ def compare_losses(
     tokens = sum(count for _, count in losses)
     loss = sum(total for total, _ in losses) / tokens
     error = abs(loss - evaluated["loss"]) / loss
-    demo.check(
+    demo.record(
         f"Loss {when}: transformers' equals the trainer's",
         f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']} "
         "tokens",
@@ -410,13 +410,13 @@ def compare_answers(demo: Demo, reference: DemoReference) -> None:
 
     count = len(data.PICTURES)
     seen, others = sum(right[:count]), sum(right[count:])
-    demo.check(
+    demo.record(
         "One question about five photographs: transformers generates the right answers",
         f"{seen} of {count}",
         seen == count,
     )
     left = len(right) - count
-    demo.check("Several images, text only, video: answers as taught", f"{others} of {left}", others == left)
+    demo.record("Several images, text only, video: answers as taught", f"{others} of {left}", others == left)
 
 
 def report(demo: Demo) -> int:

@@ -122,13 +122,13 @@ def collect_gradients(
         f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack)
         for name, stack in stacks.items()
     }
-    copies: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
+    gathered: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
     for given in gather_on_first({(grid.rank,): mine} if mine else {}, grid).values():
         for key in given:
             stage, copy_number, part, name = key.split("/")
-            copies.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
+            gathered.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
 
-    return {name: [StoredParts(parts) for parts in held.values()] for name, held in copies.items()}
+    return {name: [StoredParts(parts) for parts in held.values()] for name, held in gathered.items()}
 
 
 def _main_grad(parameter: Any) -> Tensor:

@@ -3,7 +3,7 @@
     python -m toolkit.weights.export_step '{"checkpoint": ..., ...}'
 
 The argument holds the fields of :class:`Job`. The folder has its name only when all of it is there. Until
-then it is ``OUT.partial``, from which the same job goes on after a kill. A failure removes it, since the
+then it is ``OUT.partial``, from which the same job continues after a kill. A failure removes it, since the
 training needs the disk more than the export does, and its last line on standard error says why.
 """
 
