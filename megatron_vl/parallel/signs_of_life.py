@@ -491,7 +491,7 @@ _ADVICE = {
 
 
 def _others(ranks: list[int]) -> str:
-    """``; so did ranks 4, 5 and 6 more``, without the first; empty if it is alone."""
+    """``; the same holds for rank 4, 5 and 6 more``, without the first; empty if it is alone."""
     rest = ranks[1:]
     if not rest:
         return ""

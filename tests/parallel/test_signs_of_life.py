@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -46,20 +47,20 @@ def test_a_line_says_what_it_was_made_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "rank"),
+    ("heard", "rank"),
     [
         # Rank 2 loads; its replica waits for its rows, the others are in a collective.
-        ([sign(0, COMPUTING), sign(1, SHARING), sign(2, LOADING), sign(3, COMPUTING)], 2),
+        (lambda: [sign(0, COMPUTING), sign(1, SHARING), sign(2, LOADING), sign(3, COMPUTING)], 2),
         # One is a whole step less far.
-        ([sign(0, LOADING, 8), sign(1, SAVING, 7), sign(2, LOADING, 8), sign(3, LOADING, 8)], 1),
+        (lambda: [sign(0, LOADING, 8), sign(1, SAVING, 7), sign(2, LOADING, 8), sign(3, LOADING, 8)], 1),
         # All wait for a checkpoint, of which rank 3 still writes its part.
-        ([sign(0, SAVING), sign(1, SAVING), sign(2, SAVING), sign(3, SAVING, background=WRITING)], 3),
+        (lambda: [sign(0, SAVING), sign(1, SAVING), sign(2, SAVING), sign(3, SAVING, background=WRITING)], 3),
         # A rank that says nothing is at fault, however far it was.
-        ([sign(0, LOADING), sign(1, COMPUTING, age=300), sign(2, LOADING), sign(3, LOADING)], 1),
+        (lambda: [sign(0, LOADING), sign(1, COMPUTING, age=300), sign(2, LOADING), sign(3, LOADING)], 1),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named(given: list[Sign], rank: int) -> None:
-    verdict = hanging(signs(*given), 600, 8, 600)
+def test_the_rank_that_the_others_wait_for_is_named(heard: Callable[[], list[Sign]], rank: int) -> None:
+    verdict = hanging(signs(*heard()), 600, 8, 600)
     assert verdict.rank == rank and verdict.where.startswith(f"tp {rank}, pp 0, dp 0; step ")
     assert "failures.timeout_s (600;" in verdict.message
     assert [process.pid for process in verdict.processes] == [1000 + rank]
