@@ -300,6 +300,17 @@ class LogConfig:
 
 
 @dataclass
+class FailuresConfig:
+    """When a rank that does not go on ends the run. A rank that fails or dies ends it in any case."""
+
+    timeout_s: float = 600.0
+    """Seconds after which a run ends with a message if nothing goes on in it: no row, no micro-batch, no part
+    of a file, on any rank. Until the first step is done, and so while kernels are compiled, it is three times
+    as long, and at least five minutes. A Python debugger stops the clock; for one that stops processes (gdb),
+    take 0. 0: no limit of ours; the collectives' own limit of 30 minutes stays."""
+
+
+@dataclass
 class WandbConfig:
     """Weights & Biases, beside metrics.jsonl and TensorBoard; needs the extra `wandb`."""
 
@@ -349,6 +360,7 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    failures: FailuresConfig = field(default_factory=FailuresConfig)
     steps: int = 100
     """Optimizer steps of the whole run. The schedule ends here."""
     stop_after: int | None = None
@@ -688,7 +700,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
             " data.shuffle_buffer"
         ),
     ),
-    (0, math.inf, "data.shuffle_buffer_gib"),
+    (0, math.inf, "data.shuffle_buffer_gib failures.timeout_s"),
     (
         0,
         math.inf,

@@ -31,6 +31,7 @@ class UsageError(UserError):
 _OF_TORCH = {"OutOfMemoryError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 """Errors of torch that are about the machine.
 They are compared by name, because importing torch takes seconds."""
+_OF_LOST_RANK = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|NCCL")
 """What a collective reports on the remaining ranks when another rank has ended."""
 
@@ -46,6 +47,11 @@ def is_fixable(error: BaseException) -> bool:
     if type(error).__name__ in _OF_TORCH:
         return True
     return type(error) is RuntimeError and bool(_LOST_RANK.search(str(error)))
+
+
+def follows(error: BaseException) -> bool:
+    """Whether an error usually follows from the end of another rank, which then is the cause."""
+    return type(error).__name__ in _OF_LOST_RANK or bool(_LOST_RANK.search(str(error)))
 
 
 def describe(error: BaseException) -> str:

@@ -22,6 +22,14 @@ def children(parent: int) -> dict[int, tuple[str, ...]]:
     return found
 
 
+def kill_children() -> None:
+    """Sends SIGKILL to all descendants of this process."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
 def tools_folder() -> Path:
     """The folder that holds ``toolkit``."""
     package = Path(__file__).resolve().parent

@@ -5,16 +5,23 @@ save and end together, whichever of them were signalled. A second SIGTERM ends t
 
 torchrun forwards SIGTERM and kills the remaining ranks after 30 seconds. It also sends SIGTERM to the
 remaining ranks when one has died. These would wait for the dead rank without end, which :func:`_peer_is_gone`
-prevents. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
+prevents: they end with its message (see :mod:`megatron_vl.parallel.failures`), or without one after
+``_MESSAGE_S``. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
+import threading
 from types import FrameType
 
 from megatron_vl.processes import children
+
+_MESSAGE_S = 10.0
+"""Seconds that a rank whose peer is gone has to say why."""
 
 _asked: str = ""
 
@@ -32,9 +39,13 @@ def asked_to_stop() -> str:
 
 def _ask(number: int, frame: FrameType | None) -> None:
     global _asked
-    if number == signal.SIGTERM and (_asked == "SIGTERM" or _peer_is_gone()):
+    if number == signal.SIGTERM and _asked == "SIGTERM":
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+    if number == signal.SIGTERM and _peer_is_gone():
+        end = threading.Timer(_MESSAGE_S, os._exit, (128 + number,))
+        end.daemon = True
+        end.start()
     _asked = signal.Signals(number).name
 
 
@@ -48,9 +59,16 @@ def _peer_is_gone() -> bool:
     return list(siblings.values()).count(own) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if own else False
 
 
+_PR_SET_PDEATHSIG = 1
+"""Linux's prctl: the signal that a process gets when its parent ends."""
+
+
 def shield_loader_worker(seconds: int = 30) -> None:
     """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too.
 
-    The rank needs its workers until it has saved the loader's state.
+    The rank needs its workers until it has saved the loader's state. When the rank has died, they end with
+    it; a stopped one would stay otherwise.
     """
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds) and None)

@@ -58,3 +58,20 @@ def test_a_tree_ends_whole_also_below_a_session_of_its_own() -> None:
     assert root.wait() == -9
     wait_until(lambda: not below.is_running() or below.status() == psutil.STATUS_ZOMBIE)
     kill_tree(root.pid)  # what has ended already is no error
+
+
+def test_the_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
+    """In a process of its own, because it looks at all children."""
+    program = (
+        "import signal, subprocess, threading, time\n"
+        "from megatron_vl.launch import kill_stopped\n"
+        "stopped, running = (subprocess.Popen(['sleep', '60']) for _ in range(2))\n"
+        "stopped.send_signal(signal.SIGSTOP)\n"
+        "threading.Thread(target=kill_stopped, args=(0.5, 0.1), daemon=True).start()\n"
+        "start = time.monotonic()\n"
+        "print(stopped.wait(30), time.monotonic() - start > 0.5, running.poll())\n"
+        "running.kill()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["-9", "True", "None"], done.stderr
+    assert "was stopped for 0 s and is killed" in done.stderr

@@ -1,5 +1,8 @@
 """The failure of one rank ends all ranks, within seconds and with one message.
 
+A failure is an error of a rank, its death, or that it hangs. The latter two are found by
+:mod:`megatron_vl.parallel.signs_of_life`.
+
 If one rank fails (because of its replica's data or its part of a checkpoint, say), the others wait for it in
 collectives. Over NCCL they wait until the watchdog's timeout after half an hour; over gloo they report that a
 connection was closed. So a rank that fails leaves its message in the key-value store of the process group
@@ -10,7 +13,8 @@ Steps do not become slower: the threads wait inside the store's server without p
 more connection to that server (2 instead of 1, for any number of ranks). The time from the failure to the end
 of the last rank is the store's round trip, plus at most ``_SEEN_S`` for ranks that no longer answer and at
 most ``_WRITERS_S`` while a checkpoint is being written. No rank ends before all have written, because
-launchers end the remaining ranks as soon as one is gone.
+launchers end the remaining ranks as soon as one is gone. Nobody waits for a rank that is dead or stopped, and
+a stopped one is killed by the ranks of its node. A rank that ends kills its loaders and exports with it.
 
 The store lives in rank 0, or in the launcher's process. If that is killed, nobody can leave a message: the
 threads see the connection close and end their processes with a message of their own.
@@ -18,19 +22,25 @@ threads see the connection close and end their processes with a message of their
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import sys
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_vl import host_memory, progress
 from megatron_vl.core_fixes.default_store import default_store
 from megatron_vl.errors import TRACEBACK
+from megatron_vl.parallel.signs_of_life import Process, SignsOfLife, Verdict
+from megatron_vl.processes import kill_children
 
 _SEEN_S = 5.0
 """Seconds that an ending rank waits for all others to read the message, because the store may end with it."""
@@ -38,6 +48,10 @@ _WRITERS_S = 60.0
 """Seconds that an ending rank waits for threads that write a checkpoint, on all ranks."""
 _HOST_S = 5.0
 """Seconds that the orderly end may be under way on a rank that has lost the store."""
+_STORE_S = 5.0
+"""Seconds in which a verdict must reach the store. If they pass, a rank ends without the others."""
+_CAUSE_S = 5.0
+"""Seconds that a rank which has lost a peer waits to hear why that has ended."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +63,27 @@ class Failure:
     message: str
     fixable: bool = True
     """Whether a user can fix it; a traceback would then not help."""
+    where: str = ""
+    """The rank's place in the layout, its step, and what it was doing; empty before the layout is known."""
+    silent: tuple[int, ...] = ()
+    """Ranks that are dead or stopped."""
+    processes: tuple[Process, ...] = ()
+    """Processes of the ranks that are dead or stopped, or hang."""
+    died: bool = False
+    """Whether the rank has ended without a message."""
+    hangs: bool = False
+    """Whether the rank is alive, but does not go on."""
+
+    @staticmethod
+    def of(verdict: Verdict) -> Failure:
+        v = verdict
+        return Failure(v.rank, v.message, True, v.where, v.silent, v.processes, v.died, v.hangs)
 
 
 class _Watch:
     """A thread of this rank that waits for the failure of another rank."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, timeout_s: float) -> None:
         import torch.distributed as dist
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -65,13 +94,20 @@ class _Watch:
         self.leaving = threading.RLock()
         self.orderly = threading.Event()
         """Set when this rank has come to the orderly end."""
+        self.reported: Failure | None = None
+        """What :func:`report` has returned."""
+        self.known: Failure | None = None
+        """The first failure of any rank, once this one has heard of it."""
+        self.kills = host_memory.oom_kills()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
+        self.life = SignsOfLife(self.key, timeout_s, self._judge)
 
-    def publish(self, store: Any, message: str, fixable: bool = True) -> Failure:
-        """Publishes ``message`` unless another was published earlier. Returns the first one."""
-        mine = json.dumps(asdict(Failure(self.rank, message, fixable)))
-        return _read(store.compare_set(self.key, "", mine))
+    def publish(self, store: Any, failure: Failure) -> Failure:
+        """Publishes a failure unless another was published earlier. Returns the first one."""
+        first = _read(store.compare_set(self.key, "", json.dumps(asdict(failure))))
+        self.known = first if first.message else None
+        return first
 
     def wait(self, store: Any, seconds: float) -> Failure | None:
         """The first failure, or None after ``seconds``. Raises RuntimeError if the store has ended."""
@@ -91,19 +127,51 @@ class _Watch:
         except RuntimeError:
             if self.orderly.wait(_HOST_S):
                 return  # the host of the store has ended before this rank, and well
-            failure = Failure(self.rank, _host_is_gone(), fixable=False)
+            failure = self._without_store()
+        self.known = failure if failure.message else None
         if not failure.message or not self.leaving.acquire(blocking=False):
             return  # an orderly end, or the main thread is already ending the process
         tell_once(failure)
         self.leave(self.store)
+
+    def _without_store(self) -> Failure:
+        """The failure if the process that keeps the store is gone: rank 0, or the launcher."""
+        verdict = self.life.verdict
+        if verdict is None:
+            return Failure(self.rank, _host_is_gone(), fixable=False, where=progress.where())
+        failure = Failure.of(verdict)
+        return dataclasses.replace(failure, message=f"{failure.message}; {_host_is_gone()}")
+
+    def _judge(self, verdict: Verdict) -> None:
+        """Publishes what the signs of life say, so that all ranks end with it.
+
+        It takes a connection of its own, because both others may be waited in. If the store does not answer,
+        because it lived in the rank that is dead or stopped, this rank ends without the others.
+        """
+        published = threading.Event()
+
+        def publish() -> None:
+            with contextlib.suppress(Exception):
+                self.publish(default_store().clone(), Failure.of(verdict))
+                published.set()
+
+        threading.Thread(target=publish, name="verdict", daemon=True).start()
+        if published.wait(_STORE_S) or self.orderly.is_set():
+            return  # the other thread hears of it
+        failure = self._without_store()
+        self.known = failure
+        if self.leaving.acquire(blocking=False):
+            tell_once(failure)
+            self.leave(None)
 
     def meet(self, store: Any, where: str, seconds: float) -> bool:
         """Waits until all ranks are here. Returns whether they came: one that does not has ended, or the
         store has."""
         place = f"{self.key}/{where}"
         everyone = f"{place}/all"
+        silent = self.known.silent if self.known else ()
         try:
-            if store.add(place, 1) == self.world:
+            if store.add(place, 1) == self.world - len(silent):
                 store.set(everyone, "1")
             store.wait([everyone], timedelta(seconds=seconds))
         except RuntimeError:
@@ -111,9 +179,16 @@ class _Watch:
         return True
 
     def leave(self, store: Any) -> None:
-        """Ends the process without running destructors of communicators, whose peers may be gone."""
+        """Ends the process without running destructors of communicators, whose peers may be gone.
+
+        Args:
+            store: None if it is gone: then nobody is waited for.
+        """
         deadline = time.monotonic() + _WRITERS_S
-        all_seen = self.meet(store, "seen", _SEEN_S)
+        all_seen = store is not None and self.meet(store, "seen", _SEEN_S)
+        known = self.known
+        if known is not None and known.silent:
+            self._kill(known.processes)
 
         for thread in threading.enumerate():
             if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
@@ -121,9 +196,17 @@ class _Watch:
         if all_seen:
             self.meet(store, "done", max(_SEEN_S, deadline - time.monotonic()))
 
+        if known is not None and not all_seen:
+            self._kill(known.processes)  # what hangs may not be able to end
         sys.stdout.flush()
         sys.stderr.flush()
+        kill_children()  # loaders and exports, of which a stopped one would stay
         os._exit(1)
+
+    def _kill(self, processes: tuple[Process, ...]) -> None:
+        for process in processes:
+            if process != self.life.process:
+                process.kill()
 
 
 def _host_is_gone() -> str:
@@ -135,21 +218,48 @@ def _host_is_gone() -> str:
 
 
 def _read(value: bytes) -> Failure:
-    return Failure(**json.loads(value))
+    told = json.loads(value)
+    told["silent"], told["processes"] = tuple(told["silent"]), tuple(Process(**p) for p in told["processes"])
+    return Failure(**told)
 
 
 _watch: _Watch | None = None
+_alone: SignsOfLife | None = None
+"""The clock of a run of one rank, which has nobody to tell."""
 _started = 0
 
 
-def watch() -> None:
-    """From now on, the failure of any rank ends this one. Call it on all ranks, with a process group."""
-    global _watch, _started
+def watch(timeout_s: float = 0.0) -> None:
+    """From now on, the failure of any rank ends this one. Call it on all ranks, with a process group.
+
+    Args:
+        timeout_s: seconds in which something must go on somewhere (``failures.timeout_s``); 0: no limit. A
+            rank that dies is found in any case.
+    """
+    global _watch, _alone, _started
     import torch.distributed as dist
 
+    if dist.get_world_size() == 1 and timeout_s:
+        _alone = SignsOfLife("", timeout_s, _end_alone)
     if dist.get_world_size() > 1 and _watch is None:
         _started += 1
-        _watch = _Watch(_started)
+        _watch = _Watch(_started, timeout_s)
+
+
+def _end_alone(verdict: Verdict) -> None:
+    failure = Failure.of(verdict)
+    _print_stack()
+    tell_once(failure)
+    kill_children()
+    os._exit(1)
+
+
+def stop_alone() -> None:
+    """Ends the clock of a run of one rank, however that has ended."""
+    global _alone
+    if _alone is not None:
+        _alone.stop()
+    _alone = None
 
 
 def stop() -> None:
@@ -160,29 +270,48 @@ def stop() -> None:
 
     _watch.orderly.set()
     try:
-        _watch.publish(default_store(), "")
+        _watch.publish(default_store(), Failure(_watch.rank, ""))
     except RuntimeError:
         pass  # the rank that hosts the store has ended before this one
     else:
         _watch.meet(default_store(), "stopped", _SEEN_S)  # the host's end would look like its death elsewhere
+    _watch.life.stop()
     _watch.thread.join(_SEEN_S)
     _watch = None
 
 
-def report(message: str, fixable: bool = True) -> Failure:
+def report(message: str, fixable: bool = True, *, follows: bool = False) -> Failure:
     """Publishes this rank's failure. Returns the failure to print: the first of any rank.
 
-    The caller prints it and then calls :func:`leave`.
+    The caller prints it and then calls :func:`leave`. A second report returns what the first did.
+
+    Args:
+        follows: whether the error usually follows from the end of another rank. What ended that one is then
+            waited for, and counts.
     """
-    own = Failure(int(os.environ.get("RANK", "0")), message, fixable)
+    rank = int(os.environ.get("RANK", "0"))
+    own = Failure(rank, message, fixable, where=progress.where())
     if _watch is None:
         return own
+    if _watch.reported is not None:
+        return _watch.reported
+
+    if follows and cause(_CAUSE_S) is None:
+        _watch.life.wait_for_verdict(_CAUSE_S)  # the store is gone with the rank that kept it
     _watch.leaving.acquire()  # does not return if the thread is already ending the process
     try:
-        first = _watch.publish(default_store(), message, fixable)
+        first = _watch.publish(default_store(), own)
     except RuntimeError:
-        return own  # the store's server has ended
-    return first if first.message else own  # others may have come to the orderly end
+        first = own if _watch.life.verdict is None else _watch._without_store()
+        _watch.known = first
+    # An empty one: others may have come to the orderly end.
+    _watch.reported = first if first.message else own
+    return _watch.reported
+
+
+def lost() -> tuple[int, ...]:
+    """The ranks that are known to be dead or stopped."""
+    return _watch.known.silent if _watch is not None and _watch.known is not None else ()
 
 
 def cause(seconds: float = _SEEN_S) -> str | None:
@@ -203,8 +332,15 @@ def leave() -> None:
 
 
 def tell_once(failure: Failure) -> None:
-    """Prints why the training ends. Of this node's ranks, only the first with this message prints it."""
+    """Prints why the training ends. Of this node's ranks, only the first with this message prints it.
+
+    The rank that hangs also prints where its main thread stands.
+    """
+    if failure.hangs and _watch is not None and failure.rank == _watch.rank:
+        _print_stack()
     message = failure.message.partition("\n")[0]
+    if failure.died or failure.silent:
+        message = f"ranks {failure.silent}"  # without the store, each rank words it with numbers of its own
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         # torchrun makes one folder for this start, and in it one for each rank.
@@ -216,5 +352,42 @@ def tell_once(failure: Failure) -> None:
         except OSError:
             pass  # better printed twice than never
 
+    where = f" ({failure.where})" if failure.where else ""
+    memory = f". {_memory_note(failure)}" if failure.died else ""
     hint = f"\n({TRACEBACK}=1 shows where)" if failure.fixable and not os.environ.get(TRACEBACK) else ""
-    print(f"megatron_vl.train: rank {failure.rank}: {failure.message}{hint}", file=sys.stderr, flush=True)
+    print(
+        f"megatron_vl.train: rank {failure.rank}{where}: {failure.message}{memory}{hint}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+LESS_HOST_MEMORY = (
+    "lower data.num_workers, data.shuffle_buffer_gib or data.packing_buffer, or give the job more memory"
+)
+
+
+def _memory_note(failure: Failure) -> str:
+    """Whether the kernel has killed the rank for lack of memory, as far as that shows on this machine."""
+    before = _watch.kills if _watch is not None else None
+    now = host_memory.oom_kills()
+    if before is None or now is None or not any(process.is_here() for process in failure.processes):
+        return f"If `dmesg` there shows that the kernel killed it for lack of memory, {LESS_HOST_MEMORY}"
+    if now[0] > before[0]:
+        count = now[0] - before[0]
+        return (
+            f"Since the start the kernel has killed {count} processes for lack of memory {now[1]}"
+            f" ({host_memory.limits()}): {LESS_HOST_MEMORY}"
+        )
+    return "The kernel has killed nothing for lack of memory here, so look for who ended it"
+
+
+def _print_stack() -> None:
+    """Prints where the main thread of this rank stands."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is not None:
+        stack = traceback.extract_stack(frame)
+        last = len(stack) - 2
+        shown = [one for i, one in enumerate(stack) if i >= last or "megatron_vl" in one.filename]
+        lines = "".join(traceback.format_list(shown))
+        print(f"the main thread of the rank that hangs stands here:\n{lines}", file=sys.stderr, flush=True)

@@ -76,8 +76,17 @@ class ProcessGrid:
         return self.pp_rank == self.pp - 1
 
 
+_timeout = timedelta(minutes=30)
+"""How long a collective may wait, in every group."""
+
+
 def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
-    """Joins the process group of torchrun's environment; without one, makes a group of a single process."""
+    """Joins the process group of torchrun's environment; without one, makes a group of a single process.
+
+    Args:
+        timeout_minutes: how long a collective may wait for a rank, also in the groups of a grid.
+    """
+    global _timeout
     if dist.is_initialized():
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -86,9 +95,8 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
     raise_open_files()
     if platform.name == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(
-        platform.backend, rank=rank, world_size=world, timeout=timedelta(minutes=timeout_minutes)
-    )
+    _timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group(platform.backend, rank=rank, world_size=world, timeout=_timeout)
 
 
 def end_distributed() -> None:
@@ -120,6 +128,7 @@ def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             # only core's distributed checkpoints need these, and they are not used
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=int(_timeout.total_seconds() // 60),
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
         )
@@ -133,7 +142,7 @@ def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
         for d in range(dp):
             firsts = [p * layout.tp * dp + d * layout.tp for p in range(layout.pp)]
             members = [first + t for first in firsts for t in range(layout.tp)]
-            group = kept_group(members, "gloo", "REPLICA_GLOO")
+            group = kept_group(members, "gloo", "REPLICA_GLOO", timeout=_timeout)
             if rank in members:
                 gloo = group
 
@@ -165,5 +174,5 @@ def _owners(tp: int, dp: int, rank: int) -> dist.ProcessGroup | None:
     if dp == 1 or dist.get_backend() == "fake":
         return None
     members = [d * tp for d in range(dp)]
-    group = kept_group(members, "gloo", "OWNERS_GLOO")
+    group = kept_group(members, "gloo", "OWNERS_GLOO", timeout=_timeout)
     return group if rank in members else None

@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -71,12 +72,12 @@ def _of_this_world() -> _Groups:
     return _groups
 
 
-def kept_group(ranks: list[int], backend: str, purpose: str) -> Any:
+def kept_group(ranks: list[int], backend: str, purpose: str, timeout: timedelta | None = None) -> Any:
     """Makes a group as ``torch.distributed.new_group`` does, or reuses the group of an earlier layout.
 
     Collective over all ranks.
     """
-    return _of_this_world().get(ranks, backend, purpose)
+    return _of_this_world().get(ranks, backend, purpose, timeout=timeout)
 
 
 @contextmanager

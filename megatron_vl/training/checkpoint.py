@@ -39,11 +39,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_vl import durable
+from megatron_vl import durable, progress
 from megatron_vl.data.bad_samples import BadSampleMeter, add_pending
 from megatron_vl.json_files import manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.names import LiveTensor
+from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
@@ -61,6 +62,7 @@ from megatron_vl.training.optimizer_state import (
     write_hashed,
     write_index,
 )
+from megatron_vl.training.out_of_memory import host_message
 from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import (
@@ -215,7 +217,11 @@ class CheckpointSaver:
             for name in ("weights", "optimizer", "loader", "done"):
                 (partial / name).mkdir(parents=True)
         dist.barrier()
-        snapshot = take()
+        try:
+            snapshot = take()
+        except BaseException as error:
+            self._mark_failed(partial, error)  # the others may be writing already
+            raise
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"checkpoint-{step}")
         self._thread.start()
 
@@ -240,6 +246,7 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot) -> None:
         partial, rank = self._partial(snapshot.step), self.grid.rank
+        progress.in_background(progress.WRITING)
         try:
             grid = self.grid
             marker = {
@@ -249,20 +256,25 @@ class CheckpointSaver:
                 "pending": snapshot.pending,
             }
             write_json(partial / "done" / f"rank_{rank:05d}.json", marker)
+            progress.in_background("")
             if rank == 0:
                 self._commit(partial, snapshot)
         except BaseException as error:  # a thread's exception would be lost, so the loop asks for it
-            self._error = (
-                f"checkpoint of step {snapshot.step} could not be written: {type(error).__name__}: {error}"
-            )
+            progress.in_background("")
+            why = host_message(error) or f"{type(error).__name__}: {error}"
+            self._error = f"checkpoint of step {snapshot.step} could not be written: {why}"
+            self._mark_failed(partial, error)
+
+    def _mark_failed(self, partial: Path, error: BaseException) -> None:
+        """Tells rank 0 that this rank's part will not come."""
+        failed = partial / "done" / f"rank_{self.grid.rank:05d}.failed"
+        try:
             try:
-                failed = partial / "done" / f"rank_{rank:05d}.failed"
-                try:
-                    write_json(failed, f"{type(error).__name__}: {error}")
-                except OSError:  # even the message does not fit on the disk
-                    failed.touch()
-            except OSError:
-                pass  # rank 0 will see the missing marker when this rank stops
+                write_json(failed, f"{type(error).__name__}: {error}")
+            except OSError:  # even the message does not fit on the disk
+                failed.touch()
+        except OSError:
+            pass  # rank 0 will see the missing marker when this rank stops
 
     def _write_weights(self, partial: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
         """Writes this rank's dense tensors, its experts, both or none.
@@ -335,8 +347,12 @@ class CheckpointSaver:
                 raise CheckpointError(
                     f"rank {rank}: {json.loads(said) if said else 'its part could not be written'}"
                 )
-            if len(list(done.glob("rank_*.json"))) == self.grid.world_size:
-                return [json.loads(path.read_text()) for path in sorted(done.glob("rank_*.json"))]
+            present = sorted(done.glob("rank_*.json"))
+            if len(present) == self.grid.world_size:
+                return [json.loads(path.read_text()) for path in present]
+            lost = [rank for rank in failures.lost() if done / f"rank_{rank:05d}.json" not in present]
+            if lost:
+                raise CheckpointError(f"rank {lost[0]} has ended before its part was written")
             time.sleep(0.05)
 
     def prune(self) -> None:
@@ -551,6 +567,7 @@ def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: Proce
         info = reader.table[name]
         local = None if expert is None else expert % (info.experts // grid.cut.ep)
         parameter.copy_(reader.get(name, grid.part(info), grid.cut, local))
+        progress.tick()
 
 
 def verify_files(source: Path) -> list[str]:

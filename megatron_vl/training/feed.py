@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vl import progress
 from megatron_vl.data.row import Row, loss_index
 from megatron_vl.errors import UserError
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.parallel.balance import balance
+from megatron_vl.parallel.failures import LESS_HOST_MEMORY
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
+from megatron_vl.training.out_of_memory import host_message
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class Feed:
         """
         start = time.perf_counter()
         rows, error = self._read()
+        progress.rows_are_read()
         wait = time.perf_counter() - start
 
         own = [_pack(row) for row in rows]
@@ -183,15 +187,21 @@ class Feed:
     def _read(self) -> tuple[list[Row], str]:
         if not self.grid.owns_loader:
             return [], ""
-        assert self.loader is not None
         where = f"data-parallel rank {self.grid.dp_rank}: the loader failed"
         try:
-            return [next(self.loader) for _ in range(self.micro_batches)], ""
+            return [self._next_row() for _ in range(self.micro_batches)], ""
         except StopIteration:
             return [], f"{where}: the data set ended; training needs a repeating loader"
         except Exception as error:
             # Every rank of the replica must learn of the error, or it would hang in the broadcast.
-            return [], f"{where}: {type(error).__name__}: {error}"
+            said = host_message(error) or f"{type(error).__name__}: {error}{_worker_note(error)}"
+            return [], f"{where}: {said}"
+
+    def _next_row(self) -> Row:
+        assert self.loader is not None
+        row = next(self.loader)
+        progress.tick()
+        return row
 
     def _exchange(self, own: list[_Packed], error: str) -> tuple[list[_Packed], str]:
         """The rows after balancing over the owners of all replicas, or the error of one of them.
@@ -251,6 +261,13 @@ class Feed:
         group = grid.replica_group if buffer.whole_replica else grid.tp_group
         dist.broadcast(joined, src=grid.replica_source, group=group)
         return list(joined.split(sizes))
+
+
+def _worker_note(error: Exception) -> str:
+    """What to do if a loader's process has died, which torch reports as an error."""
+    if "DataLoader worker" not in str(error):
+        return ""
+    return f". If the kernel killed it for lack of memory (dmesg says so), {LESS_HOST_MEMORY}"
 
 
 def _step_data(rows: list[DeviceRow], described: list[dict[str, Any]], wait_s: float) -> StepData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,15 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_vl import progress
 from megatron_vl.config import TrainConfig, video_rule
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
-from megatron_vl.errors import UserError, describe, is_fixable
+from megatron_vl.errors import UserError, describe, follows, is_fixable
 from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.parallel.groups import end_groups
+from megatron_vl.parallel.signs_of_life import longest_s
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.spec.families import ModelSpec
@@ -30,6 +33,7 @@ from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.model import build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.out_of_memory import explained
 from megatron_vl.training.preflight import (
     Start,
     check,
@@ -83,10 +87,11 @@ def set_up(config: TrainConfig) -> Run:
     """
     spec, layout = check(config)
     platform = get_platform(config.platform)
-    init_distributed(platform)
-    failures.watch()
+    init_distributed(platform, _minutes_of_collectives(config.failures.timeout_s))
+    failures.watch(config.failures.timeout_s)
     facts = share_data(config)
     grid = make_grid(layout, owners=config.data.balance)
+    progress.now.place = f"tp {grid.tp_rank}, pp {grid.pp_rank}, dp {grid.dp_rank}"
     start = agree_on_start(config, grid)
     # The run's own checkpoint fills the model later, and model.checkpoint is not opened then.
     fresh = config.model.checkpoint and start.source is None
@@ -107,6 +112,11 @@ def set_up(config: TrainConfig) -> Run:
     resume(run, start)
     make_up_exports(run, start)
     return run
+
+
+def _minutes_of_collectives(timeout_s: float) -> int:
+    """How long a collective may wait: longer than our own limit, whose message says more."""
+    return max(30, math.ceil(longest_s(timeout_s) / 60) + 10) if timeout_s else 30
 
 
 def agree_on_start(config: TrainConfig, grid: ProcessGrid) -> Start:
@@ -278,6 +288,7 @@ def kept_counts(run: Run, counts: dict[str, Any] | None, restarted: bool) -> dic
 def save(run: Run, log: MetricsLog) -> None:
     """Starts to save a checkpoint of the current step. Collective."""
     assert run.saver is not None
+    progress.enter(progress.SAVING)
     counts, pending = log.bad_samples()
     if run.loader is not None:
         counts["dataset"] = run.loader.dataset
@@ -306,7 +317,15 @@ def train(config: TrainConfig) -> None:
     Raises:
         TrainingStopped, CheckpointError: the run cannot continue.
     """
-    run = set_up(config)
+    try:
+        _train(config)
+    finally:
+        failures.stop_alone()
+
+
+def _train(config: TrainConfig) -> None:
+    with explained(config):
+        run = set_up(config)
     say(run.grid, _banner(run))
     if reason := aux_loss_reason(run.spec, config.model):
         say(run.grid, f"load-balancing loss of the experts: {reason}")
@@ -324,11 +343,13 @@ def train(config: TrainConfig) -> None:
             " go on",
         )
     profiler = StepProfiler(config, run.grid.rank)
-    with _closing(run, log, profiler):
+    with _closing(run, log, profiler), explained(config):
         signalled = _steps(run, log, profiler)
+        progress.enter(progress.SAVING)
         profiler.finish()
         if run.saver is not None:
             run.saver.wait()
+        progress.enter(progress.ENDING)
         dist.barrier()  # no rank leaves before rank 0 has named the checkpoint
         if run.saver is not None and run.grid.rank == 0:  # elsewhere shared storage may still look as before
             say(run.grid, f"checkpoints in {config.checkpoint.dir}: {_steps_of(Path(config.checkpoint.dir))}")
@@ -357,7 +378,7 @@ def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None
     except BaseException as error:
         failed = True
         if isinstance(error, Exception):
-            failures.report(describe(error), is_fixable(error))
+            failures.report(describe(error), is_fixable(error), follows=follows(error))
             ignored.append(Exception)
         raise
     finally:
@@ -398,6 +419,7 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
     if run.step == 0:
         evaluate(run, log, last)
     while run.step < last:
+        progress.enter(progress.LOADING, run.step + 1)
         profiler.begin(run.step + 1)
         data = feed.next_step()
         rates = set_learning_rates(run.optimizer, config, run.step)
@@ -406,6 +428,7 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
             run.chunks, run.optimizer, data.rows, grid, config.data.seq_len, failed, bool(asked_to_stop())
         )
         run.step += 1
+        progress.step_is_done()
         if result.skipped:
             run.skipped[result.skipped] += 1
         log.leave_out(profiler.end(run.step))
@@ -431,6 +454,7 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
 def evaluate(run: Run, log: MetricsLog, last: int) -> None:
     """Evaluates the current weights if an evaluation is due. Collective."""
     if run.evaluator is not None and run.evaluator.due(run.step, last):
+        progress.enter(progress.EVALUATING)
         log.evaluated(run.step, run.evaluator.run(run.chunks))
 
 

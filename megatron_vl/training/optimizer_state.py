@@ -34,7 +34,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_vl import durable
+from megatron_vl import durable, progress
 from megatron_vl.json_files import write_json
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import ProcessGrid
@@ -147,6 +147,7 @@ def write_hashed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
                     piece = data[at : at + _CHUNK]
                     file.write(piece)
                     digest.update(piece)
+                    progress.tick()
                 size += len(data)
             file.flush()
             os.fsync(file.fileno())

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_vl import progress
 from megatron_vl.config import TrainConfig
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.moe.router import begin_step, expert_load, report_directly
@@ -97,6 +98,7 @@ def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str
 def forward_step(rows: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
     """The function that core's schedules call for each micro-batch of each chunk."""
     row = next(rows)
+    progress.tick()
     return model(row), partial(token_loss, row)
 
 
@@ -117,6 +119,7 @@ def run_schedule(
         rows: the inputs of ``step``, one for each micro-batch.
         collect_non_loss_data: the function that ``step`` returns gives only a report and no loss.
     """
+    progress.tick()
     if not forward_only:
         begin_step(chunks, rows)
     iterators = [iter(rows) for _ in chunks]
@@ -150,10 +153,12 @@ def train_step(
         failed: this rank has failed at something outside the step. All ranks receive this flag with the loss.
         stop: this rank was asked to stop. All ranks receive this flag too.
     """
+    progress.enter(progress.COMPUTING)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(chunks, rows, seq_len=seq_len)
+    progress.enter(progress.UPDATING)
     device = rows[0].tokens.device
     loss_sum, tokens, raised = reduce_losses(reports, grid, device, (failed, stop))
     loss = loss_sum / tokens if tokens else math.nan

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_vl import durable
+from megatron_vl import durable, progress
 from megatron_vl.errors import UserError
 
 CHUNK_BYTES = 4 << 20
@@ -269,6 +269,7 @@ class TensorWriter:
             written = os.pwrite(self._fd, view, offset)
             view = view[written:]
             offset += written
+            progress.tick()
 
     def write(self, name: str, chunks: Iterable[Tensor]) -> str:
         """Writes one tensor, which is given in pieces in row-major order.

@@ -65,6 +65,8 @@ class Job:
     function: tuple[str, str] = ("", "")
     """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
     variables: dict[str, Any] = field(default_factory=dict)
+    apart: bool = False
+    """Whether nobody ends the other ranks when one fails, as on other nodes."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _run(job: Job, connection: Connection) -> Outcome:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
             exit_codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
-            if code and failed_at is None:
+            if code and failed_at is None and not job.apart:
                 failed_at = time.monotonic()
                 _signal_all(running, signal.SIGTERM)
             continue

@@ -63,6 +63,28 @@ def run_module(
     return subprocess.CompletedProcess([module, *words], _first_failure(outcome), stdout, stderr)
 
 
+def run_apart(
+    module: str,
+    arguments: Sequence[str | Path],
+    ranks: int,
+    *,
+    timeout_s: float = 120,
+    cwd: Path | None = None,
+) -> tuple[list[int], str, str]:
+    """Like :func:`run_module`, but nobody ends the other ranks when one fails, as if each had its own node.
+
+    Returns the exit codes by rank (-N for signal N), standard output and standard error.
+    """
+    words = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        job = _job(folder, ranks, None, cwd, timeout_s, module=module, arguments=words, apart=True)
+        outcome = _ask(job)
+        stdout, stderr = _said(folder)
+    if outcome.timed_out:
+        raise subprocess.TimeoutExpired([module, *words], timeout_s, stdout, stderr)
+    return outcome.exit_codes, stdout, stderr
+
+
 def call(
     function: Callable[..., Any],
     ranks: int = 1,

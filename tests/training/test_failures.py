@@ -195,8 +195,9 @@ def test_our_launcher_lets_a_checkpoint_be_finished(tmp_path) -> None:
 @pytest.mark.ranks
 def test_ranks_end_with_a_message_when_the_host_of_their_store_is_killed() -> None:
     done = run_module("tests.training.ending_ranks", ["host_killed", "1"], 2)
-    told = [line for line in done.stderr.splitlines() if line.startswith("megatron_vl.train: rank 1: ")]
+    told = [line for line in done.stderr.splitlines() if line.startswith("megatron_vl.train: ")]
     assert len(told) == 1, done.stderr
+    assert "rank 0: process" in told[0] and "ended without a message" in told[0]
     assert "the process that keeps the store of all ranks (127.0.0.1:" in told[0] and "is gone" in told[0]
 
 
@@ -213,8 +214,8 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     """The others know of it before anything is closed, as that may take a while."""
     order: list[str] = []
 
-    def report(message: str, fixable: bool) -> None:
-        order.append(f"reported {message}, fixable {fixable}")
+    def report(message: str, fixable: bool, follows: bool) -> None:
+        order.append(f"reported {message}, fixable {fixable}, follows {follows}")
 
     def close(failed: bool) -> None:
         order.append("closed")
@@ -227,7 +228,12 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     profiler = SimpleNamespace(drop=lambda: order.append("trace dropped"))
     with pytest.raises(TrainingStopped, match="the reason"), _closing(run, log, profiler):
         raise TrainingStopped("the reason")
-    assert order == ["reported the reason, fixable True", "trace dropped", "closed", "loader closed"]
+    assert order == [
+        "reported the reason, fixable True, follows False",
+        "trace dropped",
+        "closed",
+        "loader closed",
+    ]
 
     with pytest.raises(OSError, match="No space left"), _closing(run, log, profiler):
         pass

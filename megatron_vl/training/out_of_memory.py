@@ -1,0 +1,245 @@
+"""The message of a rank that runs out of memory: how much there was, what was expected, what would fit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vl import host_memory
+from megatron_vl.config import TrainConfig
+from megatron_vl.errors import UserError
+from megatron_vl.parallel.failures import LESS_HOST_MEMORY
+from megatron_vl.planning.memory import PARTS, RESERVE_GIB, StageMemory, estimate, peak_gib
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import run_layout
+
+GIB = 2**30
+FRAGMENTED = 0.1
+"""Share of the GPU's memory that is reserved and not in use, from which on it counts as fragmented."""
+
+_OF_GPU = re.compile(
+    r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+    r"|cudaErrorMemoryAllocation|Cuda failure 2 'out of memory'"
+)
+_OF_HOST = re.compile(r"[Cc]an(no|')t allocate memory|std::bad_alloc|DefaultCPUAllocator: not enough memory")
+
+
+class OutOfMemory(UserError, MemoryError):
+    """A rank has no memory left. The message says what to change."""
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The memory of a GPU when an allocation failed, in GiB, as far as it is known."""
+
+    wanted: float | None
+    allocated: float
+    reserved: float
+    total: float
+    others: float = 0.0
+    """What other processes hold."""
+
+
+@contextlib.contextmanager
+def explained(config: TrainConfig) -> Iterator[None]:
+    """Raises :class:`OutOfMemory` for any error that means lack of memory; all others pass through."""
+    try:
+        yield
+    except Exception as error:
+        message = explain(error, config)
+        if message is None:
+            raise
+        raise OutOfMemory(message) from error
+
+
+def explain(error: Exception, config: TrainConfig) -> str | None:
+    """The message for an error that means lack of memory; None for any other."""
+    if isinstance(error, OutOfMemory):
+        return None
+    said = str(error)
+    if type(error).__name__ == "OutOfMemoryError" or _OF_GPU.search(said):
+        return _gpu_message(said, config)
+    return host_message(error)
+
+
+def host_message(error: BaseException) -> str | None:
+    """The message for an error that means lack of host memory; None for any other."""
+    said = str(error)
+    of_host = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not of_host and not _OF_HOST.search(said):
+        return None
+    return f"out of host memory ({_first_line(said)}): {host_memory.limits()}. {_upper(LESS_HOST_MEMORY)}"
+
+
+def _gpu_message(said: str, config: TrainConfig) -> str:
+    memory = read_gpu_message(said)
+    if memory is None:
+        return f"out of GPU memory: {_first_line(said)}"
+    wanted = f" when {memory.wanted:.2f} GiB more were wanted" if memory.wanted is not None else ""
+    parts = [
+        f"out of GPU memory: {memory.allocated:.1f} GiB were allocated and {memory.reserved:.1f} reserved of"
+        f" {memory.total:.1f} GiB{wanted}"
+    ]
+    if memory.others > 1:
+        parts.append(f"Other processes hold {memory.others:.1f} GiB of this GPU: end them")
+    if memory.reserved - memory.allocated > FRAGMENTED * memory.total:
+        parts.append(
+            f"{memory.reserved - memory.allocated:.1f} GiB are reserved but not in use: set"
+            " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    # The estimate is of use for the message only, and must not hide it.
+    with contextlib.suppress(Exception):
+        parts += _by_the_estimate(config, memory)
+    return ". ".join(parts)
+
+
+def read_gpu_message(said: str) -> GpuMemory | None:
+    """What torch's message says, and its statistics where that says nothing. None without a GPU."""
+    wanted = _gib(r"Tried to allocate ([\d.]+ \wi?B)", said)
+    total = _gib(r"total capacity of ([\d.]+ \wi?B)", said)
+    free = _gib(r"of which ([\d.]+ \wi?B) is free", said)
+    in_use = _gib(r"this process has ([\d.]+ \wi?B) memory in use", said)
+    allocated = _gib(r"([\d.]+ \wi?B) is allocated by PyTorch", said)
+    unused = _gib(r"([\d.]+ \wi?B) is reserved by PyTorch but unallocated", said)
+
+    if total is None or allocated is None or unused is None:
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        allocated, total = torch.cuda.memory_allocated() / GIB, torch.cuda.mem_get_info()[1] / GIB
+        unused = torch.cuda.memory_reserved() / GIB - allocated
+    others = total - free - in_use if free is not None and in_use is not None else 0.0
+    return GpuMemory(wanted, allocated, allocated + unused, total, max(0.0, others))
+
+
+def _gib(pattern: str, said: str) -> float | None:
+    found = re.search(pattern, said)
+    if not found:
+        return None
+    number, unit = found[1].split()
+    return float(number) * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[unit[0]] / GIB
+
+
+# --- What would fit
+
+
+def _by_the_estimate(config: TrainConfig, memory: GpuMemory) -> list[str]:
+    """Sentences: what the estimate expected of this stage, and the change that would fit."""
+    spec, world, stage = read_spec(config.model.hf), int(os.environ.get("WORLD_SIZE", 1)), own_stage()
+    expected = estimate(config, spec, world)[stage]
+    said = [f"The estimate of pipeline stage {stage} is {expected.total / GIB:.1f} GiB ({_parts(expected)})"]
+
+    # What the estimate did not foresee stays after any change.
+    beyond = max(0.0, memory.allocated + (memory.wanted or 0.0) - expected.total / GIB)
+    change = first_that_fits(config, spec, world, memory.total - memory.others - beyond)
+    if change is None:
+        return [*said, "No single change fits: lower data.seq_len or data.max_patches, or take more GPUs"]
+    words, gib = change
+    return [*said, f"By the estimate, {words} would fit ({gib:.1f} GiB on the fullest stage)"]
+
+
+def own_stage() -> int:
+    from megatron.core import parallel_state as mpu
+
+    return mpu.get_pipeline_model_parallel_rank() if mpu.model_parallel_is_initialized() else 0
+
+
+def _parts(stage: StageMemory) -> str:
+    gib = {part: getattr(stage, part) / GIB for part in PARTS}
+    return ", ".join(f"{part} {size:.1f}" for part, size in gib.items() if size >= 0.1)
+
+
+def first_that_fits(
+    config: TrainConfig, spec: ModelSpec, world: int, limit_gib: float
+) -> tuple[str, float] | None:
+    """The cheapest change after which the fullest stage fits: its options, and that stage's GiB.
+
+    Recompute is tried first, then the optimizer in host memory, then another split, then more stages.
+
+    Args:
+        limit_gib: what a GPU has, of which :data:`RESERVE_GIB` stay free.
+    """
+    for options, changed in candidates(config, spec, world):
+        try:
+            gib = peak_gib(estimate(changed, spec, world))
+        except (UserError, ValueError):
+            continue  # impossible for this model or number of ranks
+        if gib + RESERVE_GIB <= limit_gib:
+            return options, gib
+    return None
+
+
+def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tuple[str, TrainConfig]]:
+    """Changes in the order of what they cost, as options and as a configuration."""
+    r = config.recompute
+    light = dataclasses.replace(r, vision="activation" if r.vision == "none" else r.vision)
+    if r.language == "none":
+        light = dataclasses.replace(light, language="selective", language_modules=["activation"])
+    for wanted in (
+        light,
+        dataclasses.replace(light, language="full"),
+        dataclasses.replace(r, language="full", vision="full"),
+    ):
+        if wanted != r:
+            yield _options("recompute", r, wanted), dataclasses.replace(config, recompute=wanted)
+
+    for offload in _offloads(config):
+        optimizer = dataclasses.replace(config.optimizer, **offload)
+        if optimizer != config.optimizer:
+            offloaded = dataclasses.replace(config, optimizer=optimizer)
+            yield _options("optimizer", config.optimizer, optimizer), offloaded
+
+    p = config.parallel
+    for layers in other_splits(list(run_layout(spec, p).layers), p.vpp):
+        parallel = dataclasses.replace(p, layers=layers)
+        yield _options("parallel", p, parallel), dataclasses.replace(config, parallel=parallel)
+    more = dataclasses.replace(p, pp=2 * p.pp, layers=None)
+    if world % (more.pp * p.tp) == 0:
+        yield f"--parallel.pp {more.pp} without parallel.layers", dataclasses.replace(config, parallel=more)
+
+
+def _offloads(config: TrainConfig) -> list[dict[str, Any]]:
+    """Fields of the optimizer that keep more of its state in host memory."""
+    if not hasattr(config.optimizer, "offload_fraction"):
+        return [{"cpu_offload": True}]
+    now = config.optimizer.offload_fraction
+    return [{"offload_fraction": share} for share in (0.5, 1.0) if not isinstance(now, float) or share > now]
+
+
+def other_splits(layers: list[int], vpp: int) -> Iterator[list[int]]:
+    """Splits with up to half of the first stage's layers on the other stages, and the other way round."""
+    if vpp > 1 or len(layers) < 2:
+        return
+    for source in (0, len(layers) - 1):
+        split = list(layers)
+        for _ in range(layers[source] // 2):
+            split[source] -= 1
+            others = [i for i in range(len(split)) if i != source]
+            split[min(others, key=lambda i: split[i])] += 1
+            yield list(split)
+
+
+def _options(section: str, before: object, after: object) -> str:
+    """``--section.field value`` for what differs."""
+    words = []
+    for field in dataclasses.fields(after):  # type: ignore[arg-type]
+        value = getattr(after, field.name)
+        if value != getattr(before, field.name):
+            text = str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+            words.append(f"--{section}.{field.name} {text.replace(chr(39), '')}")
+    return " ".join(words)
+
+
+def _first_line(said: str) -> str:
+    return " ".join(said.partition("\n")[0].split()) or "no more could be allocated"
+
+
+def _upper(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

@@ -1,0 +1,125 @@
+"""A rank on a GPU is killed, stopped, or runs out of memory: all ranks must end in time and say why.
+
+    python -m tests.gpu.faults --ranks 2 [--out FOLDER] [--platform cpu]
+
+It prints one line a fault and returns exit code 1 if one is not as it should be. Ninety seconds on two H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_vl.weights.run_folder import latest
+from tests.gpu.parity import SIZES
+from tests.training.small_run import environment, options_of, prepare
+from toolkit.checkpoint.contents import verify_checkpoint
+from toolkit.processes import kill_tree
+from toolkit.tiny import write_tiny_checkpoint
+
+TIMEOUT_S = 20
+STEPS = 100_000
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    """As :mod:`tests.training.faulty_rank` calls it."""
+    message: str
+    """What the one message must hold, as a regular expression."""
+    seconds: float
+    """Limit from the fault to the end of the launcher, which waits for all ranks."""
+
+
+FAULTS = {
+    "kill": Fault("kill", "ended without a message: it was killed from outside", 20),
+    "stop": Fault("stop", "no sign of life for .* its state is 'stopped'", TIMEOUT_S + 20),
+    "exhaust_gpu": Fault("exhaust_gpu", r"out of GPU memory: .* GiB were allocated and .* reserved of", 20),
+    "exhaust": Fault("exhaust", "out of host memory", 20),
+}
+
+
+def run(fault: Fault, prepared: dict[str, Path], out: Path, ranks: int, platform: str) -> tuple[bool, str]:
+    """Trains until the last rank has its fault. Returns whether all ended as they should, and how."""
+    folder = out / fault.name
+    folder.mkdir(parents=True)
+    options = ["--parallel.tp", ranks, "--parallel.sequence_parallel", "true", "--checkpoint.interval", "5"]
+    options += ["--failures.timeout_s", TIMEOUT_S, "--platform", platform]
+    options += ["--dtype", "bfloat16" if platform == "cuda" else "float32"]
+    words = options_of(prepared, folder / "run", *map(str, options), steps=STEPS)
+    launch = [sys.executable, "-m", "megatron_vl.launch", "--standalone", "--nproc-per-node", str(ranks)]
+    program = ["-m", "tests.training.faulty_rank", fault.name, str(ranks - 1), "7", "step"]
+
+    (folder / "run").mkdir()
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([*launch, *program, *words], env=environment(), stdout=log, stderr=log)
+        try:
+            code = process.wait(150 if platform == "cuda" else 600)
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid)
+            return False, "did not end; its processes were killed"
+    ended = time.time()
+    return judge(fault, folder, code, ended)
+
+
+def judge(fault: Fault, folder: Path, code: int, ended: float) -> tuple[bool, str]:
+    said = (folder / "log").read_text(errors="replace")
+    if not (folder / "run" / "fault.json").is_file():
+        return False, f"ended with {code} before anything happened to it: {folder / 'log'}"
+    seconds = ended - json.loads((folder / "run" / "fault.json").read_text())["at"]
+    messages = [line for line in said.splitlines() if line.startswith("megatron_vl.train: ")]
+    good = latest(folder / "run")
+
+    problems = []
+    if code == 0:
+        problems.append("exit code 0")
+    if seconds > fault.seconds:
+        problems.append(f"slower than {fault.seconds:.0f} s")
+    if len(messages) != 1 or not re.search(fault.message, messages[0]):
+        problems.append(f"{len(messages)} messages, or not the right one")
+    if messages and not re.search(r"rank \d+ \(tp \d, pp \d, dp \d; step \d+, ", messages[0]):
+        problems.append("no place, step or phase")
+    if good is None or verify_checkpoint(good.path):
+        problems.append("the last checkpoint is not whole")
+    how = f"exit {code} after {seconds:.1f} s, {', '.join(problems) or 'as it should be'}"
+    return not problems, "\n    ".join([how, *messages])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=None, help="folder for logs and checkpoints")
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    out = args.out or Path(tempfile.mkdtemp(prefix="faults-"))
+
+    sizes = SIZES if args.platform == "cuda" else {}
+    dtype = torch.bfloat16 if args.platform == "cuda" else torch.float32
+    hf = write_tiny_checkpoint(out / "hf", "qwen2_5_vl", tied=True, dtype=dtype, **sizes)
+    prepared = prepare(out / "prepared", hf)
+
+    def one(name: str) -> bool:
+        passed, how = run(FAULTS[name], prepared, out, args.ranks, args.platform)
+        print(f"{'ok    ' if passed else 'FAILED'} {name:12s} {how}", flush=True)
+        return passed
+
+    # The first two leave room for each other; the third takes all memory.
+    with ThreadPoolExecutor() as pool:
+        passed = list(pool.map(one, ["kill", "stop"]))
+    passed.append(one("exhaust_gpu" if args.platform == "cuda" else "exhaust"))
+    print(f"logs in {out}")
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

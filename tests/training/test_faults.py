@@ -1,0 +1,239 @@
+"""A rank dies, is stopped, or runs out of memory in the middle of a real training of four ranks: all end in
+time, with a message that says who and where, nothing of the job stays alive, and the last checkpoint is good.
+
+Nobody ends the ranks here, as if each had its own node: a launcher would only be quicker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from converters.convert import convert
+from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.run_folder import latest
+from tests.support import ranks
+from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
+from toolkit.checkpoint.contents import verify_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 12
+TIMEOUT_S = 8
+"""``failures.timeout_s`` of these runs: no step of theirs takes as long."""
+DEAD_S, HANG_S = 20, TIMEOUT_S + 20
+"""Limits between the fault and the end of the last rank on a busy machine."""
+OPTIONS = [*LAYOUT, "--checkpoint.interval", "2", "--failures.timeout_s", str(TIMEOUT_S)]
+EXACT = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("faults") / "prepared"
+    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared: dict[str, Path]) -> dict[int, list]:
+    run = prepared["folder"] / "undisturbed"
+    done = train(prepared, run, *OPTIONS, steps=STEPS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return numbers(run)
+
+
+def numbers(run: Path) -> dict[int, list]:
+    return {line["step"]: [line[name] for name in EXACT] for line in metrics(run)}
+
+
+@dataclass
+class Ended:
+    codes: list[int]
+    stdout: str
+    stderr: str
+    seconds: float
+    """From the fault to the end of the last rank."""
+    message: str
+    """The one line that says why."""
+    during_save: bool
+
+
+def disturb(
+    prepared: dict[str, Path], run: Path, fault: str, rank: int, step: int, moment: str, *options: str
+) -> Ended:
+    """Starts the run, or goes on with it, until something happens to a rank after ``step`` more steps."""
+    run.mkdir(exist_ok=True)
+    words = [fault, rank, step, moment, *options_of(prepared, run, *OPTIONS, *options, steps=STEPS)]
+    codes, stdout, stderr = ranks.run_apart("tests.training.faulty_rank", words, 4)
+    ended = time.time()
+    told = json.loads((run / "fault.json").read_text())
+    messages = [line for line in stderr.splitlines() if line.startswith("megatron_vl.train: ")]
+    assert len(messages) == 1, stderr
+    nothing_is_left(told["children"])
+    return Ended(codes, stdout, stderr, ended - told["at"], messages[0], told["saving"])
+
+
+def nothing_is_left(children: list[int]) -> None:
+    """No rank, loader or export of the job is alive; the children of a killed rank see it within seconds."""
+    deadline = time.monotonic() + 6
+    while left := [pid for pid in children if psutil.pid_exists(pid) and not is_zombie(pid)]:
+        assert time.monotonic() < deadline, [
+            psutil.Process(pid).as_dict(["status", "cmdline"]) for pid in left
+        ]
+        time.sleep(0.05)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def last_is_good(run: Path) -> int:
+    """The step that latest.json names, all of whose files are what was written."""
+    good = latest(run)
+    assert good is not None and verify_checkpoint(good.path) == []
+    return good.step
+
+
+WHERE = r"\(tp {tp}, pp {pp}, dp 0; step \d+, [a-z ]+(\(in the background: [a-z ]+\))?\): "
+
+
+def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one(
+    prepared: dict[str, Path], undisturbed: dict[int, list], tmp_path: Path
+) -> None:
+    """One run with three faults, one after the other, each of another rank."""
+    run = tmp_path / "run"
+
+    ended = disturb(prepared, run, "kill", 3, 3, "save")
+    assert ended.codes == [1, 1, 1, -signal.SIGKILL] and ended.seconds < DEAD_S, ended
+    assert re.search("train: rank 3 " + WHERE.format(tp=1, pp=1) + "process", ended.message), ended
+    assert "ended without a message: it was killed from outside" in ended.message
+    assert "The kernel has killed nothing for lack of memory here" in ended.message
+    assert ended.during_save
+    first = last_is_good(run)
+
+    ended = disturb(prepared, run, "stop", 1, 2, "step")
+    assert f"resumed at step {first} " in ended.stdout
+    assert ended.codes == [1, -signal.SIGKILL, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended
+    assert re.search("train: rank 1 " + WHERE.format(tp=1, pp=0) + "no sign of life for", ended.message), (
+        ended
+    )
+    assert "its state is 'stopped'" in ended.message and "raise failures.timeout_s (8;" in ended.message
+    second = last_is_good(run)
+    assert second >= first
+
+    ended = disturb(prepared, run, "exhaust", 2, 2, "step")
+    assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, ended
+    assert re.search("train: rank 2 " + WHERE.format(tp=0, pp=1) + "out of host memory", ended.message), ended
+    last_is_good(run)
+
+    done = train(prepared, run, *OPTIONS, steps=STEPS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert numbers(run) == undisturbed
+
+
+def test_the_death_or_stop_of_the_first_rank_ends_the_others(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """The others listen to it as it listens to them; with it the store is gone."""
+    ended = disturb(prepared, tmp_path / "kill", "kill", 0, 3, "step")
+    assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < DEAD_S, ended
+    assert "train: rank 0 (tp 0, pp 0, dp 0; step" in ended.message and "ended without" in ended.message
+
+    ended = disturb(prepared, tmp_path / "stop", "stop", 0, 3, "step")
+    assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < HANG_S, ended
+    assert "train: rank 0 (tp 0, pp 0, dp 0; step" in ended.message
+    assert "no sign of life for" in ended.message
+
+
+def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """Its rank is alive and says where it stands; the processes that hang do not outlive it."""
+    ended = disturb(prepared, tmp_path / "run", "stop_loader", 0, 3, "step")
+    assert ended.codes == [1, 1, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended
+    assert re.search(
+        r"train: rank 0 \(tp 0, pp 0, dp 0; step \d+, loading rows\): it has been", ended.message
+    )
+    assert "the loader's worker processes" in ended.message
+    assert "feed.py" in ended.stderr and "_next_row" in ended.stderr
+
+
+EXPORTS = ["--checkpoint.interval", "2", "--checkpoint.export_hf", "2"]
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "hf").iterdir())
+
+
+def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """The export's process ends with its rank. The next start makes up for what is missing."""
+    killed, full = tmp_path / "killed", tmp_path / "full"
+    for run in (killed, full):
+        run.mkdir()
+
+    def start(fault: str, run: Path) -> tuple[int, str]:
+        words = [fault, 0, 2, "export", *options_of(prepared, run, *EXPORTS, steps=4)]
+        [code], said, _ = ranks.run_apart("tests.training.faulty_rank", words, 1)
+        return code, said
+
+    code, _ = start("kill", killed)
+    children = json.loads((killed / "fault.json").read_text())["children"]
+    assert code == -signal.SIGKILL and names(killed)[-1].endswith(".partial"), names(killed)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)  # the export stood still, so that the kill came in time
+    nothing_is_left(children)
+
+    code, said = start("fill_disk", full)
+    assert code == 0 and names(full) == ["step_00000004"]
+    assert "NOTE: step 2 could not be exported to" in said and "File too large" in said
+
+    for run in (killed, full):
+        done = train(prepared, run, *EXPORTS, ranks=1, steps=4)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert names(run) == ["step_00000002", "step_00000004"]
+        for step in (2, 4):
+            assert_whole(
+                run / "hf" / f"step_{step:08d}", run / f"step_{step:08d}", tmp_path / run.name / str(step)
+            )
+
+
+def assert_whole(exported: Path, saved: Path, back: Path) -> None:
+    """A Hugging Face folder holds the weights of the checkpoint, each of them."""
+    convert(exported, back)
+    ours, theirs = WeightReader(back), WeightReader(saved / "weights")
+    assert sorted(ours.names()) == sorted(theirs.names())
+    assert all(torch.equal(ours.get(name), theirs.get(name)) for name in ours.names())
+
+
+@pytest.mark.full
+def test_faults_at_random_moments(
+    prepared: dict[str, Path], undisturbed: dict[int, list], tmp_path: Path
+) -> None:
+    """Many, of any kind, to any rank, until the run is done."""
+    run, rng, during_save = tmp_path / "run", random.Random(7), 0
+    for _ in range(12):
+        fault = rng.choice(["kill", "stop", "exhaust"])
+        ended = disturb(
+            prepared, run, fault, rng.randrange(4), 2, str(rng.uniform(0.0, 0.5)), "--steps", "400"
+        )
+        assert any(ended.codes) and ended.seconds < HANG_S, ended
+        during_save += ended.during_save
+        if latest(run) is not None:
+            last_is_good(run)
+    known = numbers(run)
+    assert all(known[step] == undisturbed[step] for step in undisturbed if step in known)
+    assert during_save

@@ -1,0 +1,147 @@
+"""What a rank says when it has no memory left. The lack itself is tested in test_faults.py and on GPUs."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.planning.memory import RESERVE_GIB, estimate, peak_gib
+from megatron_vl.spec.families import read_spec
+from megatron_vl.training.out_of_memory import (
+    OutOfMemory,
+    candidates,
+    explain,
+    explained,
+    first_that_fits,
+    other_splits,
+    read_gpu_message,
+)
+
+HF = Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
+TORCH = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
+    " 511.94 MiB is free. Process 4242 has {other} GiB memory in use. Including non-PyTorch memory, this"
+    " process has {own} GiB memory in use. Of the allocated memory {allocated} GiB is allocated by PyTorch,"
+    " and {unused} GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large"
+    " try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+"""As torch 2.11.0 writes it."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's own is called, of which no instance can be had without a GPU."""
+
+
+def config(*options: str) -> TrainConfig:
+    common = ["--model.hf", str(HF), "--global_batch_size", "8", "--data.seq_len", "8192"]
+    return parse_config([*common, *options])
+
+
+def test_torchs_message_is_read() -> None:
+    said = TORCH.format(other="10.00", own="68.61", allocated="66.00", unused="1.50")
+    memory = read_gpu_message(said)
+    assert memory is not None
+    assert (memory.wanted, memory.allocated, memory.reserved, memory.total) == (2.5, 66.0, 67.5, 79.11)
+    assert memory.others == pytest.approx(79.11 - 511.94 / 1024 - 68.61)
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "unwanted"),
+    [
+        (
+            {"other": "0.00", "own": "78.61", "allocated": "77.00", "unused": "1.00"},
+            "",
+            "expandable_segments",
+        ),
+        (
+            {"other": "0.00", "own": "78.61", "allocated": "60.00", "unused": "18.00"},
+            "18.0 GiB are reserved but not in use: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "Other processes",
+        ),
+        (
+            {"other": "30.00", "own": "48.61", "allocated": "47.00", "unused": "1.00"},
+            "Other processes hold 30.0 GiB of this GPU: end them",
+            "expandable_segments",
+        ),
+    ],
+)
+def test_the_message_says_what_was_there(facts, wanted, unwanted, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = explain(OutOfMemoryError(TORCH.format(**facts)), config("--parallel.pp", "2"))
+    assert said is not None
+    assert f"out of GPU memory: {float(facts['allocated']):.1f} GiB were allocated and" in said
+    assert "of 79.1 GiB when 2.50 GiB more were wanted" in said
+    assert wanted in said and unwanted not in said
+    of_stage = estimate(config("--parallel.pp", "2"), read_spec(HF), 2)[0].total / 2**30
+    assert f"The estimate of pipeline stage 0 is {of_stage:.1f} GiB (weights " in said
+
+
+def test_changes_come_in_the_order_of_what_they_cost() -> None:
+    spec, run = read_spec(HF), config("--parallel.pp", "2", "--parallel.layers", "[14,14]")
+    found = list(candidates(run, spec, 4))
+    sections = [words.split(".")[0] for words, _ in found]
+    assert sections == sorted(sections, key=["--recompute", "--optimizer", "--parallel"].index)
+    assert found[-1][0] == "--parallel.pp 4 without parallel.layers"
+    for words, changed in found[:-1]:  # the options are what makes the change
+        given = ["--parallel.pp", "2", "--parallel.layers", "[14,14]", *words.split()]
+        assert config(*given) == changed, words
+
+
+def test_the_first_change_that_fits_is_named() -> None:
+    spec, run = read_spec(HF), config("--parallel.pp", "4")
+    before = peak_gib(estimate(run, spec, 4))
+    limits = [before + RESERVE_GIB - 1, before * 0.7 + RESERVE_GIB]
+    for limit in limits:
+        found = first_that_fits(run, spec, 4, limit)
+        assert found is not None
+        _, gib = found
+        assert gib + RESERVE_GIB <= limit
+        earlier = []
+        for words, changed in candidates(run, spec, 4):
+            if words == found[0]:
+                break
+            earlier.append(peak_gib(estimate(changed, spec, 4)))
+        assert all(gib + RESERVE_GIB > limit for gib in earlier)
+    assert first_that_fits(run, spec, 4, 1.0) is None
+
+
+def test_other_splits_keep_all_layers() -> None:
+    assert list(other_splits([4, 4], 1)) == [[3, 5], [2, 6], [5, 3], [6, 2]]
+    assert all(sum(split) == 28 for split in other_splits([7, 7, 7, 7], 1))
+    assert list(other_splits([2, 2, 2, 2], 2)) == [] == list(other_splits([28], 1))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+    ],
+)
+def test_lack_of_host_memory_is_told_as_such(error: Exception) -> None:
+    with pytest.raises(OutOfMemory, match="out of host memory .*this process holds .*data.num_workers"):
+        with explained(config()):
+            raise error
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(OSError, match="No space left"), explained(config()):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    told_before = OutOfMemory("out of host memory")
+    with pytest.raises(OutOfMemory) as raised, explained(config()):
+        raise told_before
+    assert raised.value is told_before
+
+
+def test_an_estimate_that_fails_does_not_hide_the_message() -> None:
+    broken = parse_config(["--model.hf", "/nowhere", "--global_batch_size", "8"])
+    said = explain(
+        OutOfMemoryError(TORCH.format(other="0.0", own="78.6", allocated="70.0", unused="1.0")), broken
+    )
+    assert said is not None and said.startswith("out of GPU memory: 70.0 GiB were allocated")
