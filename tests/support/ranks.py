@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from multiprocessing.connection import Connection
@@ -61,6 +62,47 @@ def run_module(
     if outcome.timed_out:
         raise subprocess.TimeoutExpired([module, *words], timeout_s, stdout, stderr)
     return subprocess.CompletedProcess([module, *words], _first_failure(outcome), stdout, stderr)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    stderr: str
+    at: float
+    """In seconds, comparable with other ranks."""
+
+
+def run_apart(
+    module: str,
+    arguments: Sequence[str | Path],
+    ranks: int,
+    *,
+    folders: Mapping[int, Path] | None = None,
+    file_bytes: Mapping[int, int] | None = None,
+    timeout_s: float = 120,
+) -> list[Ended]:
+    """Runs ``python -m module arguments`` as ranks on different nodes: nobody ends the others when one fails.
+
+    Args:
+        folders: by rank, where the program starts.
+        file_bytes: by rank, how large its files may become.
+
+    Raises:
+        AssertionError: some ranks were still running after ``timeout_s`` seconds and were killed.
+    """
+    words = [str(argument) for argument in arguments]
+    apart = {"folders": {rank: str(path) for rank, path in (folders or {}).items()}}
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        job = _job(
+            folder, ranks, None, None, timeout_s,
+            module=module, arguments=words, apart=True, file_bytes=dict(file_bytes or {}), **apart,
+        )  # fmt: skip
+        outcome = _ask(job)
+        said = [(Path(folder) / f"stderr_{rank}").read_text(errors="replace") for rank in range(ranks)]
+    assert not outcome.timed_out, f"ranks have not ended by themselves: {outcome}\n{said}"
+    return [Ended(*each) for each in zip(outcome.exit_codes, said, outcome.ended_at, strict=True)]
 
 
 def call(
