@@ -4,8 +4,9 @@ PYTHON ?= python3.12
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Python compiles what it imports; all of the 25,000 files would take another minute here.
-INSTALL := $(BIN)/python -m pip install --no-compile
+INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
+# Hundreds of processes import the same files: they are compiled once, also where containers forbid that.
+export PYTHONDONTWRITEBYTECODE :=
 # SEED=1 runs the tests in a random order that the seed repeats.
 ORDER  := $(if $(SEED),-p randomly -p no:cacheprovider --randomly-seed=$(SEED),-p no:randomly)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ORDER)

@@ -32,8 +32,15 @@ LONGEST_FIRST = (
     "training/test_run_experts.py",
     "models/moe/test_experts.py",
     "training/test_signals.py",
+    "converters/test_round_trip.py",
     "toolkit/test_plan.py",
+    "test_docs.py",
+    "training/test_export_hf.py",
+    "training/test_failures.py",
+    "toolkit/test_bench.py",
+    "training/test_sinks.py",
     "test_examples.py",
+    "converters/test_restart.py",
 )
 """Files that take minutes start first; otherwise one of the two cores would be idle at the end."""
 

@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -66,7 +67,14 @@ class Job:
     """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
     variables: dict[str, Any] = field(default_factory=dict)
     apart: bool = False
-    """Whether nobody ends the other ranks when one fails, as on other nodes."""
+    """Whether the ranks are as on several nodes: nobody ends the others when one fails, and each has a file
+    ``stderr_N``."""
+    one_node: bool = False
+    """Whether ranks that are apart still know that they share a node, whose ranks say a message once."""
+    folders: dict[int, str] = field(default_factory=dict)
+    """Working folders of ranks that do not start in ``cwd``."""
+    file_bytes: dict[int, int] = field(default_factory=dict)
+    """For ranks whose files may not grow without limit, how large they may become."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class Outcome:
 
     exit_codes: list[int]
     timed_out: bool
+    ended_at: list[float]
+    """When each one ended (:func:`time.monotonic`)."""
 
 
 def main(descriptor: int) -> None:
@@ -99,6 +109,7 @@ def _run(job: Job, connection: Connection) -> Outcome:
     """Forks the ranks and waits for the last of them."""
     running = {_fork(job, rank, connection): rank for rank in range(job.ranks)}
     exit_codes = [0] * job.ranks
+    ended_at = [0.0] * job.ranks
 
     ends_at = time.monotonic() + job.timeout_s
     failed_at = None
@@ -106,7 +117,8 @@ def _run(job: Job, connection: Connection) -> Outcome:
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
-            exit_codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
+            rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+            exit_codes[rank], ended_at[rank] = code, time.monotonic()
             if code and failed_at is None and not job.apart:
                 failed_at = time.monotonic()
                 _signal_all(running, signal.SIGTERM)
@@ -117,7 +129,7 @@ def _run(job: Job, connection: Connection) -> Outcome:
         if timed_out or (failed_at is not None and time.monotonic() > failed_at + GRACE_S):
             _signal_all(running, signal.SIGKILL)
         time.sleep(0.005)
-    return Outcome(exit_codes, timed_out)
+    return Outcome(exit_codes, timed_out, ended_at)
 
 
 def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
@@ -166,19 +178,25 @@ def _prepare(job: Job, rank: int) -> None:
         "LOCAL_WORLD_SIZE": str(job.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job.port),
-        "TORCHELASTIC_ERROR_FILE": str(Path(job.folder) / "attempt" / str(rank) / "error.json"),
     }
+    if not job.apart or job.one_node:  # the ranks of a node say a message once
+        error_file = Path(job.folder) / "attempt" / str(rank) / "error.json"
+        identity["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     os.environ.clear()
     os.environ.update(job.environment | identity)
-    os.chdir(job.cwd)
+    os.chdir(job.folders.get(rank, job.cwd))
 
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+    for name, descriptor in (("stdout", 1), (f"stderr_{rank}" if job.apart else "stderr", 2)):
         target = os.open(Path(job.folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, descriptor)
         os.close(target)
     (Path(job.folder) / "attempt" / str(rank)).mkdir(parents=True, exist_ok=True)
     faulthandler.enable()
     sys.path.insert(0, job.cwd)
+
+    if rank in job.file_bytes:
+        limits = (job.file_bytes[rank], job.file_bytes[rank])
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def _execute(job: Job, rank: int) -> int:

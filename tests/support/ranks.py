@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from multiprocessing.connection import Connection
@@ -63,26 +64,52 @@ def run_module(
     return subprocess.CompletedProcess([module, *words], _first_failure(outcome), stdout, stderr)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    stderr: str
+    at: float
+    """In seconds, comparable with other ranks."""
+    stdout: str
+    """What all ranks together have written."""
+
+
 def run_apart(
     module: str,
     arguments: Sequence[str | Path],
     ranks: int,
     *,
+    folders: Mapping[int, Path] | None = None,
+    file_bytes: Mapping[int, int] | None = None,
+    one_node: bool = False,
     timeout_s: float = 120,
-    cwd: Path | None = None,
-) -> tuple[list[int], str, str]:
-    """Like :func:`run_module`, but nobody ends the other ranks when one fails, as if each had its own node.
+) -> list[Ended]:
+    """Runs ``python -m module arguments`` as ranks on different nodes: nobody ends the others when one fails.
 
-    Returns the exit codes by rank (-N for signal N), standard output and standard error.
+    Args:
+        folders: by rank, where the program starts.
+        file_bytes: by rank, how large its files may become.
+        one_node: the ranks know that they share a node, so that only one of them says what all know.
+
+    Raises:
+        AssertionError: some ranks were still running after ``timeout_s`` seconds and were killed.
     """
     words = [str(argument) for argument in arguments]
+    apart = {"folders": {rank: str(path) for rank, path in (folders or {}).items()}}
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        job = _job(folder, ranks, None, cwd, timeout_s, module=module, arguments=words, apart=True)
+        job = _job(
+            folder, ranks, None, None, timeout_s,
+            module=module, arguments=words, apart=True, one_node=one_node,
+            file_bytes=dict(file_bytes or {}), **apart,
+        )  # fmt: skip
         outcome = _ask(job)
-        stdout, stderr = _said(folder)
-    if outcome.timed_out:
-        raise subprocess.TimeoutExpired([module, *words], timeout_s, stdout, stderr)
-    return outcome.exit_codes, stdout, stderr
+        said = [(Path(folder) / f"stderr_{rank}").read_text(errors="replace") for rank in range(ranks)]
+        stdout, _ = _said(folder)
+    assert not outcome.timed_out, f"ranks have not ended by themselves: {outcome}\n{said}"
+    ended = zip(outcome.exit_codes, said, outcome.ended_at, strict=True)
+    return [Ended(*each, stdout) for each in ended]
 
 
 def call(

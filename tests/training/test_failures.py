@@ -1,20 +1,15 @@
 """A rank that fails ends all ranks, with one message that says why.
 
-The ranks are started one by one, without torchrun, because on other nodes nobody would end them either. Over
-gloo, a rank that exits closes its connections, and the others would report that; over NCCL they would wait.
+Nobody ends the other ranks when one fails, as nobody would on other nodes. Over gloo, a rank that exits
+closes its connections, and the others would report that; over NCCL they would wait.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,27 +21,15 @@ from data_tools.convert import ConversionOptions
 from data_tools.convert import convert as convert_data
 from megatron_vl.parallel import failures
 from megatron_vl.training.loop import TrainingStopped, _closing, _steps_of
-from tests.support.ranks import run_module
-from tests.training.small_run import command, environment
+from tests.support.ranks import Ended, run_apart, run_module
+from tests.training.small_run import environment, options_of
 
+PROGRAM = "megatron_vl.train: "
 SECONDS = 20
 """Limit between the ends of the first and the last rank on a busy machine; a rank waits five until all have
 read the message."""
 PP2 = ["--parallel.pp", "2", "--parallel.layers", "[1,3]"]
 LAYOUTS = [pytest.param(2, [], id="DP2"), pytest.param(4, PP2, id="PP2xDP2")]
-
-
-@dataclass
-class Ended:
-    """How a rank ended."""
-
-    code: int
-    stderr: str
-    at: float
-
-    @property
-    def messages(self) -> set[str]:
-        return {line for line in self.stderr.splitlines() if line.startswith("megatron_vl.train: ")}
 
 
 @pytest.fixture(scope="module")
@@ -80,79 +63,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     }
 
 
-def run_apart(
-    words: list[str],
-    world: int,
-    output: Path,
-    *,
-    shells: Mapping[int, str] | None = None,
-    folders: Mapping[int, Path] | None = None,
-    seconds: float = 120,
-) -> list[Ended]:
-    """Runs each rank of a program by itself and waits for their ends.
-
-    Args:
-        words: the program of a rank.
-        output: where standard error goes.
-        shells: by rank, what bash does before the program starts.
-        folders: by rank, where the program starts.
-    """
-    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = str(listening_port())
-    processes = []
-    for rank in range(world):
-        line = f'{(shells or {}).get(rank, "true")} && exec "$@"'
-        variables = environment() | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (output / f"stderr_{rank}").open("w") as stderr:
-            start = ["bash", "-c", line, "rank", *words]
-            where = (folders or {}).get(rank)
-            processes.append(
-                subprocess.Popen(start, env=variables, cwd=where, stdout=subprocess.DEVNULL, stderr=stderr)
-            )
-
-    ended: dict[int, Ended] = {}
-    deadline = time.monotonic() + seconds
-    try:
-        while len(ended) < world:
-            assert time.monotonic() < deadline, (
-                f"ranks {set(range(world)) - set(ended)} have not ended: {ended}"
-            )
-            for rank, process in enumerate(processes):
-                if rank not in ended and process.poll() is not None:
-                    said = (output / f"stderr_{rank}").read_text()
-                    ended[rank] = Ended(process.returncode, said, time.monotonic())
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-    return [ended[rank] for rank in range(world)]
-
-
-def listening_port() -> int:
-    """A free port below those that the system assigns to outgoing connections, which a busy
-    machine uses up."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as server:
-            try:
-                server.bind(("", port))
-                return port
-            except OSError:
-                continue
-
-
-def rank_program(words: list[str]) -> list[str]:
-    """The program that torchrun would start for a command line of :func:`command`."""
-    return [words[0], *words[words.index("-m", 3) :]]
-
-
 def one_message(ended: list[Ended]) -> str:
     """The message of all ranks, once each; all have failed, one soon after the other."""
     assert [rank.code for rank in ended] == [1] * len(ended), ended
     assert max(rank.at for rank in ended) - min(rank.at for rank in ended) < SECONDS
-    messages = set.union(*(rank.messages for rank in ended))
+    messages = {line for rank in ended for line in rank.stderr.splitlines() if line.startswith(PROGRAM)}
     assert len(messages) == 1, messages
-    assert all(rank.stderr.count("megatron_vl.train: ") == 1 for rank in ended), ended
+    assert all(rank.stderr.count(PROGRAM) == 1 for rank in ended), ended
     return messages.pop()
 
 
@@ -160,8 +77,7 @@ def one_message(ended: list[Ended]) -> str:
 def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
     """Main threads wait in native code with the lock of their store, and a thread of each still
     writes a file."""
-    program = [sys.executable, str(Path(__file__).with_name("failing_ranks.py")), "gloo", str(tmp_path)]
-    ended = run_apart(program, 3, tmp_path)
+    ended = run_apart("tests.training.failing_ranks", ["gloo", tmp_path], 3)
     message = one_message(ended)
     assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
     assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
@@ -248,17 +164,9 @@ def test_a_folder_that_cannot_be_listed_at_the_end_is_told(tmp_path) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("world, layout", LAYOUTS)
 def test_a_loader_that_fails_ends_all_replicas(prepared, tmp_path, world: int, layout: list[str]) -> None:
-    words = command(
-        prepared,
-        tmp_path / "run",
-        *layout,
-        "--data.path",
-        str(prepared["half"]),
-        "--data.shuffle_buffer",
-        "0",
-        ranks=world,
-    )
-    message = one_message(run_apart(rank_program(words), world, tmp_path))
+    half = ["--data.path", str(prepared["half"]), "--data.shuffle_buffer", "0"]
+    words = options_of(prepared, tmp_path / "run", *layout, *half)
+    message = one_message(run_apart("megatron_vl.train", words, world))
     assert "data-parallel rank 1: the loader failed" in message
     assert "samples in a row cannot be used" in message and "longer than seq_len" in message
 
@@ -268,8 +176,8 @@ def test_a_loader_that_fails_ends_all_replicas(prepared, tmp_path, world: int, l
 def test_a_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path, background: str) -> None:
     """Files of the second rank may not grow, as on a node with a full disk."""
     options = ["--checkpoint.interval", "2", "--checkpoint.background", background]
-    words = command(prepared, tmp_path / "run", *options, ranks=2, steps=2000)
-    message = one_message(run_apart(rank_program(words), 2, tmp_path, shells={1: "ulimit -f 40"}))
+    words = options_of(prepared, tmp_path / "run", *options, steps=2000)
+    message = one_message(run_apart("megatron_vl.train", words, 2, file_bytes={1: 40 << 10}))
     assert "checkpoint of step 2 could not be written" in message
     assert "File too large" in message
     assert not (tmp_path / "run" / "step_00000002").exists()
@@ -287,6 +195,6 @@ def test_validation_rows_that_one_replica_cannot_read_end_all(prepared, tmp_path
     for path in held_out:
         path.unlink()
     options = ["--data.path", "data", "--eval.interval", "1"]
-    words = command(prepared, tmp_path / "run", *options, ranks=2)
-    message = one_message(run_apart(rank_program(words), 2, tmp_path, folders=folders))
+    words = options_of(prepared, tmp_path / "run", *options)
+    message = one_message(run_apart("megatron_vl.train", words, 2, folders=folders))
     assert "no sample of the split 'val' can be used" in message

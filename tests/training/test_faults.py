@@ -74,13 +74,15 @@ def disturb(
     """Starts the run, or goes on with it, until something happens to a rank after ``step`` more steps."""
     run.mkdir(exist_ok=True)
     words = [fault, rank, step, moment, *options_of(prepared, run, *OPTIONS, *options, steps=STEPS)]
-    codes, stdout, stderr = ranks.run_apart("tests.training.faulty_rank", words, 4)
+    done = ranks.run_apart("tests.training.faulty_rank", words, 4, one_node=True)
     ended = time.time()
+    codes = [rank.code for rank in done]
+    stderr = "".join(rank.stderr for rank in done)
     told = json.loads((run / "fault.json").read_text())
     messages = [line for line in stderr.splitlines() if line.startswith("megatron_vl.train: ")]
     assert len(messages) == 1, stderr
     nothing_is_left(told["children"])
-    return Ended(codes, stdout, stderr, ended - told["at"], messages[0], told["saving"])
+    return Ended(codes, done[0].stdout, stderr, ended - told["at"], messages[0], told["saving"])
 
 
 def nothing_is_left(children: list[int]) -> None:
@@ -186,8 +188,8 @@ def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
 
     def start(fault: str, run: Path) -> tuple[int, str]:
         words = [fault, 0, 2, "export", *options_of(prepared, run, *EXPORTS, steps=4)]
-        [code], said, _ = ranks.run_apart("tests.training.faulty_rank", words, 1)
-        return code, said
+        [rank] = ranks.run_apart("tests.training.faulty_rank", words, 1, one_node=True)
+        return rank.code, rank.stdout
 
     code, _ = start("kill", killed)
     children = json.loads((killed / "fault.json").read_text())["children"]

@@ -87,6 +87,7 @@ def test_torchrun_saves_at_sigterm_too(prepared, tmp_path):
     assert verify_checkpoint(run / f"step_{last:08d}") == []
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN], ids=["launcher", "torchrun"])
 def test_one_message_for_all_ranks(launcher, tmp_path):
     options = [

@@ -24,7 +24,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.training.evaluation import Answer, Evaluation
 from megatron_vl.training.preflight import check_wandb
 from megatron_vl.training.sinks import WANDB_FILE, JsonLines, Sink, TensorBoard, Wandb, open_sinks
-from tests.training.small_run import command, environment, metrics, prepare
+from tests.training.small_run import command, environment, metrics, prepare, train
 
 _found = importlib.util.find_spec("wandb")
 HAS_WANDB = _found is not None and _found.origin is not None
@@ -219,7 +219,7 @@ def test_a_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path,
 
     plain, run = tmp_path / "plain", tmp_path / "run"
     wandb = ["--wandb.project", "tests", "--wandb.mode", "offline"]
-    start(plain)
+    assert train(prepared, plain, ranks=1, steps=4).returncode == 0
     start(run, *wandb, "--stop_after", "2")
     start(run, *wandb)
 
