@@ -113,7 +113,7 @@ def test_ranks_end_with_a_message_when_the_host_of_their_store_is_killed() -> No
     done = run_module("tests.training.ending_ranks", ["host_killed", "1"], 2)
     told = [line for line in done.stderr.splitlines() if line.startswith("megatron_vl.train: ")]
     assert len(told) == 1, done.stderr
-    assert "rank 0: process" in told[0] and "ended without a message" in told[0]
+    assert "rank 0: the process" in told[0] and "ended without a message" in told[0]
     assert "the process that keeps the store of all ranks (127.0.0.1:" in told[0] and "is gone" in told[0]
 
 
