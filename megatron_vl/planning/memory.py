@@ -96,13 +96,18 @@ def estimate(
         RunConfigError, LayoutError: the run is impossible.
     """
     dp = validate(config, world_size)
-    p = config.parallel
-    layout = run_layout(spec, p)
+    return stage_memories(config, spec, run_layout(spec, config.parallel), dp, patches)
+
+
+def stage_memories(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, patches: int | None = None
+) -> list[StageMemory]:
+    """:func:`estimate` for a layout that need not be the one that ``config`` asks for."""
     most = config.data.seq_len * spec.vision.merge_unit
     if patches is None:
         patches = min(most, config.data.max_patches or most)
     micro_batches = config.global_batch_size // dp
-    return [_stage(config, spec, layout, stage, dp, micro_batches, patches) for stage in range(p.pp)]
+    return [_stage(config, spec, layout, stage, dp, micro_batches, patches) for stage in range(layout.pp)]
 
 
 def peak_gib(stages: list[StageMemory]) -> float:
@@ -164,14 +169,42 @@ def _parameters(
     offloaded = config.optimizer.cpu_offload_fraction if config.optimizer.cpu_offload else 0.0
     for info in stage_tensors(spec, layout, stage):
         n = math.prod(info.shard_shape(layout.cut))
-        # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
-        copies = layout.tp * dp // layout.cut.parts(info) if info.experts else dp
-        shards = copies if config.parallel.distributed_optimizer else 1
+        shards = _owners(config, info, layout, dp)
         weights += element * n
         if _trained(config, info.name):
             gradients += 4 * n
             optimizer += state * n / shards * (1 - offloaded)
     return StageMemory(stage, weights, gradients, optimizer)
+
+
+def stage_parameters(stage: StageMemory, element: int) -> float:
+    """Parameters on one GPU of a stage, from its weights of so many bytes each."""
+    return stage.weights / element
+
+
+def owned_parameters(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int
+) -> tuple[float, int]:
+    """Trained parameters whose optimizer state one GPU of a stage owns, and its number of parameter tensors.
+
+    Each expert's matrix is a tensor of its own.
+    """
+    owned = 0.0
+    tensors = 0
+    for info in stage_tensors(spec, layout, stage):
+        if not _trained(config, info.name):
+            continue
+        shape = info.shard_shape(layout.cut)
+        owned += math.prod(shape) / _owners(config, info, layout, dp)
+        tensors += shape[0] if info.experts else 1
+    return owned, tensors
+
+
+def _owners(config: TrainConfig, info: TensorInfo, layout: Layout, dp: int) -> int:
+    """Number of GPUs that share the optimizer state of a tensor."""
+    # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
+    copies = layout.tp * dp // layout.cut.parts(info) if info.experts else dp
+    return copies if config.parallel.distributed_optimizer else 1
 
 
 def _trained(config: TrainConfig, name: str) -> bool:
