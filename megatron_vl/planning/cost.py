@@ -14,6 +14,7 @@ from functools import cached_property
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.planning.calibration import Calibration
+from megatron_vl.planning.memory import Parameters, offloaded
 from megatron_vl.planning.rows import RowStatistics
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -293,18 +294,12 @@ class Costs:
             return 0.0
         return self.collective(weights, self.dp, self.layout.tp)
 
-    def update(self, parameters: float, owned: float, tensors: int) -> float:
-        """Seconds of clearing, scaling and clipping gradients and of AdamW.
-
-        Args:
-            parameters: trained parameters of this rank.
-            owned: those whose optimizer state it owns.
-            tensors: number of its parameter tensors.
-        """
+    def update(self, parameters: Parameters) -> float:
+        """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU."""
         c = self.calibration
-        here = owned * (1 - offloaded(self.config))
-        on_device = (here * c.optimizer_ps + parameters * c.gradient_ps) * 1e-12
-        return on_device + tensors * c.tensor_us * 1e-6
+        here = parameters.owned * (1 - offloaded(self.config))
+        on_device = (here * c.optimizer_ps + parameters.trained * c.gradient_ps) * 1e-12
+        return on_device + parameters.tensors * c.tensor_us * 1e-6
 
 
 def ranks_of_a_token(experts: int, top_k: int, ep: int) -> float:
@@ -315,12 +310,3 @@ def ranks_of_a_token(experts: int, top_k: int, ep: int) -> float:
     for i in range(top_k):
         missed *= max(0, experts - experts // ep - i) / (experts - i)
     return ep * (1 - missed)
-
-
-def offloaded(config: TrainConfig) -> float:
-    """Share of the optimizer's state in host memory."""
-    o = config.optimizer
-    share = getattr(o, "offload_fraction", None)
-    if share is None:
-        return o.cpu_offload_fraction if o.cpu_offload else 0.0
-    return share if isinstance(share, int | float) else 0.0

@@ -22,15 +22,16 @@ leaves room for them. ``docs/log/2026-11.md`` compares the formula with measurem
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
-from megatron_vl.config import TrainConfig, validate
+from megatron_vl.config import TrainConfig
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.families.base import MoeSpec
-from megatron_vl.spec.layout import Layout, run_layout
-from megatron_vl.spec.tensors import EMBEDDING, TensorInfo, part_of, tensor_table
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import EMBEDDING, Cut, TensorInfo, part_of, tensor_table
 
 GIB = 2**30
 GPU_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
@@ -83,26 +84,16 @@ class StageMemory:
 PARTS = ("weights", "gradients", "optimizer", "activations", "vision", "logits", "rows", "workspace")
 
 
-def estimate(
-    config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
-) -> list[StageMemory]:
-    """Estimates the peak memory of each pipeline stage, first stage first.
-
-    Args:
-        patches: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
-            as many as fill every token with a merged feature).
-
-    Raises:
-        RunConfigError, LayoutError: the run is impossible.
-    """
-    dp = validate(config, world_size)
-    return stage_memories(config, spec, run_layout(spec, config.parallel), dp, patches)
-
-
 def stage_memories(
     config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, patches: int | None = None
 ) -> list[StageMemory]:
-    """:func:`estimate` for a layout that need not be the one that ``config`` asks for."""
+    """The peak memory of each pipeline stage, first stage first.
+
+    Args:
+        layout: it need not be the one that ``config`` asks for.
+        patches: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
+            as many as fill every token with a merged feature).
+    """
     most = config.data.seq_len * spec.vision.merge_unit
     if patches is None:
         patches = min(most, config.data.max_patches or most)
@@ -128,7 +119,8 @@ def _stage(
     sizes = _Sizes(config, spec, layout, element, patches)
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
     vision = sizes.vision() if stage == 0 else _Held()
-    order = play_schedule(layout.pp, layout.vpp, stage, micro_batches)
+    # What is held does not grow any more after the warm-up.
+    order = play_schedule(layout.pp, layout.vpp, stage, min(micro_batches, 4 * layout.pp))
 
     # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
     weight = [c.kept + (vision.kept if v == 0 else 0.0) for v, c in enumerate(chunks)]
@@ -160,57 +152,114 @@ def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInf
     return own
 
 
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters on one GPU."""
+
+    held: float = 0.0
+    trained: float = 0.0
+    owned: float = 0.0
+    """Trained ones whose optimizer state this GPU owns."""
+    tensors: int = 0
+    """Trained tensors; each expert's matrix is a tensor of its own."""
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.held + other.held,
+            self.trained + other.trained,
+            self.owned + other.owned,
+            self.tensors + other.tensors,
+        )
+
+
+def stage_parameters(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int
+) -> Parameters:
+    """The parameters of one GPU of a pipeline stage."""
+    m, p = config.model, config.parallel
+    frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
+    sections = _sections(spec, layout.cut, layout.tp * dp, p.distributed_optimizer, frozen)
+    last = stage == layout.pp - 1
+    found = Parameters()
+    if stage == 0:
+        found += sections["vision", -1] + sections["embedding", -1]
+    if last:
+        found += sections["head", -1]
+    if last and layout.pp > 1 and spec.language.tied_embeddings:
+        found += sections["tied", -1]
+    for v in range(layout.vpp):
+        for layer in layout.chunk_layers(stage, v):
+            found += sections["layer", layer]
+    return found
+
+
+@functools.cache
+def _sections(
+    spec: ModelSpec, cut: Cut, ranks: int, distributed: bool, frozen: tuple[bool, bool, bool]
+) -> dict[tuple[str, int], Parameters]:
+    """The parameters of each section of the model on one of the ``ranks`` GPUs of its stage."""
+    table = tensor_table(spec)
+    parts = dict(zip(("vision", "merger", "language"), frozen, strict=True))
+    found: dict[tuple[str, int], Parameters] = {(name, -1): Parameters() for name in _SECTIONS}
+    for info in table.values():
+        # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
+        copies = ranks // cut.parts(info) if info.experts else ranks // cut.tp
+        shape = info.shard_shape(cut)
+        n = math.prod(shape)
+        trained = 0 if parts[part_of(info.name)] else n
+        one = Parameters(
+            n,
+            trained,
+            trained / (copies if distributed else 1),
+            (shape[0] if info.experts else 1) * bool(trained),
+        )
+        key = (info.section, info.layer if info.section == "layer" else -1)
+        found[key] = found.get(key, Parameters()) + one
+        if info.name == EMBEDDING:
+            found["tied", -1] = one
+    return found
+
+
+def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> float:
+    """Weights, gradients and optimizer state of one GPU of every stage together."""
+    m, p = config.model, config.parallel
+    frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
+    held, trained, owned = _sum_of_sections(
+        spec, layout.cut, layout.tp * dp, p.distributed_optimizer, frozen
+    )
+    element, state = (2, 12) if config.dtype == "bfloat16" else (4, 8)
+    return element * held + 4 * trained + state * owned * (1 - offloaded(config))
+
+
+@functools.cache
+def _sum_of_sections(
+    spec: ModelSpec, cut: Cut, ranks: int, distributed: bool, frozen: tuple[bool, bool, bool]
+) -> tuple[float, float, float]:
+    sections = _sections(spec, cut, ranks, distributed, frozen)
+    every = [found for (name, _), found in sections.items() if name != "tied"]
+    return sum(f.held for f in every), sum(f.trained for f in every), sum(f.owned for f in every)
+
+
+_SECTIONS = ("vision", "embedding", "head", "tied")
+
+
 def _parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, element: int
 ) -> StageMemory:
-    weights = gradients = optimizer = 0.0
+    found = stage_parameters(config, spec, layout, stage, dp)
     # float32 weights are their own master weights.
     state = 12 if element == 2 else 8
-    offloaded = config.optimizer.cpu_offload_fraction if config.optimizer.cpu_offload else 0.0
-    for info in stage_tensors(spec, layout, stage):
-        n = math.prod(info.shard_shape(layout.cut))
-        shards = _owners(config, info, layout, dp)
-        weights += element * n
-        if _trained(config, info.name):
-            gradients += 4 * n
-            optimizer += state * n / shards * (1 - offloaded)
-    return StageMemory(stage, weights, gradients, optimizer)
+    here = state * found.owned * (1 - offloaded(config))
+    return StageMemory(stage, element * found.held, 4 * found.trained, here)
 
 
-def stage_parameters(stage: StageMemory, element: int) -> float:
-    """Parameters on one GPU of a stage, from its weights of so many bytes each."""
-    return stage.weights / element
-
-
-def owned_parameters(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int
-) -> tuple[float, int]:
-    """Trained parameters whose optimizer state one GPU of a stage owns, and its number of parameter tensors.
-
-    Each expert's matrix is a tensor of its own.
-    """
-    owned = 0.0
-    tensors = 0
-    for info in stage_tensors(spec, layout, stage):
-        if not _trained(config, info.name):
-            continue
-        shape = info.shard_shape(layout.cut)
-        owned += math.prod(shape) / _owners(config, info, layout, dp)
-        tensors += shape[0] if info.experts else 1
-    return owned, tensors
-
-
-def _owners(config: TrainConfig, info: TensorInfo, layout: Layout, dp: int) -> int:
-    """Number of GPUs that share the optimizer state of a tensor."""
-    # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
-    copies = layout.tp * dp // layout.cut.parts(info) if info.experts else dp
-    return copies if config.parallel.distributed_optimizer else 1
-
-
-def _trained(config: TrainConfig, name: str) -> bool:
-    m = config.model
-    frozen = {"vision": m.freeze_vision, "merger": m.freeze_merger, "language": m.freeze_language}
-    return not frozen[part_of(name)]
+def offloaded(config: TrainConfig) -> float:
+    """Share of the optimizer's state in host memory."""
+    o = config.optimizer
+    share = getattr(o, "offload_fraction", None)
+    if share is None:
+        return o.cpu_offload_fraction if o.cpu_offload else 0.0
+    return share if isinstance(share, int | float) else 0.0
 
 
 # --- Activations --------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from typing import Any
 
 from megatron_vl.config import TrainConfig, validate
 from megatron_vl.planning.calibration import Calibration, shipped
-from megatron_vl.planning.cost import Costs, Network, PassTime, offloaded
+from megatron_vl.planning.cost import Costs, Network, PassTime
 from megatron_vl.planning.flops import row_flops
 from megatron_vl.planning.memory import (
     GIB,
     RESERVE_GIB,
     StageMemory,
-    owned_parameters,
+    offloaded,
     stage_memories,
     stage_parameters,
 )
@@ -68,6 +68,7 @@ class Prediction:
     micro_batches: int
     rows: RowStatistics
     calibration: Calibration
+    network: Network
     stages: tuple[StagePlan, ...]
     message: float
     """Seconds of a message between stages."""
@@ -192,6 +193,7 @@ def predict(
         micro_batches,
         rows,
         calibration,
+        costs.network,
         stages,
         message,
         ahead,
@@ -233,19 +235,30 @@ def chunk_times(costs: Costs, layout: Layout, stage: int) -> tuple[PassTime, ...
     return tuple(times)
 
 
+def step_ends(costs: Costs, layout: Layout, times: list[tuple[PassTime, ...]]) -> float:
+    """What a step takes beside the passes of its pipeline; ``times`` are those of its stages' chunks."""
+    longest = 0.0
+    for stage, chunks in enumerate(times):
+        held = stage_parameters(costs.config, costs.spec, layout, stage, costs.dp)
+        seconds = _exposed(costs, held.trained, chunks) + costs.update(held)
+        longest = max(longest, seconds + _host_update(costs, held.owned, chunks))
+    micro_batches = costs.config.global_batch_size // costs.dp
+    besides = _straggling(costs, micro_batches) + _tower_ahead(costs, micro_batches)
+    return longest + besides + costs.calibration.step_s
+
+
 def _stage(costs: Costs, memory: StageMemory, stage: int) -> StagePlan:
-    config, spec, layout, dp = costs.config, costs.spec, costs.layout, costs.dp
+    layout = costs.layout
     chunks = chunk_times(costs, layout, stage)
-    trained = memory.gradients / 4
-    owned, tensors = owned_parameters(config, spec, layout, stage, dp)
+    held = stage_parameters(costs.config, costs.spec, layout, stage, costs.dp)
     layers = tuple(len(layout.chunk_layers(stage, v)) for v in range(layout.vpp))
     return StagePlan(
         layers,
-        stage_parameters(memory, costs.element),
+        held.held,
         memory,
         chunks,
-        _exposed(costs, trained, chunks),
-        costs.update(trained, owned, tensors) + _host_update(costs, owned, chunks),
+        _exposed(costs, held.trained, chunks),
+        costs.update(held) + _host_update(costs, held.owned, chunks),
     )
 
 

@@ -1,0 +1,345 @@
+"""Searches the layouts of a run for the fastest that fits.
+
+All sizes of TP, PP, VPP, EP and ETP that the model and the number of GPUs allow are combined with a ladder of
+recompute (and offload). They are taken in the order of a quick estimate of their time; for each, memory is
+computed, and the split improved where a balanced one does not fit, until enough have been found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.errors import UserError
+from megatron_vl.planning.calibration import Calibration
+from megatron_vl.planning.cost import Costs, Network
+from megatron_vl.planning.memory import GIB, RESERVE_GIB, offloaded, parameter_bytes, stage_memories
+from megatron_vl.planning.predict import Prediction, chunk_times, predict, step_ends
+from megatron_vl.planning.rows import RowStatistics
+from megatron_vl.planning.split import balanced, planned_layers, quick_seconds
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.tensors import LayoutError
+
+LARGEST_TP = 8
+LARGEST_PP = 64
+LARGEST_VPP = 4
+LARGEST_EP = 64
+LADDER: tuple[dict[str, Any], ...] = (
+    {"language": "none", "vision": "none"},
+    {"language": "selective", "language_modules": ["activation"], "vision": "activation"},
+    {"language": "selective", "language_modules": ["activation"], "vision": "full"},
+    {"language": "full", "vision": "activation"},
+    {"language": "full", "vision": "full"},
+)
+"""Recompute in the order of what it costs."""
+MARGIN = 1.25
+"""Layouts whose quick estimate is so many times the best found are not looked at any more."""
+TRIED = 400
+"""Most layouts whose memory is computed after the first that fits."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the search may choose, and with what it reckons."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    world: int
+    calibration: Calibration
+    rows: RowStatistics
+    network: Network = Network()
+    patches: int | None = None
+    """Patches of the fullest row, for memory; None: as many as a row can hold."""
+    keep: int = 8
+    """Number of layouts to return."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A layout that was not chosen."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search."""
+
+    best: tuple[Prediction, ...]
+    """Layouts that fit, fastest first."""
+    reasons: tuple[str, ...]
+    """Of each of them but the first, why it is slower."""
+    lost: tuple[Lost, ...]
+    """Layouts that would be faster and do not fit, fastest first."""
+    combinations: int
+    """Number of combinations of sizes, recompute and offload."""
+
+
+@dataclass(order=True)
+class _Candidate:
+    """A combination in the order of its quick estimate."""
+
+    seconds: float
+    number: int
+    config: TrainConfig = field(compare=False)
+    layout: Layout = field(compare=False)
+    costs: Costs = field(compare=False)
+
+
+def search(wanted: Wanted) -> Found:
+    """Finds the fastest layouts that fit.
+
+    Raises:
+        RunConfigError: no combination of sizes is possible at all, for instance because
+            ``global_batch_size`` has no divisor in common with the number of GPUs.
+    """
+    queue = [c for c in (_candidate(wanted, *item) for item in enumerate(_configs(wanted))) if c is not None]
+    if not queue:
+        raise RunConfigError(
+            f"no layout of {wanted.world} GPUs is possible with global_batch_size"
+            f" {wanted.config.global_batch_size}: the data-parallel size must divide it"
+        )
+    combinations = len(queue)
+    heapq.heapify(queue)
+    found: dict[tuple, Prediction] = {}
+    lost: dict[tuple, Lost] = {}
+    tried = 0
+    while queue:
+        candidate = heapq.heappop(queue)
+        if found and (candidate.seconds > MARGIN * _slowest(found, wanted.keep) or tried > TRIED):
+            break
+        key = _sizes(candidate)
+        # More recompute under the same sizes is slower: one that fits is enough.
+        if key in found:
+            continue
+        tried += bool(found)
+        prediction, lacking = _judge(wanted, candidate)
+        if prediction is not None:
+            found[key] = prediction
+        elif key not in lost:
+            text = describe(candidate.config, candidate.layout, candidate.costs.dp)
+            lost[key] = Lost(text, f"{lacking:.0f} GiB on the fullest GPU")
+    best = sorted(found.values(), key=_rank)[: wanted.keep]
+    reasons = tuple(why_slower(best[0], other) for other in best[1:])
+    return Found(tuple(best), reasons, tuple(lost.values())[: wanted.keep], combinations)
+
+
+def _slowest(found: dict[tuple, Prediction], keep: int) -> float:
+    """The step of the last layout that would be returned; infinite while there are too few."""
+    steps = sorted(prediction.step for prediction in found.values())
+    return steps[keep - 1] if len(steps) >= keep else 2 * steps[0]
+
+
+def _rank(prediction: Prediction) -> tuple:
+    """Fastest first; of equally fast ones, the simplest."""
+    layout = prediction.layout
+    return round(prediction.step, 4), layout.pp * layout.vpp, layout.tp, layout.ep, layout.etp
+
+
+def _sizes(candidate: _Candidate) -> tuple:
+    layout = candidate.layout
+    share = offloaded(candidate.config)
+    return layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, share, _placement(candidate.config)
+
+
+def _placement(config: TrainConfig) -> str:
+    return getattr(getattr(config, "vision", None), "placement", "")
+
+
+# --- Combinations -------------------------------------------------------------------------------------------
+
+
+def _configs(wanted: Wanted) -> Iterator[TrainConfig]:
+    """All combinations that the fields of a run allow."""
+    for parallel in _parallels(wanted):
+        base = dataclasses.replace(wanted.config, parallel=parallel)
+        try:
+            validate(base, wanted.world)
+        except RunConfigError:
+            continue
+        for placed in _placements(base):
+            for recompute in LADDER:
+                r = dataclasses.replace(wanted.config.recompute, **recompute)
+                config = dataclasses.replace(placed, recompute=r)
+                yield config
+                for optimizer in offloads(config):
+                    yield dataclasses.replace(config, optimizer=optimizer)
+
+
+def _parallels(wanted: Wanted) -> Iterator[Any]:
+    p, m, world = wanted.config.parallel, wanted.spec.language, wanted.world
+    tps = [n for n in _powers(min(LARGEST_TP, wanted.network.gpus_per_node, world)) if world % n == 0]
+    pps = [n for n in range(1, min(LARGEST_PP, m.num_layers, world) + 1) if world % n == 0]
+    eps = _powers(min(LARGEST_EP, world)) if m.moe else [1]
+    for tp, pp, ep in itertools.product(tps, pps, eps):
+        etps = [1, tp] if m.moe and tp > 1 else [1]
+        vpps = [n for n in range(1, LARGEST_VPP + 1) if n == 1 or pp > 1 and pp * n <= m.num_layers]
+        for vpp, etp in itertools.product(vpps, etps):
+            sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp}
+            overlap = p.tp_comm_overlap and tp > 1
+            yield dataclasses.replace(
+                p, **sizes, layers=None, sequence_parallel=tp > 1, tp_comm_overlap=overlap
+            )
+
+
+def _powers(largest: int) -> list[int]:
+    return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
+
+
+def _placements(config: TrainConfig) -> list[TrainConfig]:
+    """The places of the vision tower that a run may choose."""
+    if not _placement(config) or config.parallel.pp == 1:
+        return [config]
+    vision: Any = config.vision  # type: ignore[attr-defined]
+    found = []
+    for name in ("first_stage", "decoupled"):
+        found.append(dataclasses.replace(config, vision=dataclasses.replace(vision, placement=name)))  # type: ignore[call-arg]
+    return found
+
+
+def offloads(config: TrainConfig) -> list[Any]:
+    """The optimizer's section with more of its state in host memory."""
+    optimizer = config.optimizer
+    if hasattr(optimizer, "offload_fraction"):
+        now = offloaded(config)
+        shares = [share for share in (0.5, 1.0) if share > now]
+        return [dataclasses.replace(optimizer, offload_fraction=share) for share in shares]
+    # Megatron-core's offloaded state cannot be saved.
+    if optimizer.cpu_offload or config.checkpoint.dir:
+        return []
+    return [dataclasses.replace(optimizer, cpu_offload=True)]
+
+
+def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate | None:
+    """A combination with its quick estimate; None if the model does not allow it or its states do not fit."""
+    spec, p = wanted.spec, config.parallel
+    dp = wanted.world // (p.tp * p.pp)
+    entries = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]
+    try:
+        layout = make_layout(spec, p.tp, p.pp, p.vpp, entries, p.ep, p.etp)
+    except LayoutError:
+        return None
+    # The parameters alone, evenly spread, are the least that any split needs.
+    if parameter_bytes(config, spec, layout, dp) / p.pp / GIB + RESERVE_GIB > wanted.calibration.memory_gib:
+        return None
+    costs = Costs(config, spec, layout, dp, wanted.rows, wanted.calibration, wanted.network)
+    layout = dataclasses.replace(layout, layers=_balanced(costs))
+    times = [chunk_times(costs, layout, stage) for stage in range(p.pp)]
+    micro_batches = config.global_batch_size // dp
+    seconds = quick_seconds(times, micro_batches, costs.message()) + step_ends(costs, layout, times)
+    return _Candidate(seconds, number, config, layout, costs)
+
+
+def _balanced(costs: Costs) -> tuple[int, ...]:
+    entries = costs.layout.pp * costs.layout.vpp
+    if entries == 1:
+        return (costs.spec.language.num_layers,)
+    empty = dataclasses.replace(costs.layout, layers=(0,) * entries)
+    first = chunk_times(costs, empty, 0)[0].both
+    last = chunk_times(costs, empty, costs.layout.pp - 1)[-1].both
+    layers = [costs.decoder_layer(i).both for i in range(costs.spec.language.num_layers)]
+    return balanced(layers, first, last, entries)
+
+
+def _judge(wanted: Wanted, candidate: _Candidate) -> tuple[Prediction | None, float]:
+    """The prediction of a combination that fits; otherwise None and the GiB that it would take."""
+    config, spec, layout, costs = candidate.config, wanted.spec, candidate.layout, candidate.costs
+    memories = stage_memories(config, spec, layout, costs.dp, wanted.patches)
+    limit = wanted.calibration.memory_gib - RESERVE_GIB
+    mean = sum(memory.total for memory in memories) / len(memories) / GIB
+    most = max(memory.total for memory in memories) / GIB
+    if most > limit and (layout.pp == 1 or mean > limit):
+        return None, most
+    if layout.pp > 1:
+        layout = dataclasses.replace(layout, layers=planned_layers(costs, patches=wanted.patches))
+    prediction = predict(
+        config,
+        spec,
+        wanted.world,
+        layout,
+        rows=wanted.rows,
+        calibration=wanted.calibration,
+        network=wanted.network,
+        patches=wanted.patches,
+    )
+    return (prediction, 0.0) if prediction.fits else (None, prediction.peak_gib)
+
+
+# --- Words --------------------------------------------------------------------------------------------------
+
+
+def describe(config: TrainConfig, layout: Layout, dp: int) -> str:
+    """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": dp}
+    words = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one GPU"
+    experts = {"ep": layout.ep, "etp": layout.etp}
+    more = [" ".join(f"{name}{size}" for name, size in experts.items() if size > 1)]
+    r = config.recompute
+    language = "activation" if r.language == "selective" and r.language_modules == ["activation"] else r.language
+    if (language, r.vision) != ("none", "none"):
+        more.append(f"recompute {language}/{r.vision}")
+    if share := offloaded(config):
+        more.append(f"offload {share:g}")
+    if _placement(config) == "decoupled":
+        more.append("tower on every rank")
+    return ", ".join([words, *[word for word in more if word]])
+
+
+def why_slower(best: Prediction, other: Prediction) -> str:
+    """The causes that make a layout slower than the best, the largest first."""
+    parts = {
+        name: theirs - ours
+        for (name, theirs), ours in zip(_parts(other).items(), _parts(best).values(), strict=True)
+    }
+    total = other.step - best.step
+    named = [(seconds, name) for name, seconds in parts.items() if seconds > 0.1 * max(total, 1e-9)]
+    causes = [f"{name} {1e3 * seconds:+,.0f} ms" for seconds, name in sorted(named, reverse=True)[:2]]
+    return f"{100 * total / best.step:+.1f} %" + (f": {', '.join(causes)}" if causes else "")
+
+
+def _parts(prediction: Prediction) -> dict[str, float]:
+    """Seconds of a step by cause, of the mean stage."""
+    config = prediction.config
+    stages = prediction.stages
+    bare_config = dataclasses.replace(
+        config, recompute=dataclasses.replace(config.recompute, language="none", vision="none")
+    )
+    fast = dataclasses.replace(prediction.calibration, nvlink_gb_s=1e6, network_gb_s=1e6, collective_s=0.0)
+
+    def computing(run: TrainConfig, calibration: Calibration) -> float:
+        layout = prediction.layout
+        costs = Costs(
+            run, prediction.spec, layout, prediction.dp, prediction.rows, calibration, prediction.network
+        )
+        times = [chunk_times(costs, layout, stage) for stage in range(layout.pp)]
+        row = sum(chunk.both for stage in times for chunk in stage)
+        return prediction.micro_batches * row / layout.pp
+
+    whole = computing(config, prediction.calibration)
+    bare = computing(bare_config, prediction.calibration)
+    silent = computing(bare_config, fast)
+    ends = max(stage.exposed + stage.update for stage in stages)
+    return {
+        "pipeline waits": prediction.pipeline - whole,
+        "recompute": whole - bare,
+        "collectives": bare - silent,
+        "computing": silent,
+        "gradients and update": ends,
+        "uneven replicas": prediction.straggling,
+    }
+
+
+def what_fits(wanted: Wanted) -> Prediction | None:
+    """The fastest layout that fits; None if there is none."""
+    try:
+        found = search(dataclasses.replace(wanted, keep=1))
+    except (UserError, ValueError):
+        return None
+    return found.best[0] if found.best else None
