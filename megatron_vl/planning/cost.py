@@ -112,6 +112,11 @@ class Costs:
         """A decoder layer on one row."""
         return self._layers[self.spec.language.has_experts(layer)]
 
+    def decoder_layers(self, layers: range) -> PassTime:
+        """Consecutive decoder layers on one row."""
+        experts = sum(self.spec.language.has_experts(layer) for layer in layers)
+        return self._layers[True] * experts + self._layers[False] * (len(layers) - experts)
+
     def _decoder_layer(self, experts: bool) -> PassTime:
         m, c, tp = self.spec.language, self.calibration, self.layout.tp
         if experts and m.moe is None:

@@ -98,7 +98,8 @@ def stage_memories(
     if patches is None:
         patches = min(most, config.data.max_patches or most)
     micro_batches = config.global_batch_size // dp
-    return [_stage(config, spec, layout, stage, dp, micro_batches, patches) for stage in range(layout.pp)]
+    sizes = _Sizes(config, spec, layout, 2 if config.dtype == "bfloat16" else 4, patches)
+    return [_stage(sizes, stage, dp, micro_batches) for stage in range(layout.pp)]
 
 
 def peak_gib(stages: list[StageMemory]) -> float:
@@ -106,21 +107,12 @@ def peak_gib(stages: list[StageMemory]) -> float:
     return max(stage.total for stage in stages) / GIB
 
 
-def _stage(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    stage: int,
-    dp: int,
-    micro_batches: int,
-    patches: int,
-) -> StageMemory:
-    element = 2 if config.dtype == "bfloat16" else 4
-    sizes = _Sizes(config, spec, layout, element, patches)
+def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemory:
+    config, spec, layout, element = sizes.config, sizes.spec, sizes.layout, sizes.element
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
     vision = sizes.vision() if stage == 0 else _Held()
     # What is held does not grow any more after the warm-up.
-    order = play_schedule(layout.pp, layout.vpp, stage, min(micro_batches, 4 * layout.pp))
+    order = _held_at_most(layout.pp, layout.vpp, stage, min(micro_batches, 4 * layout.pp))
 
     # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
     weight = [c.kept + (vision.kept if v == 0 else 0.0) for v, c in enumerate(chunks)]
@@ -163,6 +155,14 @@ class Parameters:
     tensors: int = 0
     """Trained tensors; each expert's matrix is a tensor of its own."""
 
+    def __sub__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.held - other.held,
+            self.trained - other.trained,
+            self.owned - other.owned,
+            self.tensors - other.tensors,
+        )
+
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
             self.held + other.held,
@@ -188,8 +188,8 @@ def stage_parameters(
     if last and layout.pp > 1 and spec.language.tied_embeddings:
         found += sections["tied", -1]
     for v in range(layout.vpp):
-        for layer in layout.chunk_layers(stage, v):
-            found += sections["layer", layer]
+        layers = layout.chunk_layers(stage, v)
+        found += sections["before", layers.stop] - sections["before", layers.start]
     return found
 
 
@@ -197,27 +197,55 @@ def stage_parameters(
 def _sections(
     spec: ModelSpec, cut: Cut, ranks: int, distributed: bool, frozen: tuple[bool, bool, bool]
 ) -> dict[tuple[str, int], Parameters]:
-    """The parameters of each section of the model on one of the ``ranks`` GPUs of its stage."""
-    table = tensor_table(spec)
+    """The parameters of each section of the model on one of the ``ranks`` GPUs of its stage.
+
+    ``before`` a layer are those of all decoder layers before it.
+    """
     parts = dict(zip(("vision", "merger", "language"), frozen, strict=True))
-    found: dict[tuple[str, int], Parameters] = {(name, -1): Parameters() for name in _SECTIONS}
-    for info in table.values():
-        # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
-        copies = ranks // cut.parts(info) if info.experts else ranks // cut.tp
-        shape = info.shard_shape(cut)
-        n = math.prod(shape)
-        trained = 0 if parts[part_of(info.name)] else n
-        one = Parameters(
-            n,
-            trained,
-            trained / (copies if distributed else 1),
-            (shape[0] if info.experts else 1) * bool(trained),
-        )
-        key = (info.section, info.layer if info.section == "layer" else -1)
-        found[key] = found.get(key, Parameters()) + one
-        if info.name == EMBEDDING:
-            found["tied", -1] = one
+
+    def count(infos: tuple[TensorInfo, ...]) -> Parameters:
+        found = Parameters()
+        for info in infos:
+            # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
+            copies = ranks // cut.parts(info) if info.experts else ranks // cut.tp
+            shape = info.shard_shape(cut)
+            n = math.prod(shape)
+            trained = 0 if parts[part_of(info.name)] else n
+            tensors = (shape[0] if info.experts else 1) * bool(trained)
+            found += Parameters(n, trained, trained / (copies if distributed else 1), tensors)
+        return found
+
+    tensors = _tensors_of(spec)
+    found = {(name, -1): count(tensors[name]) for name in ("vision", "embedding", "head", "tied")}
+    kinds = {name: count(infos) for name, infos in tensors.items() if name.startswith("layer")}
+    before = Parameters()
+    for layer in range(spec.language.num_layers):
+        found["before", layer] = before
+        before += kinds[_kind(spec, layer)]
+    found["before", spec.language.num_layers] = before
     return found
+
+
+@functools.cache
+def _tensors_of(spec: ModelSpec) -> dict[str, tuple[TensorInfo, ...]]:
+    """The tensors of each section, and of one decoder layer of each kind."""
+    found: dict[str, list[TensorInfo]] = {"vision": [], "embedding": [], "head": [], "tied": []}
+    first: dict[str, int] = {}
+    for info in tensor_table(spec).values():
+        name = info.section
+        if name == "layer":
+            name = _kind(spec, info.layer)
+            if first.setdefault(name, info.layer) != info.layer:
+                continue
+        found.setdefault(name, []).append(info)
+        if info.name == EMBEDDING:
+            found["tied"].append(info)
+    return {name: tuple(infos) for name, infos in found.items()}
+
+
+def _kind(spec: ModelSpec, layer: int) -> str:
+    """Decoder layers of one kind have the same tensors."""
+    return "layer with experts" if spec.language.has_experts(layer) else "layer"
 
 
 def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> float:
@@ -236,11 +264,9 @@ def _sum_of_sections(
     spec: ModelSpec, cut: Cut, ranks: int, distributed: bool, frozen: tuple[bool, bool, bool]
 ) -> tuple[float, float, float]:
     sections = _sections(spec, cut, ranks, distributed, frozen)
-    every = [found for (name, _), found in sections.items() if name != "tied"]
+    every = [sections[name, -1] for name in ("vision", "embedding", "head")]
+    every.append(sections["before", spec.language.num_layers])
     return sum(f.held for f in every), sum(f.trained for f in every), sum(f.owned for f in every)
-
-
-_SECTIONS = ("vision", "embedding", "head", "tied")
 
 
 def _parameters(
@@ -298,7 +324,7 @@ class _Sizes:
         last = stage == layout.pp - 1 and v == layout.vpp - 1
         token = self.element * self.config.data.seq_len
         hidden = token * m.hidden_size / self._shared
-        layers = [token * self._decoder_layer(m, layer) for layer in layout.chunk_layers(stage, v)]
+        layers = [token * self._kinds[m.has_experts(layer)] for layer in layout.chunk_layers(stage, v)]
 
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
@@ -311,7 +337,13 @@ class _Sizes:
 
         return _Held(sum(layers) + ends)
 
-    def _decoder_layer(self, m: LanguageSpec, layer: int) -> float:
+    @functools.cached_property
+    def _kinds(self) -> tuple[float, float]:
+        """Elements of one token in a decoder layer without and with experts."""
+        m = self.spec.language
+        return self._decoder_layer(m, False), self._decoder_layer(m, True)
+
+    def _decoder_layer(self, m: LanguageSpec, experts: bool) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         tp, r = self.layout.tp, self.config.recompute
         modules = set(r.language_modules) if r.language == "selective" else set()
@@ -322,7 +354,7 @@ class _Sizes:
         v = kv if self.config.model.language_attention in ("auto", "te") else heads + 2 * kv
         attention = heads + kv + v + heads + m.num_heads * 4 / self.element / tp
         norms = 4 * m.hidden_size / self._shared
-        if m.moe is not None and m.has_experts(layer):
+        if m.moe is not None and experts:
             return (
                 norms
                 + attention
@@ -396,6 +428,12 @@ class _Sizes:
 
 
 # --- Schedule -----------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _held_at_most(pp: int, vpp: int, stage: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """The different states of :func:`play_schedule`, in order."""
+    return tuple(dict.fromkeys(play_schedule(pp, vpp, stage, micro_batches)))
 
 
 def warm_up_passes(pp: int, vpp: int, stage: int, micro_batches: int) -> int:

@@ -223,9 +223,7 @@ def chunk_times(costs: Costs, layout: Layout, stage: int) -> tuple[PassTime, ...
     times = []
     wait = costs.calibration.pass_s if layout.pp > 1 else 0.0
     for v in range(layout.vpp):
-        time = PassTime(wait, wait)
-        for layer in layout.chunk_layers(stage, v):
-            time += costs.decoder_layer(layer)
+        time = PassTime(wait, wait) + costs.decoder_layers(layout.chunk_layers(stage, v))
         if stage + v == 0:
             time += costs.embedding()
             time += costs.tower() if placement(costs.config) == "first_stage" else PassTime()

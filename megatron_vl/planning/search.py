@@ -38,9 +38,9 @@ LADDER: tuple[dict[str, Any], ...] = (
     {"language": "full", "vision": "full"},
 )
 """Recompute in the order of what it costs."""
-MARGIN = 1.25
+MARGIN = 1.1
 """Layouts whose quick estimate is so many times the best found are not looked at any more."""
-TRIED = 400
+TRIED = 120
 """Most layouts whose memory is computed after the first that fits."""
 
 
@@ -127,6 +127,7 @@ def search(wanted: Wanted) -> Found:
             text = describe(candidate.config, candidate.layout, candidate.costs.dp)
             lost[key] = Lost(text, f"{lacking:.0f} GiB on the fullest GPU")
     best = sorted(found.values(), key=_rank)[: wanted.keep]
+    best = sorted((_refined(wanted, prediction) for prediction in best), key=_rank)
     reasons = tuple(why_slower(best[0], other) for other in best[1:])
     return Found(tuple(best), reasons, tuple(lost.values())[: wanted.keep], combinations)
 
@@ -258,10 +259,15 @@ def _judge(wanted: Wanted, candidate: _Candidate) -> tuple[Prediction | None, fl
     if most > limit and (layout.pp == 1 or mean > limit):
         return None, most
     if layout.pp > 1:
-        layout = dataclasses.replace(layout, layers=planned_layers(costs, patches=wanted.patches))
-    prediction = predict(
+        layout = dataclasses.replace(layout, layers=planned_layers(costs, patches=wanted.patches, quick=True))
+    prediction = _predict(wanted, config, layout)
+    return (prediction, 0.0) if prediction.fits else (None, prediction.peak_gib)
+
+
+def _predict(wanted: Wanted, config: TrainConfig, layout: Layout) -> Prediction:
+    return predict(
         config,
-        spec,
+        wanted.spec,
         wanted.world,
         layout,
         rows=wanted.rows,
@@ -269,7 +275,20 @@ def _judge(wanted: Wanted, candidate: _Candidate) -> tuple[Prediction | None, fl
         network=wanted.network,
         patches=wanted.patches,
     )
-    return (prediction, 0.0) if prediction.fits else (None, prediction.peak_gib)
+
+
+def _refined(wanted: Wanted, found: Prediction) -> Prediction:
+    """The same sizes with the split that a run without ``parallel.layers`` gets."""
+    if found.layout.pp == 1:
+        return found
+    costs = Costs(
+        found.config, found.spec, found.layout, found.dp, found.rows, found.calibration, found.network
+    )
+    layers = planned_layers(costs, patches=wanted.patches)
+    if layers == found.layout.layers:
+        return found
+    other = _predict(wanted, found.config, dataclasses.replace(found.layout, layers=layers))
+    return other if other.fits else found
 
 
 # --- Words --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ the chunk after.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,8 @@ class Timeline:
         return 1 - sum(self.busy(stage) for stage in range(self.stages)) / whole if whole else 0.0
 
 
-def passes(pp: int, vpp: int, stage: int, micro_batches: int) -> list[Pass]:
+@functools.lru_cache(maxsize=512)
+def passes(pp: int, vpp: int, stage: int, micro_batches: int) -> tuple[Pass, ...]:
     """The passes of a stage in the order in which Megatron-core runs them."""
     total = micro_batches * vpp
 
@@ -73,7 +75,7 @@ def passes(pp: int, vpp: int, stage: int, micro_batches: int) -> list[Pass]:
     order = [nth(i, True) for i in range(warm_up)]
     for i in range(total - warm_up):
         order += [nth(warm_up + i, True), nth(i, False)]
-    return order + [nth(i, False) for i in range(total - warm_up, total)]
+    return (*order, *[nth(i, False) for i in range(total - warm_up, total)])
 
 
 def simulate(times: Sequence[Sequence[PassTime]], micro_batches: int, message: float = 0.0) -> Timeline:

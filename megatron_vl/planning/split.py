@@ -24,17 +24,18 @@ MOVES = 60
 
 
 def planned_layers(
-    costs: Costs, limit_gib: float | None = None, patches: int | None = None
+    costs: Costs, *, patches: int | None = None, quick: bool = False
 ) -> tuple[int, ...]:
-    """The split with the shortest step among those that fit.
+    """The split with the shortest step among those that fit the calibration's GPU.
+
+    If none fits, it is the one that lacks least.
 
     Args:
         costs: their layout gives the sizes; its ``layers`` are not read.
-        limit_gib: memory of a GPU, of which :data:`RESERVE_GIB` stay free; None: that of the calibration.
-            If no split fits, the one that lacks least is taken.
         patches: patches of the fullest row, for memory; None: as many as a row can hold.
+        quick: judge splits by the times of their stages, without timelines.
     """
-    search = _Search(costs, costs.calibration.memory_gib if limit_gib is None else limit_gib, patches)
+    search = _Search(costs, patches, quick)
     layers = balanced(
         [costs.decoder_layer(i).both for i in range(costs.spec.language.num_layers)],
         search.fixed[0],
@@ -75,8 +76,8 @@ class _Search:
     """Improves a split by moving single layers from one entry to another."""
 
     costs: Costs
-    limit_gib: float
     patches: int | None
+    quick: bool
 
     @cached_property
     def fixed(self) -> tuple[float, float]:
@@ -89,7 +90,7 @@ class _Search:
 
     def improve(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         best, score = layers, self.score(layers)
-        for _ in range(MOVES):
+        for _ in range(MOVES // 6 if self.quick else MOVES):
             found = min(((self.score(other), other) for other in self._moves(best)), default=None)
             if found is None or found[0] >= score:
                 break
@@ -123,11 +124,11 @@ class _Search:
         peak = max(memory.total for memory in memories) / GIB
         times = [chunk_times(costs, layout, stage) for stage in range(layout.pp)]
         micro_batches = costs.config.global_batch_size // costs.dp
-        return max(0.0, peak + RESERVE_GIB - self.limit_gib), self._seconds(times, micro_batches)
+        return max(0.0, peak + RESERVE_GIB - costs.calibration.memory_gib), self._seconds(times, micro_batches)
 
     def _seconds(self, times: list[tuple[PassTime, ...]], micro_batches: int) -> float:
         pp, vpp = len(times), len(times[0])
-        if 2 * pp * vpp * min(micro_batches, 8 * pp) <= SIMULATED:
+        if not self.quick and 2 * pp * vpp * min(micro_batches, 8 * pp) <= SIMULATED:
             return pipeline_seconds(times, micro_batches, self.costs.message())
         return quick_seconds(times, micro_batches, self.costs.message())
 
