@@ -32,7 +32,7 @@ from megatron_vl.weights.tensor_files import (
     matrix_shape,
     read_header,
 )
-from megatron_vl.weights.video_rule import export_facts, exported_video_rule, trained_video_rule
+from megatron_vl.weights.video_rule import exported_video_rule, rule_facts, weights_video_rule
 
 from .hf import HfCheckpoint
 from .restart import Output, writing
@@ -94,7 +94,7 @@ def convert(
     """
     source = HfCheckpoint(hf)
     source.check_tied_output()
-    origin = {"hf": Path(hf).resolve().name}
+    origin = {"hf": Path(hf).resolve().name, **rule_facts(exported_video_rule(Path(hf), source.spec))}
     return _write(source, [Path(hf)], out, layout, "convert", workers, force, origin)
 
 
@@ -109,7 +109,10 @@ def reshard(
     """Converts Megatron weights of any layout to another layout, or merges them if ``layout`` is None."""
     source = WeightReader(checkpoint)
     what = "split" if layout else "merge"
-    return _write(source, [source.path], out, layout, what, workers, force, source.manifest.get("origin"))
+    # A run names its rule for videos beside its weights, not in them.
+    rule = weights_video_rule(source.path, source.manifest, source.spec)
+    origin = {**(source.manifest.get("origin") or {}), **rule_facts(rule)}
+    return _write(source, [source.path], out, layout, what, workers, force, origin)
 
 
 def _write(
@@ -285,7 +288,7 @@ def export(
     and counted in the report. Everything except weights is copied verbatim.
 
     ``megatron_vl.json`` beside the weights names the rule for videos that they were trained under, where it
-    is known: that of the run, or of weights outside of a run that of ``hf``.
+    is known: that of the run or of the weights, else that of ``hf``.
 
     Raises:
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
@@ -341,11 +344,11 @@ def export(
 
 def _write_video_rule(source: WeightReader, origin: HfCheckpoint, out: Path) -> None:
     """Notes the rule for videos in ``out``, and removes an earlier note where no rule is known."""
-    rule = trained_video_rule(source.path.parent, source.spec) or exported_video_rule(
+    rule = weights_video_rule(source.path, source.manifest, source.spec) or exported_video_rule(
         origin.path, origin.spec
     )
     if rule:
-        write_json(out / EXPORTED, export_facts(rule))
+        write_json(out / EXPORTED, rule_facts(rule))
     else:
         (out / EXPORTED).unlink(missing_ok=True)
 

@@ -36,6 +36,7 @@ from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.out_of_memory import explained
 from megatron_vl.training.preflight import (
     Start,
+    changed_video_rule,
     check,
     check_start_weights,
     plan_start,
@@ -96,6 +97,9 @@ def set_up(config: TrainConfig) -> Run:
     # The run's own checkpoint fills the model later, and model.checkpoint is not opened then.
     fresh = config.model.checkpoint and start.source is None
     weights = check_start_weights(config, spec) if fresh else None
+    if weights is not None and (change := changed_video_rule(weights, config, spec)):
+        say(grid, f"NOTE: {change}")
+
     built = build_model(config, spec, layout, platform, grid, weights=weights)
     wrapped = wrap(config, built.chunks)
     optimizer = build_optimizer(config, platform, wrapped)

@@ -17,7 +17,7 @@ from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, run_layout
 from megatron_vl.weights.run_folder import DataRestart, Lineage, Saved, StepMissingError, choose
-from megatron_vl.weights.video_rule import trained_video_rule
+from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
 
 OWN_FILES = 512
 """Open files that a rank needs besides one connection to each peer: libraries, shards, workers, log files."""
@@ -323,6 +323,23 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
     reader = WeightReader(config.model.checkpoint)
     check_same_model(f"model.checkpoint {config.model.checkpoint}", reader.spec, config, spec)
     return reader
+
+
+def changed_video_rule(weights: Any, config: TrainConfig, spec: ModelSpec) -> str:
+    """A note if the weights that a run starts from were trained under another rule for videos; else empty.
+
+    Args:
+        weights: what :func:`check_start_weights` returned.
+    """
+    trained = weights_video_rule(weights.path, weights.manifest, spec)
+    for name, now in video_rule(config.data, spec.vision.video_timestamps).items():
+        before = trained.get(name, now)
+        if before != now:
+            return (
+                f"{weights.path} was trained under data.{name} {before!r}, and this run trains it under"
+                f" {now!r}; --data.{name} {before} keeps the rule"
+            )
+    return ""
 
 
 def check_same_model(held_by: str, held: ModelSpec, config: TrainConfig, spec: ModelSpec) -> None:

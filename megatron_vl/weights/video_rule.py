@@ -1,13 +1,15 @@
 """The rule for videos that a model was trained under: in a run's checkpoints, and beside exported weights.
 
 ``data.video_positions`` (Qwen2-VL, Qwen2.5-VL) and ``data.video_prompt`` (Qwen3-VL) decide what a model sees
-where a video is. A checkpoint of a run names its rule in ``run.json``. An exported Hugging Face folder names
-it in ``megatron_vl.json``, which ``transformers`` ignores.
+where a video is. A checkpoint of a run names its rule in ``run.json``. Weights that were split or merged from
+it, or converted from its export, name it in their manifest. An exported Hugging Face folder names it in
+``megatron_vl.json``, which ``transformers`` ignores.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +36,26 @@ def trained_video_rule(step: Path, spec: ModelSpec) -> dict[str, str]:
     return {name: str(identity.get(name, RULES_BEFORE[name]))}
 
 
+def weights_video_rule(folder: Path, manifest: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:
+    """The same for a folder of weights, which belongs to a run's step or stands alone.
+
+    Args:
+        manifest: of the weights; its ``origin`` names the rule of weights that stand alone.
+    """
+    step = folder.parent
+    if (step / "run.json").is_file() and (rule := trained_video_rule(step, spec)):
+        return rule
+    return _rule_in(manifest.get("origin"), spec)
+
+
 def exported_video_rule(folder: Path, spec: ModelSpec) -> dict[str, str]:
     """The same for an exported Hugging Face folder. Empty where no ``megatron_vl.json`` names a rule, as in
     a released model's folder."""
     return _read_rule(folder / EXPORTED, spec)
 
 
-def export_facts(rule: dict[str, str]) -> dict[str, Any]:
-    """What ``megatron_vl.json`` says of the rule; empty where no rule is known."""
+def rule_facts(rule: dict[str, str]) -> dict[str, Any]:
+    """What ``megatron_vl.json``, or the origin in a manifest, says of the rule; empty where none is known."""
     return {_ENTRY: rule} if rule else {}
 
 
@@ -51,7 +65,11 @@ def _field(spec: ModelSpec) -> str:
 
 
 def _read_rule(path: Path, spec: ModelSpec) -> dict[str, str]:
-    rule = _read_dict(path).get(_ENTRY)
+    return _rule_in(_read_dict(path), spec)
+
+
+def _rule_in(facts: Any, spec: ModelSpec) -> dict[str, str]:
+    rule = facts.get(_ENTRY) if isinstance(facts, dict) else None
     name = _field(spec)
     return {name: str(rule[name])} if isinstance(rule, dict) and name in rule else {}
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.convert import convert, export
+from converters.convert import convert, export, reshard
+from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import read_spec
+from megatron_vl.training.preflight import changed_video_rule
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import EXPORTED
 from megatron_vl.weights.video_rule import exported_video_rule
@@ -76,11 +78,44 @@ def test_an_export_names_the_rule_of_its_run(exported, family, name, former, val
 
 
 @both_rules
+def test_weights_split_and_merged_from_a_run_keep_its_rule(exported, family, name, former) -> None:
+    """The export's ``--hf`` is the released folder, which names no rule."""
+    made = exported(family, {name: former})
+    split = made.folder / "split"
+    merged = made.folder / "merged"
+    reshard(made.folder / "run", split, {"tp": 2, "pp": 1})
+    reshard(split, merged)
+
+    out = made.folder / "out"
+    export(merged, made.hf, out)
+    assert json.loads((out / EXPORTED).read_text()) == {"video_rule": {name: former}}
+    said: list[str] = []
+    assert rules_of_generate(WeightReader(merged), made.hf, {}, said.append) == {name: former}
+    assert len(said) == 1 and str(merged) in said[0]
+
+    # A new run from them is told where it departs from the rule, and only there.
+    weights = WeightReader(split)
+    for value, differs in ((former, False), ("released", True)):
+        config = TrainConfig(data=DataConfig(**{name: value}))
+        note = changed_video_rule(weights, config, weights.spec)
+        assert bool(note) == differs
+    assert f"--data.{name} {former} keeps the rule" in note
+
+    # Released weights have no rule to keep.
+    reshard(
+        convert(made.hf, made.folder / "released").out, made.folder / "released_split", {"tp": 2, "pp": 1}
+    )
+    released = WeightReader(made.folder / "released_split")
+    assert "video_rule" not in released.manifest["origin"]
+    assert not changed_video_rule(released, TrainConfig(data=DataConfig(**{name: former})), released.spec)
+
+
+@both_rules
 def test_generate_follows_the_rule_of_the_folder(exported, family, name, former) -> None:
     """The weights of a run come first; an option that contradicts is refused."""
     made = exported(family, {name: former})
-    made.alone(made.of_run, "again")
-    reader = WeightReader(made.folder / "again_weights")
+    made.alone(made.hf, "plain")
+    reader = WeightReader(made.folder / "plain_weights")
 
     said: list[str] = []
     assert rules_of_generate(reader, made.of_run, {}, said.append) == {name: former}
@@ -125,7 +160,9 @@ def test_evaluate_follows_the_rule_of_each_folder(exported, family, name, former
 
 
 @pytest.mark.ranks
-@both_rules
+@pytest.mark.parametrize(
+    ("family", "name", "former"), [RULES[0], pytest.param(*RULES[1], marks=pytest.mark.full)]
+)
 def test_answers_to_a_video_depend_on_the_rule_of_the_folder(
     exported, family, name, former, tmp_path: Path, capsys
 ) -> None:

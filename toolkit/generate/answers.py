@@ -20,7 +20,7 @@ from megatron_vl.data.pixels import PixelError
 from megatron_vl.errors import UserError
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.video_rule import exported_video_rule, trained_video_rule
+from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
 from toolkit.launch import end_of, run_group
 from toolkit.samples import SampleEncoder, write_samples
 from toolkit.trained_rules import follow
@@ -111,13 +111,14 @@ def video_rules(
 ) -> dict[str, Any]:
     """Fields of :class:`DataConfig`: the rules asked for, and the one that the checkpoint was trained under.
 
-    A run's checkpoint names its rule. Of weights alone, ``hf`` does where it is an export.
+    A run's checkpoint names its rule, and so do weights that come from one. Otherwise ``hf`` does, if it is
+    an export.
 
     Raises:
         UserError: like :func:`toolkit.trained_rules.follow`.
     """
-    folder = reader.path.parent
-    trained = trained_video_rule(folder, reader.spec) if (folder / "run.json").is_file() else {}
+    folder = reader.path
+    trained = weights_video_rule(folder, reader.manifest, reader.spec)
     if not trained:
         folder = hf
         trained = exported_video_rule(hf, reader.spec)

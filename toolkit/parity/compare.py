@@ -23,7 +23,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import run_layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
 from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.video_rule import exported_video_rule, trained_video_rule
+from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
 from toolkit.hf import check_folder
 from toolkit.launch import end_of, run_group
 from toolkit.layouts import LayoutSpec
@@ -149,9 +149,9 @@ def _follow_videos(request: ParityRequest, hf: Path, spec: ModelSpec, say: Calla
     folder = hf
     trained = exported_video_rule(hf, spec)
     if request.checkpoint:
-        step = WeightReader(request.checkpoint).path.parent
-        if rule := trained_video_rule(step, spec):
-            folder, trained = step, rule
+        reader = WeightReader(request.checkpoint)
+        if rule := weights_video_rule(reader.path, reader.manifest, spec):
+            folder, trained = reader.path, rule
     follow(
         folder,
         trained,
