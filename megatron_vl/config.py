@@ -80,8 +80,10 @@ class ParallelConfig:
     """Pipeline parallel size (stages)."""
     vpp: int = 1
     """Virtual chunks of each pipeline stage. Above 1, the schedule is interleaved 1F1B."""
-    layers: list[int] | None = None
-    """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty: spread evenly."""
+    layers: list[int] | Literal["auto"] | None = None
+    """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty or auto: the split that
+    `megatron-vl plan` finds, with which all stages take about equally long; a run that resumes keeps the one
+    that it was saved with."""
     ep: int = 1
     """Expert parallel size (ranks that share a layer's experts). Leave at 1 for models without experts."""
     etp: int = 1
@@ -308,6 +310,9 @@ class FailuresConfig:
     of a file, on any rank. Until the first step is done, and so while kernels are compiled, it is three times
     as long, and at least five minutes. A Python debugger stops the clock; for one that stops processes (gdb),
     take 0. 0: no limit of ours; the collectives' own limit of 30 minutes stays."""
+    check_memory: bool = True
+    """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start all
+    the same, with a note."""
 
 
 @dataclass
@@ -602,7 +607,7 @@ def validate(config: TrainConfig, world_size: int) -> int:
         )
     if p.overlap_param_gather and not p.distributed_optimizer:
         raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
-    if p.layers is not None and len(p.layers) != p.pp * p.vpp:
+    if isinstance(p.layers, list) and len(p.layers) != p.pp * p.vpp:
         raise RunConfigError(
             f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs"
             f" {p.pp * p.vpp}"

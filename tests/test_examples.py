@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from megatron_vl.config import validate
+from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import FAMILIES
 from megatron_vl.spec.families.base import text_config
-from megatron_vl.spec.layout import run_layout
 from megatron_vl.weights.reader import WeightReader
 from tests.commands import logical_lines, megatron_vl_command, words_of
 from tests.examples import EXAMPLES, HF_CONFIGS, ROOT, Example, read_example
@@ -46,7 +46,7 @@ def test_every_family_and_every_released_size_has_an_example():
 def test_yaml_fits_the_released_model(example):
     config, spec = example.config, example.spec
     assert example.name.startswith(spec.family.removesuffix("_moe"))
-    run_layout(spec, config.parallel)
+    run_layout(config, spec, example.world)
     assert validate(config, example.world) >= 1
     assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]
     assert config.model.checkpoint and config.data.path and config.checkpoint.dir

@@ -39,7 +39,7 @@ class Calibration:
     memory_tb_s: float
     """Elementwise kernels, TB/s."""
     decoder_widths: float
-    """Bytes that norms, RoPE, residuals and casts of a decoder layer move in both passes, in hidden widths."""
+    """Bytes that norms, RoPE, residuals and casts of a decoder layer move in both passes, in widths h."""
     tower_widths: float
     """The same for a layer of the tower, in its hidden widths."""
     window_widths: float
@@ -116,9 +116,7 @@ def read_calibration(path: Path) -> Calibration:
     known = {field.name: field for field in dataclasses.fields(Calibration)}
     unknown = sorted(set(stored) - set(known))
     missing = sorted(
-        name
-        for name, field in known.items()
-        if name not in stored and field.default is dataclasses.MISSING
+        name for name, field in known.items() if name not in stored and field.default is dataclasses.MISSING
     )
     if unknown or missing:
         faults = [f"has the unknown field {name}" for name in unknown]

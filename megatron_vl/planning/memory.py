@@ -172,9 +172,7 @@ class Parameters:
         )
 
 
-def stage_parameters(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int
-) -> Parameters:
+def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int) -> Parameters:
     """The parameters of one GPU of a pipeline stage."""
     m, p = config.model, config.parallel
     frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
@@ -252,9 +250,7 @@ def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: in
     """Weights, gradients and optimizer state of one GPU of every stage together."""
     m, p = config.model, config.parallel
     frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
-    held, trained, owned = _sum_of_sections(
-        spec, layout.cut, layout.tp * dp, p.distributed_optimizer, frozen
-    )
+    held, trained, owned = _sum_of_sections(spec, layout.cut, layout.tp * dp, p.distributed_optimizer, frozen)
     element, state = (2, 12) if config.dtype == "bfloat16" else (4, 8)
     return element * held + 4 * trained + state * owned * (1 - offloaded(config))
 

@@ -315,4 +315,3 @@ def _tower_ahead(costs: Costs, micro_batches: int) -> float:
     trained = not (costs.config.model.freeze_vision and costs.config.model.freeze_merger)
     again = (tower.forward + tower.backward) * trained
     return (tower.forward + again) * micro_batches / ranks
-

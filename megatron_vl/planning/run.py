@@ -12,8 +12,7 @@ from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.rows import RowStatistics, stated_rows
 from megatron_vl.planning.split import planned_layers
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, make_layout
-from megatron_vl.spec.tensors import LayoutError
+from megatron_vl.spec.layout import Layout, check_experts, make_layout
 
 
 def run_layout(
@@ -24,24 +23,28 @@ def run_layout(
     calibration: Calibration | None = None,
     rows: RowStatistics | None = None,
     network: Network | None = None,
+    saved: Layout | None = None,
 ) -> Layout:
     """The layout of a run; with a pipeline and without ``parallel.layers``, its planned split.
 
     The split depends on the arguments alone, so that every rank and every command finds the same one.
+
+    Args:
+        saved: layout of the checkpoint that the run resumes from. Its split stays, as long as it has the same
+            stages and chunks.
 
     Raises:
         RunConfigError, LayoutError: the layout is impossible.
     """
     dp = validate(config, world_size)
     p = config.parallel
-    if spec.language.moe and p.tp > 1 and not p.sequence_parallel:
-        raise LayoutError(
-            f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank must route its"
-            " own tokens"
-        )
+    check_experts(spec, p.tp, p.sequence_parallel)
     layers = p.layers if isinstance(p.layers, list) else None
     if layers is not None or p.pp == 1:
         return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp)
+
+    if saved is not None and (saved.pp, saved.vpp) == (p.pp, p.vpp):
+        return make_layout(spec, p.tp, p.pp, p.vpp, saved.layers, p.ep, p.etp)
 
     # Any split of the right length, for checking the sizes.
     entries = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]

@@ -301,7 +301,9 @@ def describe(config: TrainConfig, layout: Layout, dp: int) -> str:
     experts = {"ep": layout.ep, "etp": layout.etp}
     more = [" ".join(f"{name}{size}" for name, size in experts.items() if size > 1)]
     r = config.recompute
-    language = "activation" if r.language == "selective" and r.language_modules == ["activation"] else r.language
+    language = (
+        "activation" if r.language == "selective" and r.language_modules == ["activation"] else r.language
+    )
     if (language, r.vision) != ("none", "none"):
         more.append(f"recompute {language}/{r.vision}")
     if share := offloaded(config):
@@ -353,6 +355,37 @@ def _parts(prediction: Prediction) -> dict[str, float]:
         "gradients and update": ends,
         "uneven replicas": prediction.straggling,
     }
+
+
+def options_of(config: TrainConfig, found: Prediction) -> str:
+    """The options that turn a run into a found one: ``--parallel.pp 2 --parallel.layers [8,20]``."""
+    words = []
+    after = with_split(found.config, found.layout)
+    for section in ("parallel", "recompute", "optimizer", "vision"):
+        ours, theirs = getattr(config, section, None), getattr(after, section, None)
+        if ours is None or theirs is None:
+            continue
+        for item in dataclasses.fields(ours):
+            value = getattr(theirs, item.name)
+            if value != getattr(ours, item.name):
+                text = str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+                words.append(
+                    f"--{section}.{item.name} {'null' if value is None else text.replace(chr(39), '')}"
+                )
+    return " ".join(words) or "the run as it is"
+
+
+def _word(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value).replace(" ", "").replace("'", "")
+
+
+def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
+    """The run with its split written out."""
+    layers = list(layout.layers) if layout.pp > 1 else None
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
 
 
 def what_fits(wanted: Wanted) -> Prediction | None:

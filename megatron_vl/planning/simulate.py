@@ -137,7 +137,7 @@ PERIODS = 4
 
 def pipeline_seconds(times: Sequence[Sequence[PassTime]], micro_batches: int, message: float = 0.0) -> float:
     """The length of the timeline. Long steps are simulated in part, as their middle repeats itself."""
-    pp, vpp = len(times), len(times[0])
+    pp = len(times)
     if pp == 1:
         return micro_batches * sum(chunk.both for chunk in times[0])
     short = PERIODS * pp

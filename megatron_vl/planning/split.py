@@ -23,9 +23,7 @@ MOVES = 60
 """Most improvements of a split by moving layers."""
 
 
-def planned_layers(
-    costs: Costs, *, patches: int | None = None, quick: bool = False
-) -> tuple[int, ...]:
+def planned_layers(costs: Costs, *, patches: int | None = None, quick: bool = False) -> tuple[int, ...]:
     """The split with the shortest step among those that fit the calibration's GPU.
 
     If none fits, it is the one that lacks least.
@@ -85,7 +83,10 @@ class _Search:
         layout = self.costs.layout
         entries = layout.pp * layout.vpp
         middle = dataclasses.replace(layout, layers=(0,) * entries)
-        first, last = chunk_times(self.costs, middle, 0)[0], chunk_times(self.costs, middle, layout.pp - 1)[-1]
+        first, last = (
+            chunk_times(self.costs, middle, 0)[0],
+            chunk_times(self.costs, middle, layout.pp - 1)[-1],
+        )
         return first.both, last.both
 
     def improve(self, layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,7 +125,9 @@ class _Search:
         peak = max(memory.total for memory in memories) / GIB
         times = [chunk_times(costs, layout, stage) for stage in range(layout.pp)]
         micro_batches = costs.config.global_batch_size // costs.dp
-        return max(0.0, peak + RESERVE_GIB - costs.calibration.memory_gib), self._seconds(times, micro_batches)
+        return max(0.0, peak + RESERVE_GIB - costs.calibration.memory_gib), self._seconds(
+            times, micro_batches
+        )
 
     def _seconds(self, times: list[tuple[PassTime, ...]], micro_batches: int) -> float:
         pp, vpp = len(times), len(times[0])
@@ -144,4 +147,3 @@ def quick_seconds(times: Sequence[Sequence[PassTime]], micro_batches: int, messa
     uneven = max(max(chunk.both for chunk in stage) for stage in times) * vpp - slowest
     fill = (sum(stages) - slowest) / vpp + 2 * message * (len(times) - 1)
     return micro_batches * slowest + fill + max(0.0, uneven) * micro_batches / 4
-

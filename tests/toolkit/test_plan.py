@@ -15,8 +15,8 @@ import torch
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.models.attention import choose_backend
-from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, estimate, peak_gib, play_schedule, stage_tensors
-from megatron_vl.planning.speed import estimate_speed
+from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, play_schedule, stage_tensors
+from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import tensor_table
