@@ -149,7 +149,9 @@ def test_stated_speed_is_that_of_the_stated_mfu(example):
     assert example.tokens_per_second == pytest.approx(by_hand, rel=0.08)
 
 
-def test_stated_mfu_is_a_measured_one_less_idle_stages_and_recomputation(example):
+def test_stated_mfu_is_a_measured_one_less_what_a_layout_costs(example):
+    """Never above what was measured without idle stages and recomputation; and idle stages, uneven ones and
+    the collectives of wide tensor parallelism together cost less than half."""
     if example.measured_per_gpu:
         return
     p = example.config.parallel
@@ -157,8 +159,8 @@ def test_stated_mfu_is_a_measured_one_less_idle_stages_and_recomputation(example
     passes = p.vpp * config.global_batch_size * p.tp * p.pp // example.world
     busy = passes / (passes + p.pp - 1)
     # A whole forward pass again makes 4/3 of the work.
-    least = 3 / 4 if "full" in (config.recompute.language, config.recompute.vision) else 1
-    assert least * base_mfu(example) * busy - 0.011 <= example.mfu <= base_mfu(example) * busy + 0.011
+    again = 3 / 4 if "full" in (config.recompute.language, config.recompute.vision) else 1
+    assert 0.5 * again * base_mfu(example) * busy <= example.mfu <= base_mfu(example) * busy + 0.02
 
 
 def states_gib(example: Example, stage: int) -> float:

@@ -21,7 +21,7 @@ from megatron_vl.planning.cost import Costs, Network
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, offloaded, parameter_bytes, stage_memories
 from megatron_vl.planning.predict import Prediction, chunk_times, predict, step_ends
 from megatron_vl.planning.rows import RowStatistics
-from megatron_vl.planning.split import balanced, planned_layers, quick_seconds
+from megatron_vl.planning.split import balanced_layers, planned_layers, quick_seconds
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import LayoutError
@@ -100,13 +100,13 @@ def search(wanted: Wanted) -> Found:
         RunConfigError: no combination of sizes is possible at all, for instance because
             ``global_batch_size`` has no divisor in common with the number of GPUs.
     """
-    queue = [c for c in (_candidate(wanted, *item) for item in enumerate(_configs(wanted))) if c is not None]
-    if not queue:
+    configs = list(_configs(wanted))
+    queue = [c for c in (_candidate(wanted, *item) for item in enumerate(configs)) if c is not None]
+    if not configs:
         raise RunConfigError(
             f"no layout of {wanted.world} GPUs is possible with global_batch_size"
             f" {wanted.config.global_batch_size}: the data-parallel size must divide it"
         )
-    combinations = len(queue)
     heapq.heapify(queue)
     found: dict[tuple, Prediction] = {}
     lost: dict[tuple, Lost] = {}
@@ -129,7 +129,7 @@ def search(wanted: Wanted) -> Found:
     best = sorted(found.values(), key=_rank)[: wanted.keep]
     best = sorted((_refined(wanted, prediction) for prediction in best), key=_rank)
     reasons = tuple(why_slower(best[0], other) for other in best[1:])
-    return Found(tuple(best), reasons, tuple(lost.values())[: wanted.keep], combinations)
+    return Found(tuple(best), reasons, tuple(lost.values())[: wanted.keep], len(configs))
 
 
 def _slowest(found: dict[tuple, Prediction], keep: int) -> float:
@@ -231,22 +231,11 @@ def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate |
     if parameter_bytes(config, spec, layout, dp) / p.pp / GIB + RESERVE_GIB > wanted.calibration.memory_gib:
         return None
     costs = Costs(config, spec, layout, dp, wanted.rows, wanted.calibration, wanted.network)
-    layout = dataclasses.replace(layout, layers=_balanced(costs))
+    layout = dataclasses.replace(layout, layers=balanced_layers(costs))
     times = [chunk_times(costs, layout, stage) for stage in range(p.pp)]
     micro_batches = config.global_batch_size // dp
     seconds = quick_seconds(times, micro_batches, costs.message()) + step_ends(costs, layout, times)
     return _Candidate(seconds, number, config, layout, costs)
-
-
-def _balanced(costs: Costs) -> tuple[int, ...]:
-    entries = costs.layout.pp * costs.layout.vpp
-    if entries == 1:
-        return (costs.spec.language.num_layers,)
-    empty = dataclasses.replace(costs.layout, layers=(0,) * entries)
-    first = chunk_times(costs, empty, 0)[0].both
-    last = chunk_times(costs, empty, costs.layout.pp - 1)[-1].both
-    layers = [costs.decoder_layer(i).both for i in range(costs.spec.language.num_layers)]
-    return balanced(layers, first, last, entries)
 
 
 def _judge(wanted: Wanted, candidate: _Candidate) -> tuple[Prediction | None, float]:
@@ -258,7 +247,7 @@ def _judge(wanted: Wanted, candidate: _Candidate) -> tuple[Prediction | None, fl
     most = max(memory.total for memory in memories) / GIB
     if most > limit and (layout.pp == 1 or mean > limit):
         return None, most
-    if layout.pp > 1:
+    if most > limit:
         layout = dataclasses.replace(layout, layers=planned_layers(costs, patches=wanted.patches, quick=True))
     prediction = _predict(wanted, config, layout)
     return (prediction, 0.0) if prediction.fits else (None, prediction.peak_gib)

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from megatron_vl.planning.cost import Costs, PassTime
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, stage_memories
@@ -33,14 +32,22 @@ def planned_layers(costs: Costs, *, patches: int | None = None, quick: bool = Fa
         patches: patches of the fullest row, for memory; None: as many as a row can hold.
         quick: judge splits by the times of their stages, without timelines.
     """
-    search = _Search(costs, patches, quick)
-    layers = balanced(
-        [costs.decoder_layer(i).both for i in range(costs.spec.language.num_layers)],
-        search.fixed[0],
-        search.fixed[1],
-        costs.layout.pp * costs.layout.vpp,
-    )
-    return search.improve(layers)
+    return _Search(costs, patches, quick).improve(balanced_layers(costs))
+
+
+def balanced_layers(costs: Costs) -> tuple[int, ...]:
+    """A split whose entries all take about equally long, whatever memory they take."""
+    layout = costs.layout
+    entries = layout.pp * layout.vpp
+    if entries == 1:
+        return (costs.spec.language.num_layers,)
+    empty = dataclasses.replace(layout, layers=(0,) * entries)
+    first = chunk_times(costs, empty, 0)[0].both
+    last = chunk_times(costs, empty, layout.pp - 1)[-1].both
+    # What every pass takes says nothing about where layers should be.
+    each = 2 * costs.calibration.pass_s
+    layers = [costs.decoder_layer(i).both for i in range(costs.spec.language.num_layers)]
+    return balanced(layers, first - each, last - each, entries)
 
 
 def balanced(times: Sequence[float], first: float, last: float, entries: int) -> tuple[int, ...]:
@@ -76,18 +83,6 @@ class _Search:
     costs: Costs
     patches: int | None
     quick: bool
-
-    @cached_property
-    def fixed(self) -> tuple[float, float]:
-        """Seconds that the first and the last entry take besides their decoder layers."""
-        layout = self.costs.layout
-        entries = layout.pp * layout.vpp
-        middle = dataclasses.replace(layout, layers=(0,) * entries)
-        first, last = (
-            chunk_times(self.costs, middle, 0)[0],
-            chunk_times(self.costs, middle, layout.pp - 1)[-1],
-        )
-        return first.both, last.both
 
     def improve(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         best, score = layers, self.score(layers)

@@ -29,8 +29,8 @@ def write_run(path: Path, prediction: Prediction, given: dict[str, Any]) -> None
         (fields.setdefault(section, {}) if section else fields)[leaf] = value
     p = prediction
     head = (
-        f"# GPUs: {p.world} x {p.calibration.gpu}, {p.peak_gib:.0f} GiB estimated on the fullest, when a row is"
-        f" all pictures\n# Layout of megatron-vl plan: {describe(p.config, p.layout, p.dp)}. Predicted:"
+        f"# GPUs: {p.world} x {p.calibration.gpu}, {p.peak_gib:.0f} GiB estimated on the fullest, when a row"
+        f" is all pictures\n# Layout of megatron-vl plan: {describe(p.config, p.layout, p.dp)}. Predicted:"
         f" {p.step:.2f} s a step,\n# {p.tokens_per_second:,.0f} tokens/s at {p.mfu:.1%} MFU\n"
         f"# Rows: {p.rows.source}\n"
     )
