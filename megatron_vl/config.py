@@ -557,7 +557,8 @@ _WORDS: dict[Any, str] = {
 def _in_words(hint: Any) -> str:
     """A field's type in a user's words."""
     if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
+        words = typing.get_args(hint)
+        return f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0])
     if hint in _WORDS:
         return _WORDS[hint]
     return " or ".join(_in_words(part) for part in typing.get_args(hint))

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron_vl.errors import UserError
 
@@ -126,7 +127,10 @@ def read_calibration(path: Path) -> Calibration:
         )
     for name, value in stored.items():
         _check_rate(path, name, value)
-    return Calibration(**{name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()})
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
+    }
+    return Calibration(**values)
 
 
 _TEXTS = ("gpu", "provenance", "measured")

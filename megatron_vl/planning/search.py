@@ -183,7 +183,7 @@ def _parallels(wanted: Wanted) -> Iterator[Any]:
         etps = [1, tp] if m.moe and tp > 1 else [1]
         vpps = [n for n in range(1, LARGEST_VPP + 1) if n == 1 or pp > 1 and pp * n <= m.num_layers]
         for vpp, etp in itertools.product(vpps, etps):
-            sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp}
+            sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp}
             overlap = p.tp_comm_overlap and tp > 1
             yield dataclasses.replace(
                 p, **sizes, layers=None, sequence_parallel=tp > 1, tp_comm_overlap=overlap
@@ -211,7 +211,8 @@ def offloads(config: TrainConfig) -> list[Any]:
     if hasattr(optimizer, "offload_fraction"):
         now = offloaded(config)
         shares = [share for share in (0.5, 1.0) if share > now]
-        return [dataclasses.replace(optimizer, offload_fraction=share) for share in shares]
+        changes: list[dict[str, Any]] = [{"offload_fraction": share} for share in shares]
+        return [dataclasses.replace(optimizer, **change) for change in changes]
     # Megatron-core's offloaded state cannot be saved.
     if optimizer.cpu_offload or config.checkpoint.dir:
         return []

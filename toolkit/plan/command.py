@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
@@ -19,21 +18,10 @@ from megatron_vl.planning.search import Found, Wanted, describe, search, what_fi
 from megatron_vl.spec.families import ModelSpec, read_spec
 
 from .options import PlanOptions
+from .result import Plan
 from .show import show
 
 SIZES = ("tp", "pp", "vpp", "layers", "ep", "etp")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the command found out."""
-
-    wanted: Wanted
-    best: Prediction
-    found: Found | None
-    """None if the layout was given."""
-    instead: Prediction | None = None
-    """What fits, if the given layout does not."""
 
 
 def plan(options: PlanOptions) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_vl.planning.memory import GIB, PARTS, RESERVE_GIB
 from megatron_vl.planning.predict import Prediction
 from megatron_vl.planning.search import describe, options_of
 
-if TYPE_CHECKING:
-    from .command import Plan
+from .result import Plan
 
 
 def show(result: Plan) -> None:
@@ -18,7 +17,7 @@ def show(result: Plan) -> None:
     from rich.console import Console
 
     out = Console(highlight=False, file=sys.stdout)
-    wide = Console(width=max(out.width, 110), highlight=False, file=sys.stdout, soft_wrap=False)
+    wide = Console(width=max(out.width, 120), highlight=False, file=sys.stdout, soft_wrap=False)
     wanted, best = result.wanted, result.best
     c = wanted.calibration
     print(
