@@ -22,7 +22,7 @@ def copy_weights_together(optimizer: ChainedOptimizer) -> int:
     Returns the number of such parts.
 
     Parts without parameters do not change, nor do those whose weights reach the model in another way
-    (offloaded or precision-aware optimizers, FP8 weights).
+    (precision-aware optimizers, FP8 weights). Offloaded shards are left out.
     """
     parts = [part for part in optimizer.chained_optimizers if _copies_shards(part)]
     for part in parts:

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.config import OptimizerConfig
+from megatron_vl.data.assemble import pack_row
 from megatron_vl.models.names import LiveTensor
-from megatron_vl.training.offload.build import Offload, offload, offload_of
+from megatron_vl.training.offload import build
+from megatron_vl.training.offload.build import Offload, offload_of
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.optimizer_state import optimizer_slices, snapshot
+from megatron_vl.training.optimizer_state import snapshot
 from megatron_vl.training.step import train_step, wrap
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
+from toolkit.parity.batches import make_sample
 
 Steps = list[dict[str, Any]]
 
@@ -47,12 +49,12 @@ def digest(tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def steps_of(trainer: TinyTrainer, rows: list[Any], bad: int | None = None) -> Steps:
-    """Steps on the same rows; before the step ``bad``, a weight is NaN for one step."""
+def steps_of(trainer: TinyTrainer, rows: list[Any], bad: int | None = None, steps: int = 3) -> Steps:
+    """Steps on the same rows; in the step ``bad``, a weight is NaN."""
     outcomes = []
-    for number in range(4):
+    for number in range(steps):
         set_learning_rates(trainer.optimizer, trainer.config, number)
-        weight = next(iter(trainer.chunks[0].parameters()))
+        *_, weight = trainer.chunks[0].parameters()
         before = weight.detach().clone()
         if number == bad:
             weight.data.fill_(torch.nan)
@@ -71,24 +73,44 @@ def steps_of(trainer: TinyTrainer, rows: list[Any], bad: int | None = None) -> S
 
 
 def steps_by_share(
-    hf: str, dtype: str, shares: list[float], small_chunks: bool = True, bad: int | None = None, **optimizer: Any
+    hf: str,
+    dtype: str,
+    shares: list[float],
+    steps: int = 3,
+    bad: int | None = None,
+    spread: bool = True,
+    **optimizer: Any,
 ) -> dict[str, Any]:
-    """share -> what four steps gave, on one rank or several data-parallel ones, with chunks so small that
-    parameters are cut, and what is on the device between two steps."""
-    from megatron_vl.training.offload import build
+    """share -> what the steps gave, on one rank or several data-parallel ones, with chunks so small that
+    parameters are cut, and what is on the device between two steps.
 
-    if small_chunks:
-        build.offload.__defaults__ = (10 * 64 * 100,)
+    Args:
+        bad: the step in which a weight is NaN.
+        spread: whether the state is spread over data-parallel ranks.
+    """
+    build.offload.__defaults__ = (10 * 64 * 500,)
     first = tiny_trainer(hf, dtype=dtype, **optimizer)
-    rows = first.feed.next_step().rows
+    if not spread:
+        parallel = {"distributed_optimizer": False, "overlap_param_gather": False}
+        changed = dataclasses.replace(first.config.parallel, **parallel)
+        first.config = dataclasses.replace(first.config, parallel=changed)
+    rows = some_rows(first, dtype)
     found: dict[str, Any] = {}
     for share in shares:
         trainer = again(first, offload_fraction=share)
         outcomes: Any = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, steps_of(trainer, rows, bad))
+        dist.all_gather_object(outcomes, steps_of(trainer, rows, bad, steps))
         found[str(share)] = outcomes
         found[f"{share} held"] = held_on_device(trainer)
     return found
+
+
+def some_rows(trainer: TinyTrainer, dtype: str) -> list[Any]:
+    """A row of pictures and one of text; in bfloat16, which takes seconds on CPU, a short one."""
+    if dtype == "float32":
+        return trainer.feed.next_step().rows
+    row = pack_row([make_sample("image", trainer.spec, 0)], trainer.spec, SEQ_LEN)
+    return trainer.feed_of([row], 1).next_step().rows
 
 
 def held_on_device(trainer: TinyTrainer) -> dict[str, float]:
@@ -114,7 +136,7 @@ def poisoned(hf: str) -> dict[str, Any]:
     """What steps give when everything on the device that is not to be used is NaN, and when a number in
     host memory has changed."""
     first = tiny_trainer(hf, dtype="bfloat16")
-    rows = first.feed.next_step().rows
+    rows = some_rows(first, "bfloat16")
     plain = steps_of(again(first), rows)
     results: dict[str, Any] = {"plain": plain[-1]["state"]}
     for what in ("device", "host"):
