@@ -49,26 +49,16 @@ def digest(tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def steps_of(trainer: TinyTrainer, rows: list[Any], bad: int | None = None, steps: int = 3) -> Steps:
-    """Steps on the same rows; in the step ``bad``, a weight is NaN."""
+def steps_of(trainer: TinyTrainer, rows: list[Any], steps: int = 3, bad: int | None = None) -> Steps:
+    """Steps on the same rows; the step ``bad`` has a row in which no token bears loss, and is skipped."""
+    silent = pack_row([make_sample("without_loss", trainer.spec, 0)], trainer.spec, SEQ_LEN)
     outcomes = []
     for number in range(steps):
         set_learning_rates(trainer.optimizer, trainer.config, number)
-        *_, weight = trainer.chunks[0].parameters()
-        before = weight.detach().clone()
-        if number == bad:
-            weight.data.fill_(torch.nan)
-        result = train_step(trainer.wrapped, trainer.optimizer, rows, trainer.grid, SEQ_LEN)
-        if number == bad:
-            weight.data.copy_(before)
-        outcomes.append(
-            {
-                "loss": result.loss if result.loss == result.loss else "nan",
-                "norm": result.grad_norm if result.grad_norm == result.grad_norm else "nan",
-                "skipped": result.skipped,
-                "state": digest(state(trainer)),
-            }
-        )
+        now = trainer.feed_of([silent], 1).next_step().rows if number == bad else rows
+        result = train_step(trainer.wrapped, trainer.optimizer, now, trainer.grid, SEQ_LEN)
+        facts = {"loss": repr(result.loss), "norm": repr(result.grad_norm), "skipped": result.skipped}
+        outcomes.append(facts | {"state": digest(state(trainer))})
     return outcomes
 
 
@@ -85,7 +75,7 @@ def steps_by_share(
     parameters are cut, and what is on the device between two steps.
 
     Args:
-        bad: the step in which a weight is NaN.
+        bad: the step in which no token bears loss.
         spread: whether the state is spread over data-parallel ranks.
     """
     build.offload.__defaults__ = (10 * 64 * 500,)
@@ -99,7 +89,7 @@ def steps_by_share(
     for share in shares:
         trainer = again(first, offload_fraction=share)
         outcomes: Any = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, steps_of(trainer, rows, bad, steps))
+        dist.all_gather_object(outcomes, steps_of(trainer, rows, steps, bad))
         found[str(share)] = outcomes
         found[f"{share} held"] = held_on_device(trainer)
     return found
