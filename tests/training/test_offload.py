@@ -56,9 +56,9 @@ def test_all_shares_give_the_same_bits(tiny_checkpoint) -> None:
 @pytest.mark.ranks
 def test_weights_in_float32_are_their_own_masters(tiny_checkpoint) -> None:
     """Here with a step in between that is skipped."""
-    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="float32", bad=1)
-    assert [step["skipped"] for step in taken] == ["", "no_loss_tokens", ""]
-    assert taken[0]["state"] == taken[1]["state"] != taken[2]["state"]
+    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="float32", steps=2, bad=1)
+    assert [step["skipped"] for step in taken] == ["", "no_loss_tokens"]
+    assert taken[0]["state"] == taken[1]["state"]
 
 
 @pytest.mark.ranks
