@@ -306,7 +306,8 @@ def export(
     Hugging Face folder.
 
     Files, names, order and types of tensors are those of the original, so untrained weights give its files
-    back byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) are the original's. Values of another type (a run that kept float32) are rounded to the original's type
+    back byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) are the original's.
+    Values of another type (a run that kept float32) are rounded to the original's type
     and counted in the report. Everything except weights is copied verbatim.
 
     ``megatron_vl.json`` beside the weights names the rule for videos that they were trained under, where it

@@ -1,4 +1,4 @@
-"""Qwen3.5 <-> Megatron: Gated DeltaNet, attention with an output gate, and Qwen3-VL's tower without DeepStack.
+"""Qwen3.5 <-> Megatron: Gated DeltaNet, attention with an output gate, Qwen3-VL's tower without DeepStack.
 
 Qwen3.5-MoE is the same with a router, experts and a shared expert in the decoder layers. Names:
 ``Qwen3_5ForConditionalGeneration`` and ``Qwen3_5MoeForConditionalGeneration`` as released.

@@ -197,17 +197,15 @@ def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
     return tensors | mtp_tensors(size)
 
 
-def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of Qwen3-VL-MoE as released, or of Qwen3.5-MoE, with separate tensors for each expert's matrices, named as in the
-    text models (Qwen3-MoE)."""
+def experts_apart(tensors: dict[str, Tensor], *, input_first: bool = True) -> dict[str, Tensor]:
+    """Tensors of Qwen3-VL-MoE or Qwen3.5-MoE as released, with separate tensors for each expert's matrices,
+    named as in the text models (Qwen3-MoE)."""
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".mlp.experts." not in name or name.startswith("mtp."):
             apart[name] = tensor
             continue
         prefix, kind = name.rsplit(".", 1)
-        hidden = tensors[name.split(".mlp.")[0] + ".post_attention_layernorm.weight"].numel()
-        input_first = tensor.shape[1 if kind == "gate_up_proj" else 2] == hidden
         for expert, matrix in enumerate(tensor.transpose(1, 2) if input_first else tensor):
             parts = (
                 {"down_proj": matrix}

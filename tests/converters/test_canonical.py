@@ -203,7 +203,7 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
     """Router and experts, run in float64 over all experts, equal transformers' module for every style."""
     released = released_tensors(size)
     tensors = (
-        experts_apart(released)
+        experts_apart(released, input_first="VL" in size)
         if style == "apart"
         else hf_model(size).state_dict()
         if style == "output_first"
@@ -242,7 +242,8 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
 def shared_expert(reader: WeightReader, prefix: str, hidden: Tensor) -> Tensor:
     """The output of the shared expert with its gate."""
     fc1, fc2, gate = (
-        reader.get(prefix + name).double() for name in ("linear_fc1.weight", "linear_fc2.weight", "gate_weight")
+        reader.get(prefix + name).double()
+        for name in ("linear_fc1.weight", "linear_fc2.weight", "gate_weight")
     )
     gates, up = (hidden @ fc1.T).chunk(2, dim=-1)
     return torch.sigmoid(hidden @ gate.T) * ((torch.nn.functional.silu(gates) * up) @ fc2.T)

@@ -140,7 +140,7 @@ def test_experts_and_prediction_in_every_style(tmp_path: Path, experts: str, mtp
     ``transformers`` writes the model's apart and loses MTP."""
     tensors = {name: t for name, t in released_tensors(MOE).items() if not name.startswith("mtp.")}
     if experts == "apart":
-        tensors = experts_apart(tensors)
+        tensors = experts_apart(tensors, input_first=False)
     other = {"apart": MOE, "stacked": "Qwen3.6-35B-A3B", "none": DENSE}[mtp]
     beside = {name: t for name, t in released_tensors(other).items() if name.startswith("mtp.")}
     beside = {} if mtp == "none" else beside

@@ -198,7 +198,9 @@ def test_defaults_as_numbers(name: str, field: str, default: float) -> None:
     assert {"rms_norm_eps": language.norm_eps, "rope_theta": language.rope_theta}[field] == default
 
 
-@pytest.mark.parametrize("name", ["Qwen2-VL-2B", "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "Qwen3.5-0.8B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2-VL-2B", "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "Qwen3.5-0.8B"]
+)
 @pytest.mark.parametrize("outer", [None, True, False])
 @pytest.mark.parametrize("inner", [None, True, False])
 def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: bool | None) -> None:
