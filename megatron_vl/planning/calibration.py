@@ -87,8 +87,6 @@ class Calibration:
     """Work of the processor for each parameter tensor in an update, in us."""
     hidden_reduction: float
     """Share of a reduction of gradients, or a gathering of weights, that a pass beside it hides."""
-    host_update_g_s: float
-    """Parameters that a GPU's share of the processor updates in a second, in 1e9."""
     host_copy_gb_s: float
     """Copies between GPU and host, each way at once."""
     step_s: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.memory import RESERVE_GIB, peak_gib, stage_memories
+from megatron_vl.planning.offload import resolve
 from megatron_vl.planning.predict import Prediction
 from megatron_vl.planning.rows import stated_rows
 from megatron_vl.planning.search import Wanted, options_of, what_fits
@@ -25,7 +26,8 @@ def check_memory(
     Raises:
         RunConfigError: the run does not fit. The message says what would, and how to start all the same.
     """
-    peak = peak_gib(stage_memories(config, spec, layout, validate(config, world)))
+    settled = resolve(config, spec, world, calibration.memory_gib)
+    peak = peak_gib(stage_memories(settled, spec, layout, validate(config, world)))
     have = calibration.memory_gib
     if peak + RESERVE_GIB <= have:
         return None

@@ -41,6 +41,10 @@ RESERVE_GIB = 8.0
 WORKSPACE_GIB = 0.5
 """Workspaces of cuBLAS and Transformer Engine and small tensors: the measured excess over the formula
 on one GPU."""
+CHUNK_BYTES = 256 << 20
+"""Largest piece of offloaded optimizer state that is copied at once."""
+SLOTS = 4
+"""Number of such pieces that are on the GPU at once while weights are updated."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class StageMemory:
     gradients: float = 0.0
     """Main gradients in float32."""
     optimizer: float = 0.0
-    """float32 master weights and two moments; ``distributed_optimizer`` splits them
-    over data-parallel ranks."""
+    """float32 master weights and two moments without what is offloaded; ``distributed_optimizer``
+    splits them over data-parallel ranks."""
     activations: float = 0.0
     """Activations of the decoder layers and the embedding, for all micro-batches in flight."""
     vision: float = 0.0
@@ -65,6 +69,8 @@ class StageMemory:
     in_flight: int = 0
     """Largest number of micro-batches whose activations are held at once (with
     virtual chunks: chunk-micro-batches)."""
+    host: float = 0.0
+    """Host memory for this rank's offloaded optimizer state; not part of the total."""
 
     @property
     def total(self) -> float:
@@ -78,6 +84,7 @@ class StageMemory:
             "in_flight": self.in_flight,
             **parts,
             "total": round(self.total / GIB, 2),
+            "host": round(self.host / GIB, 2),
         }
 
 
@@ -122,7 +129,7 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
     # A decoder layer and a vision layer are never recomputed at the same time.
     recomputed = max(c.transient for c in chunks)
     last = stage == layout.pp - 1
-    return dataclasses.replace(
+    estimated = dataclasses.replace(
         _parameters(config, spec, layout, stage, dp, element),
         activations=activations + recomputed,
         vision=held[0] * vision.kept + max(0.0, vision.transient - recomputed),
@@ -130,6 +137,10 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
         rows=micro_batches * sizes.row(stage == 0),
         in_flight=sum(held),
     )
+    # Offloaded state passes through the GPU where activations were before.
+    free = estimated.activations + estimated.vision + estimated.logits
+    passing = max(0.0, min(SLOTS * CHUNK_BYTES, estimated.host) - free)
+    return dataclasses.replace(estimated, optimizer=estimated.optimizer + passing)
 
 
 # --- Parameters ---------------------------------------------------------------------------------------------
@@ -243,7 +254,8 @@ def _tensors_of(spec: ModelSpec) -> dict[str, tuple[TensorInfo, ...]]:
 
 def _kind(spec: ModelSpec, layer: int) -> str:
     """Decoder layers of one kind have the same tensors."""
-    return "layer with experts" if spec.language.has_experts(layer) else "layer"
+    experts = " with experts" if spec.language.has_experts(layer) else ""
+    return f"layer{experts}" + (" and linear attention" if spec.language.is_linear(layer) else "")
 
 
 def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> float:
@@ -271,16 +283,16 @@ def _parameters(
     found = stage_parameters(config, spec, layout, stage, dp)
     # float32 weights are their own master weights.
     state = 12 if element == 2 else 8
-    here = state * found.owned * (1 - offloaded(config))
-    return StageMemory(stage, element * found.held, 4 * found.trained, here)
+    share = offloaded(config)
+    # Half of a bf16 model's master weights lies in its weights.
+    host = (state - 2 if element == 2 else state) * found.owned * share
+    here = state * found.owned * (1 - share)
+    return StageMemory(stage, element * found.held, 4 * found.trained, here, host=host)
 
 
 def offloaded(config: TrainConfig) -> float:
-    """Share of the optimizer's state in host memory."""
-    o = config.optimizer
-    share = getattr(o, "offload_fraction", None)
-    if share is None:
-        return o.cpu_offload_fraction if o.cpu_offload else 0.0
+    """Share of the optimizer's state in host memory; ``auto`` counts as none until it is resolved."""
+    share = config.optimizer.offload_fraction
     return share if isinstance(share, int | float) else 0.0
 
 

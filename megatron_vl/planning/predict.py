@@ -20,7 +20,6 @@ from megatron_vl.planning.memory import (
     GIB,
     RESERVE_GIB,
     StageMemory,
-    offloaded,
     stage_memories,
     stage_parameters,
 )
@@ -238,8 +237,7 @@ def step_ends(costs: Costs, layout: Layout, times: list[tuple[PassTime, ...]]) -
     longest = 0.0
     for stage, chunks in enumerate(times):
         held = stage_parameters(costs.config, costs.spec, layout, stage, costs.dp)
-        seconds = _exposed(costs, held.trained, chunks) + costs.update(held)
-        longest = max(longest, seconds + _host_update(costs, held.owned, chunks))
+        longest = max(longest, _exposed(costs, held.trained, chunks) + costs.update(held))
     micro_batches = costs.config.global_batch_size // costs.dp
     besides = _straggling(costs, micro_batches) + _tower_ahead(costs, micro_batches)
     return longest + besides + costs.calibration.step_s
@@ -256,7 +254,7 @@ def _stage(costs: Costs, memory: StageMemory, stage: int) -> StagePlan:
         memory,
         chunks,
         _exposed(costs, held.trained, chunks),
-        costs.update(held) + _host_update(costs, held.owned, chunks),
+        costs.update(held),
     )
 
 
@@ -282,18 +280,6 @@ def _exposed(costs: Costs, trained: float, chunks: tuple[PassTime, ...]) -> floa
         hidden = costs.calibration.hidden_reduction * min(seconds, beside) if overlap else 0.0
         exposed += max(part, seconds - hidden)
     return exposed
-
-
-def _host_update(costs: Costs, owned: float, chunks: tuple[PassTime, ...]) -> float:
-    """What the update in host memory takes beyond what passes hide."""
-    share = offloaded(costs.config)
-    if not share:
-        return 0.0
-    c = costs.calibration
-    seconds = share * owned / (c.host_update_g_s * 1e9)
-    copies = share * owned * (4 + costs.element) / (c.host_copy_gb_s * 1e9)
-    # Gradients leave during the last backward pass, weights come back during the first forward pass.
-    return seconds + max(0.0, copies - chunks[0].backward - chunks[0].forward)
 
 
 def _straggling(costs: Costs, micro_batches: int) -> float:

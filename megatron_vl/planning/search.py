@@ -23,7 +23,7 @@ from megatron_vl.planning.predict import Prediction, chunk_times, predict, step_
 from megatron_vl.planning.rows import RowStatistics
 from megatron_vl.planning.split import balanced_layers, planned_layers, quick_seconds
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.layout import Layout, check_can_run, make_layout
 from megatron_vl.spec.tensors import LayoutError
 
 LARGEST_TP = 8
@@ -100,6 +100,10 @@ def search(wanted: Wanted) -> Found:
         RunConfigError: no combination of sizes is possible at all, for instance because
             ``global_batch_size`` has no divisor in common with the number of GPUs.
     """
+    check_can_run(wanted.spec)
+    if wanted.config.optimizer.offload_fraction == "auto":
+        optimizer = dataclasses.replace(wanted.config.optimizer, offload_fraction=0.0)
+        wanted = dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, optimizer=optimizer))
     configs = list(_configs(wanted))
     queue = [c for c in (_candidate(wanted, *item) for item in enumerate(configs)) if c is not None]
     if not configs:
@@ -208,15 +212,8 @@ def _placements(config: TrainConfig) -> list[TrainConfig]:
 def offloads(config: TrainConfig) -> list[Any]:
     """The optimizer's section with more of its state in host memory."""
     optimizer = config.optimizer
-    if hasattr(optimizer, "offload_fraction"):
-        now = offloaded(config)
-        shares = [share for share in (0.5, 1.0) if share > now]
-        changes: list[dict[str, Any]] = [{"offload_fraction": share} for share in shares]
-        return [dataclasses.replace(optimizer, **change) for change in changes]
-    # Megatron-core's offloaded state cannot be saved.
-    if optimizer.cpu_offload or config.checkpoint.dir:
-        return []
-    return [dataclasses.replace(optimizer, cpu_offload=True)]
+    shares = [share for share in (0.5, 1.0) if share > offloaded(config)]
+    return [dataclasses.replace(optimizer, offload_fraction=share) for share in shares]
 
 
 def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate | None:
