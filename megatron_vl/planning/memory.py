@@ -97,7 +97,7 @@ def estimate(
     """
     dp = validate(config, world_size)
     p = config.parallel
-    layout = run_layout(spec, p)
+    layout = run_layout(spec, p, config.vision)
     most = config.data.seq_len * spec.vision.merge_unit
     if patches is None:
         patches = min(most, config.data.max_patches or most)

@@ -278,6 +278,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
             train=True,
             bucket_size=10_000,
         ),
+        case("PP2, decoupled", pp=2, decoupled=True),
         case("EP2, experts", MOE, ep=2),
         case(
             "EP2, experts, overlap, text-only last",

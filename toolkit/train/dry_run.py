@@ -38,7 +38,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         )
 
     spec = read_spec(config.model.hf)
-    layout = run_layout(spec, config.parallel)
+    layout = run_layout(spec, config.parallel, config.vision)
     micro_batches = config.global_batch_size // dp
     stages = estimate(config, spec, world)
     fit = [name for name, gib in GPU_GIB.items() if peak_gib(stages) + RESERVE_GIB <= gib]
