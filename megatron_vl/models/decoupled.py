@@ -146,6 +146,8 @@ class DecoupledTower:
         """The features of all ranks of the replica in order, on its first stage; empty elsewhere."""
         features = exchange_with_first(mine, step.features_of_rank, self.group, gather=True)
         if self.on_first_stage and self.tp_group.size() > 1:
+            if self.tp_group.rank():
+                features = mine.new_empty(sum(step.features_of_rank), *mine.shape[1:])
             dist.broadcast(features, src=dist.get_global_rank(self.tp_group, 0), group=self.tp_group)
         return features
 
