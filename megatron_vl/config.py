@@ -107,8 +107,8 @@ class VisionConfig:
 
     placement: Literal["first_stage", "decoupled"] = "first_stage"
     """first_stage: on the first pipeline stage, tensor-parallel with the language model. decoupled: on every
-    rank; the pictures of a step are spread over the ranks of each data-parallel replica and encoded before the
-    pipeline runs, so that the stages hold decoder layers only. A run may change it when it resumes."""
+    rank. The ranks of a data-parallel replica then encode the pictures of a step together before its pipeline
+    runs, so that its stages hold decoder layers only. A run may change this when it resumes."""
     encode_patches: int = 131072
     """decoupled: about how many patches a rank encodes in one call, without keeping activations."""
     backward_patches: int = 32768

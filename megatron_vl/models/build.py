@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
-from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.attention import choose_backend
+from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import levels_before
 from megatron_vl.models.layer_specs import block_spec
 from megatron_vl.models.names import LiveTensor, named_tensors
@@ -250,9 +249,7 @@ def _tower_groups(pg: ProcessGroupCollection, tp: dist.ProcessGroup | None) -> P
 
 
 @torch.no_grad()
-def _zero_padding(
-    chunks: Iterable[torch.nn.Module], spec: ModelSpec, tp: int, tp_rank: int
-) -> None:
+def _zero_padding(chunks: Iterable[torch.nn.Module], spec: ModelSpec, tp: int, tp_rank: int) -> None:
     """Zeroes the padded FFN rows and columns of random weights.
     They stay zero because their gradients are zero."""
     v = spec.vision

@@ -2,9 +2,9 @@
 
 Ahead of the pipeline, the tp x pp ranks of a data-parallel replica encode the pictures of the whole step
 together, without keeping activations, and send the features to the first stage. There they are leaves of
-autograd. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each rank
-runs its pictures forward once more and then backward, and the gradients of the weights are summed over all
-ranks of the run. Published as Decoupled Encoder Process for Kimi K2.5 (arXiv 2602.02276).
+autograd. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each
+rank runs its pictures forward once more and then backward, and the gradients of the weights are summed over
+all ranks of the run. Published as Decoupled Encoder Process for Kimi K2.5 (arXiv 2602.02276).
 
 Pictures stay within their replica: its loader holds their pixels, and ``data.balance`` evens out replicas.
 """
@@ -53,12 +53,17 @@ class StepVision:
     window: Tensor
     """int32 [W + 1] on the device: bounds of the share's windows."""
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether any rank of the replica has one."""
+        return any(self.features_of_rank)
+
     def calls(self, patches: int) -> Iterator[tuple[VisionInput, slice]]:
         """The share in inputs of about ``patches`` patches, each with the place of its features in units of
         patches."""
         total = int(self.frames.patches.sum())
         first_patch, first_window = self.frames.first_patch, self.frames.first_window
-        bounds = cut_evenly(self.frames.patches, -(-total // patches)) if total else []
+        bounds = cut_evenly(self.frames.patches, max(1, -(-total // patches)))
         for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
             if begin == end:
                 continue
@@ -83,6 +88,8 @@ class StepVision:
 
 class DecoupledTower:
     """Runs the tower of this rank for the pictures of a step.
+
+    ``megatron-vl bench`` times the methods, each of which is one part of a step.
 
     Args:
         module: the tower, equal on all ranks.
@@ -122,7 +129,7 @@ class DecoupledTower:
             self.ddp.zero_grad_buffer()
         if step is None:
             return
-        features = self.to_first(self.forward(step), step) if sum(step.features_of_row) else self._none(step)
+        features = self.to_first(self.forward(step), step) if step.has_pictures else self._none(step)
         if self.on_first_stage:
             for row, own in zip(step.rows, features.split(step.features_of_row), strict=True):
                 row.features = own.detach().requires_grad_(train and self._trained)
@@ -140,7 +147,9 @@ class DecoupledTower:
     def _none(self, step: StepVision) -> Tensor:
         v = self.vision
         dtype = self.module.config.params_dtype
-        return torch.empty(0, 1 + len(v.deepstack_layers), v.out_hidden_size, dtype=dtype, device=step.planes.device)
+        return torch.empty(
+            0, 1 + len(v.deepstack_layers), v.out_hidden_size, dtype=dtype, device=step.planes.device
+        )
 
     def to_first(self, mine: Tensor, step: StepVision) -> Tensor:
         """The features of all ranks of the replica in order, on its first stage; empty elsewhere."""
@@ -157,20 +166,33 @@ class DecoupledTower:
         step, self._step = self._step, None
         if self.ddp is None:
             return
-        if step is not None and sum(step.features_of_row):
+        if step is not None and step.has_pictures:
             gradient = self.to_owners(self._collected(step), step)
             for given, patches in step.calls(self.config.backward_patches):
-                self.backward_call(given, gradient, patches)
+                self.backward_call(self.again(given), gradient, patches)
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Sums the gradients over the run and divides them by its loss tokens."""
+        assert self.ddp is not None and self.tokens is not None
         self.ddp.finish_grad_sync()
-        assert self.tokens is not None
         self.ddp.scale_gradients(1.0 / self.tokens.clamp(min=1))
         self.tokens = None
 
-    def backward_call(self, given: VisionInput, gradient: Tensor, patches: slice) -> None:
-        """Runs one call forward and backward."""
+    def again(self, given: VisionInput) -> list[Tensor]:
+        """The features of one call once more, with what their backward pass needs."""
+        return self.module.vision_model(given)
+
+    def backward_call(self, features: list[Tensor], gradient: Tensor, patches: slice) -> None:
+        """The backward pass of one call.
+
+        Args:
+            gradient: of all features of this rank.
+            patches: the call's place in the rank's share.
+        """
         unit = self.vision.merge_unit
         levels = gradient[patches.start // unit : patches.stop // unit].unbind(1)
-        torch.autograd.backward(self.module.vision_model(given), list(levels))
+        torch.autograd.backward(features, list(levels))
 
     def _collected(self, step: StepVision) -> Tensor:
         """The gradients of all features, on the rank that owns the loader; empty elsewhere. Frees both."""

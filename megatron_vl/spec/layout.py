@@ -167,5 +167,10 @@ def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
         KeyError, LayoutError: a field is missing or impossible for this model.
     """
     sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers")}
-    return make_layout(spec, **sizes, ep=stored.get("ep", 1), etp=stored.get("etp", 1),
-        decoupled=stored.get("vision") == "decoupled")
+    return make_layout(
+        spec,
+        **sizes,
+        ep=stored.get("ep", 1),
+        etp=stored.get("etp", 1),
+        decoupled=stored.get("vision") == "decoupled",
+    )

@@ -1,8 +1,8 @@
 """Sends the pictures of a step to the ranks that encode them, where every rank holds the vision tower.
 
-The rank that owns the loader cuts the frames of all rows into one contiguous run for each rank of its replica
-(:mod:`megatron_vl.planning.shares`). All ranks make the same cuts from the sizes of the frames. Each rank gets
-one message of pixels and one of indices.
+The rank that owns the loader cuts the frames of all rows into one contiguous run for each rank of its
+replica (:mod:`megatron_vl.planning.shares`). All ranks make the same cuts from the sizes of the frames. Each
+rank gets one message of pixels and one of indices.
 """
 
 from __future__ import annotations
@@ -137,16 +137,18 @@ def send_pictures(
             patches.to(device, non_blocking=True), [ints * n for n in per_rank], group, gather=False
         )
     sizes = [vision.temporal_patch_size, 2, 2]
-    own = [part.view(-1, size) for part, size in zip(
-        patches.to(device).split([per_rank[rank] * size for size in sizes]), sizes, strict=True)]
+    own = patches.to(device).split([per_rank[rank] * size for size in sizes])
+    index, position_hw, frame_hw = (part.view(-1, size) for part, size in zip(own, sizes, strict=True))
     return StepVision(
-        rows,
-        shares.features_of_rank,
-        shares.features_of_row,
-        frames,
-        bounds,
-        pixels,
-        *own,
+        rows=rows,
+        features_of_rank=shares.features_of_rank,
+        features_of_row=shares.features_of_row,
+        frames=frames,
+        plane_bounds=bounds,
+        planes=pixels,
+        plane_index=index,
+        position_hw=position_hw,
+        frame_hw=frame_hw,
         full=_cumulative(frames.patches, device),
         window=_cumulative(frames.windows, device),
     )

@@ -124,7 +124,9 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         case("training, TP2 x PP2 x VPP2 + SP, decoupled, tied", steps=TRAINING, train=True, **TRAINED),
-        case("training, TP2 x PP2 x VPP2 + SP, decoupled, qwen3_vl", Q3, steps=TRAINING, train=True, **TRAINED),
+        case(
+            "training, TP2 x PP2 x VPP2 + SP, decoupled, qwen3_vl", Q3, steps=TRAINING, train=True, **TRAINED
+        ),
         case("PP2 x DP2, decoupled, overlap", pp=2, overlap=True, steps=[TEXT_LAST, TEXT_ONE_RANK]),
         case("PP4, decoupled, qwen3_vl", Q3, pp=4, steps=[BETWEEN]),
     ],
