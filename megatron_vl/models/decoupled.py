@@ -4,7 +4,7 @@ Ahead of the pipeline, the tp x pp ranks of a data-parallel replica encode the p
 together, without keeping activations, and send the features to the first stage. There they are leaves of
 autograd. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each
 rank runs its pictures forward once more and then backward, and the gradients of the weights are summed over
-all ranks of the run. Published as Decoupled Encoder Process for Kimi K2.5 (arXiv 2602.02276).
+all ranks of the run. Kimi K2.5 was trained in this way.
 
 Pictures stay within their replica: its loader holds their pixels, and ``data.balance`` evens out replicas.
 """

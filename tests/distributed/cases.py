@@ -107,7 +107,7 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
             train=True,
         ),
         case(
-            "training, PP2, decoupled, tied, no distributed optimizer",
+            "training, PP2, decoupled, tied, plain optimizer",
             tied=True,
             pp=2,
             steps=TRAINING,
@@ -115,7 +115,7 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
             distributed_optimizer=False,
         ),
         case(
-            "training, TP2, decoupled, no distributed optimizer",
+            "training, TP2, decoupled, plain optimizer",
             tp=2,
             steps=TRAINING,
             train=True,
@@ -125,7 +125,11 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
     4: [
         case("training, TP2 x PP2 x VPP2 + SP, decoupled, tied", steps=TRAINING, train=True, **TRAINED),
         case(
-            "training, TP2 x PP2 x VPP2 + SP, decoupled, qwen3_vl", Q3, steps=TRAINING, train=True, **TRAINED
+            "training, TP2 x PP2 x VPP2 + SP, decoupled, tied, qwen3_vl",
+            Q3,
+            steps=TRAINING,
+            train=True,
+            **TRAINED,
         ),
         case("PP2 x DP2, decoupled, overlap", pp=2, overlap=True, steps=[TEXT_LAST, TEXT_ONE_RANK]),
         case("PP4, decoupled, qwen3_vl", Q3, pp=4, steps=[BETWEEN]),

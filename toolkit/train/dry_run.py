@@ -66,7 +66,8 @@ def _least_ranks(config: TrainConfig, nnodes: int) -> int:
 
 def _contents(spec: ModelSpec, layout: Layout, stage: int) -> list[str]:
     """The contents of a stage, in the order of the model."""
-    found = ["vision tower", "embedding"] if stage == 0 else []
+    found = ["vision tower"] if stage == 0 or layout.decoupled else []
+    found += ["embedding"] if stage == 0 else []
     for v in range(layout.vpp):
         layers = list(layout.chunk_layers(stage, v))
         chunk = f" (chunk {v})" if layout.vpp > 1 else ""
