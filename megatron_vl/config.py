@@ -721,7 +721,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
         ),
     ),
     (1, math.inf, "parallel.ep parallel.etp eval.rows eval.max_new_tokens"),
-    (1, math.inf, "vision.encode_patches vision.backward_patches"),
+    (1, 2**18, "vision.encode_patches vision.backward_patches"),  # kernels count elements in 32 bits
     (0, math.inf, "eval.interval eval.samples"),
     (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps checkpoint.attempt"),
     (
