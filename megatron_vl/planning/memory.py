@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
@@ -117,7 +118,7 @@ def peak_gib(stages: list[StageMemory]) -> float:
 def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemory:
     config, spec, layout, element = sizes.config, sizes.spec, sizes.layout, sizes.element
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
-    vision = sizes.vision() if stage == 0 else _Held()
+    vision = sizes.vision() if stage == 0 and not layout.decoupled else _Held()
     # What is held does not grow any more after the warm-up.
     order = _held_at_most(layout.pp, layout.vpp, stage, min(micro_batches, 4 * layout.pp))
 
@@ -129,12 +130,22 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
     # A decoder layer and a vision layer are never recomputed at the same time.
     recomputed = max(c.transient for c in chunks)
     last = stage == layout.pp - 1
+    logits = 2.0 * element * config.data.seq_len * spec.language.vocab_size / layout.tp if last else 0.0
+    tower = held[0] * vision.kept + max(0.0, vision.transient - recomputed)
+    rows = micro_batches * sizes.row(stage == 0)
+    if layout.decoupled:
+        share = -(-micro_batches * sizes.patches // (layout.tp * layout.pp))
+        alone = dataclasses.replace(sizes, layout=dataclasses.replace(layout, tp=1), patches=share)
+        tower = alone.decoupled(
+            activations + recomputed + logits, micro_batches * sizes.patches * (stage == 0)
+        )
+        rows += alone.row(pixels=True)
     estimated = dataclasses.replace(
         _parameters(config, spec, layout, stage, dp, element),
         activations=activations + recomputed,
-        vision=held[0] * vision.kept + max(0.0, vision.transient - recomputed),
-        logits=2.0 * element * config.data.seq_len * spec.language.vocab_size / layout.tp if last else 0.0,
-        rows=micro_batches * sizes.row(stage == 0),
+        vision=tower,
+        logits=logits,
+        rows=rows,
         in_flight=sum(held),
     )
     # Offloaded state passes through the GPU where activations were before.
@@ -149,7 +160,9 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
 def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:
     """The tensors on a pipeline stage; a tied embedding is also on the last one."""
     table = tensor_table(spec)
-    own = [info for info in table.values() if layout.stage_of(info) == stage]
+    own = [
+        info for info in table.values() if layout.stage_of(info) == stage or layout.cut.on_every_rank(info)
+    ]
     if spec.language.tied_embeddings and layout.pp > 1 and stage == layout.pp - 1:
         own.append(table[EMBEDDING])
     return own
@@ -187,11 +200,14 @@ def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage
     """The parameters of one GPU of a pipeline stage."""
     m, p = config.model, config.parallel
     frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
-    sections = _sections(spec, layout.cut, layout.tp * dp, p.distributed_optimizer, frozen)
+    ranks = layout.tp * dp, layout.tp * layout.pp * dp
+    sections = _sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
     last = stage == layout.pp - 1
     found = Parameters()
+    if stage == 0 or layout.decoupled:
+        found += sections["vision", -1]
     if stage == 0:
-        found += sections["vision", -1] + sections["embedding", -1]
+        found += sections["embedding", -1]
     if last:
         found += sections["head", -1]
     if last and layout.pp > 1 and spec.language.tied_embeddings:
@@ -204,9 +220,9 @@ def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage
 
 @functools.cache
 def _sections(
-    spec: ModelSpec, cut: Cut, ranks: int, distributed: bool, frozen: tuple[bool, bool, bool]
+    spec: ModelSpec, cut: Cut, ranks: tuple[int, int], distributed: bool, frozen: tuple[bool, bool, bool]
 ) -> dict[tuple[str, int], Parameters]:
-    """The parameters of each section of the model on one of the ``ranks`` GPUs of its stage.
+    """The parameters of each section of the model on one GPU; ``ranks`` are those of a stage and of all.
 
     ``before`` a layer are those of all decoder layers before it.
     """
@@ -216,7 +232,9 @@ def _sections(
         found = Parameters()
         for info in infos:
             # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
-            copies = ranks // cut.parts(info) if info.experts else ranks // cut.tp
+            copies = ranks[0] // (cut.parts(info) if info.experts else cut.tp)
+            if cut.on_every_rank(info):
+                copies = ranks[1]
             shape = info.shard_shape(cut)
             n = math.prod(shape)
             trained = 0 if parts[part_of(info.name)] else n
@@ -262,14 +280,15 @@ def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: in
     """Weights, gradients and optimizer state of one GPU of every stage together."""
     m, p = config.model, config.parallel
     frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
-    held, trained, owned = _sum_of_sections(spec, layout.cut, layout.tp * dp, p.distributed_optimizer, frozen)
+    ranks = layout.tp * dp, layout.tp * layout.pp * dp
+    held, trained, owned = _sum_of_sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
     element, state = (2, 12) if config.dtype == "bfloat16" else (4, 8)
     return element * held + 4 * trained + state * owned * (1 - offloaded(config))
 
 
 @functools.cache
 def _sum_of_sections(
-    spec: ModelSpec, cut: Cut, ranks: int, distributed: bool, frozen: tuple[bool, bool, bool]
+    spec: ModelSpec, cut: Cut, ranks: tuple[int, int], distributed: bool, frozen: tuple[bool, bool, bool]
 ) -> tuple[float, float, float]:
     sections = _sections(spec, cut, ranks, distributed, frozen)
     every = [sections[name, -1] for name in ("vision", "embedding", "head")]
@@ -407,6 +426,31 @@ class _Sizes:
             return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, max(layers))
 
         return _Held(sum(layers) + mergers + pixels)
+
+    def decoupled(self, others: float, placed: int) -> float:
+        """A tower that every rank holds, for the rank's own share of a step's patches.
+
+        It runs while the activations of the pipeline do not exist, and may use their memory.
+
+        Args:
+            others: bytes of these activations.
+            placed: patches whose features this stage holds, and whose gradients.
+        """
+        v, calls = self.spec.vision, self.config.vision
+        frozen = self.config.model.freeze_vision and self.config.model.freeze_merger
+        unkept = dataclasses.replace(self.config.model, freeze_vision=True, freeze_merger=True)
+
+        def peak(patches: int, **changes: Any) -> float:
+            config = dataclasses.replace(self.config, **changes)
+            held = dataclasses.replace(self, config=config, patches=min(self.patches, patches)).vision()
+            return held.kept + held.transient
+
+        encode = peak(calls.encode_patches, model=unkept)
+        backward = 0.0 if frozen else peak(calls.backward_patches)
+        feature = self.element * (1 + len(v.deepstack_layers)) * v.out_hidden_size / v.merge_unit
+        features = feature * placed * (1 if frozen else 2)
+        own = feature * self.patches
+        return features + max(0.0, own + max(encode, backward) - others)
 
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
         model, tp = self.config.model, self.layout.tp

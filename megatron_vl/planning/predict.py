@@ -212,11 +212,6 @@ def needed_flops(config: TrainConfig, spec: ModelSpec, rows: RowStatistics) -> f
     )
 
 
-def placement(config: TrainConfig) -> str:
-    """Where the tower runs: ``first_stage`` or ``decoupled``."""
-    return getattr(getattr(config, "vision", None), "placement", "first_stage")
-
-
 def chunk_times(costs: Costs, layout: Layout, stage: int) -> tuple[PassTime, ...]:
     """The times of a stage's chunks for one micro-batch."""
     times = []
@@ -225,7 +220,7 @@ def chunk_times(costs: Costs, layout: Layout, stage: int) -> tuple[PassTime, ...
         time = PassTime(wait, wait) + costs.decoder_layers(layout.chunk_layers(stage, v))
         if stage + v == 0:
             time += costs.embedding()
-            time += costs.tower() if placement(costs.config) == "first_stage" else PassTime()
+            time += PassTime() if layout.decoupled else costs.tower()
         if stage == layout.pp - 1 and v == layout.vpp - 1:
             time += costs.head()
         times.append(time)
@@ -294,7 +289,7 @@ def _straggling(costs: Costs, micro_batches: int) -> float:
 
 def _tower_ahead(costs: Costs, micro_batches: int) -> float:
     """Seconds of the tower on all ranks, ahead of the pipeline and, computed again, after it."""
-    if placement(costs.config) != "decoupled":
+    if not costs.layout.decoupled:
         return 0.0
     ranks = costs.layout.tp * costs.layout.pp
     tower = costs.tower_alone(1)

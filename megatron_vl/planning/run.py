@@ -31,7 +31,7 @@ def run_layout(
 
     Args:
         saved: layout of the checkpoint that the run resumes from. Its split stays, as long as it has the same
-            stages and chunks.
+            stages and chunks, and the vision tower the same place.
 
     Raises:
         RunConfigError, LayoutError: the layout is impossible.
@@ -41,15 +41,17 @@ def run_layout(
     check_can_run(spec)
     check_experts(spec, p.tp, p.sequence_parallel)
     layers = p.layers if isinstance(p.layers, list) else None
+    decoupled = config.vision.placement == "decoupled"
     if layers is not None or p.pp == 1:
-        return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp)
+        return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, decoupled)
 
-    if saved is not None and (saved.pp, saved.vpp) == (p.pp, p.vpp):
-        return make_layout(spec, p.tp, p.pp, p.vpp, saved.layers, p.ep, p.etp)
+    kept = saved is not None and (saved.pp, saved.vpp, saved.decoupled) == (p.pp, p.vpp, decoupled)
+    if saved is not None and kept:
+        return make_layout(spec, p.tp, p.pp, p.vpp, saved.layers, p.ep, p.etp, decoupled)
 
     # Any split of the right length, for checking the sizes.
     entries = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]
-    layout = make_layout(spec, p.tp, p.pp, p.vpp, entries, p.ep, p.etp)
+    layout = make_layout(spec, p.tp, p.pp, p.vpp, entries, p.ep, p.etp, decoupled)
     rows = rows or stated_rows(spec, config.data.seq_len, config.data.max_patches)
     costs = Costs(config, spec, layout, dp, rows, calibration or shipped(), network or Network())
     return dataclasses.replace(layout, layers=planned_layers(costs))

@@ -151,11 +151,7 @@ def _rank(prediction: Prediction) -> tuple:
 def _sizes(candidate: _Candidate) -> tuple:
     layout = candidate.layout
     share = offloaded(candidate.config)
-    return layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, share, _placement(candidate.config)
-
-
-def _placement(config: TrainConfig) -> str:
-    return getattr(getattr(config, "vision", None), "placement", "")
+    return layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, share, layout.decoupled
 
 
 # --- Combinations -------------------------------------------------------------------------------------------
@@ -199,14 +195,13 @@ def _powers(largest: int) -> list[int]:
 
 
 def _placements(config: TrainConfig) -> list[TrainConfig]:
-    """The places of the vision tower that a run may choose."""
-    if not _placement(config) or config.parallel.pp == 1:
-        return [config]
-    vision: Any = config.vision  # type: ignore[attr-defined]
-    found = []
-    for name in ("first_stage", "decoupled"):
-        found.append(dataclasses.replace(config, vision=dataclasses.replace(vision, placement=name)))  # type: ignore[call-arg]
-    return found
+    """The run with the vision tower on the first stage and on every rank, where both make a difference."""
+    alone = config.parallel.pp * config.parallel.tp == 1
+    names: list[Any] = ["first_stage"] if alone or config.fp8.vision else ["first_stage", "decoupled"]
+    return [
+        dataclasses.replace(config, vision=dataclasses.replace(config.vision, placement=name))
+        for name in names
+    ]
 
 
 def offloads(config: TrainConfig) -> list[Any]:
@@ -222,7 +217,8 @@ def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate |
     dp = wanted.world // (p.tp * p.pp)
     entries = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]
     try:
-        layout = make_layout(spec, p.tp, p.pp, p.vpp, entries, p.ep, p.etp)
+        decoupled = config.vision.placement == "decoupled"
+        layout = make_layout(spec, p.tp, p.pp, p.vpp, entries, p.ep, p.etp, decoupled)
     except LayoutError:
         return None
     # The parameters alone, evenly spread, are the least that any split needs.
@@ -295,7 +291,7 @@ def describe(config: TrainConfig, layout: Layout, dp: int) -> str:
         more.append(f"recompute {language}/{r.vision}")
     if share := offloaded(config):
         more.append(f"offload {share:g}")
-    if _placement(config) == "decoupled":
+    if layout.decoupled:
         more.append("tower on every rank")
     return ", ".join([words, *[word for word in more if word]])
 
@@ -341,6 +337,7 @@ def _parts(prediction: Prediction) -> dict[str, float]:
         "computing": silent,
         "gradients and update": ends,
         "uneven replicas": prediction.straggling,
+        "tower on every rank": prediction.ahead,
     }
 
 

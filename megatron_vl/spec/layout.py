@@ -31,11 +31,14 @@ class Layout:
     etp: int = 1
     """Expert tensor parallel size. Megatron-core's default is ``tp``. Here it is 1 (whole experts), because
     cutting small matrices further costs more than it saves."""
+    decoupled: bool = False
+    """Whether every rank holds the whole vision tower (``vision.placement: decoupled``)
+    instead of the first stage its part."""
 
     @property
     def cut(self) -> Cut:
         """The numbers of parts that the tensors of a stage are cut into."""
-        return Cut(self.tp, self.ep, self.etp)
+        return Cut(self.tp, self.ep, self.etp, self.decoupled)
 
     @property
     def least_dp(self) -> int:
@@ -54,7 +57,7 @@ class Layout:
         return range(first, first + self.layers[vp_stage * self.pp + pp_rank])
 
     def stage_of(self, info: TensorInfo) -> int:
-        """The pipeline rank that holds a tensor."""
+        """The pipeline rank that holds a tensor, and that writes it if all do."""
         if info.section in ("vision", "embedding"):
             return 0
         if info.section == "head":
@@ -81,6 +84,7 @@ class Layout:
             "layers": list(self.layers),
             "ep": self.ep,
             "etp": self.etp,
+            **({"vision": "decoupled"} if self.decoupled else {}),
         }
 
 
@@ -92,13 +96,16 @@ def make_layout(
     layers: list[int] | tuple[int, ...] | None = None,
     ep: int = 1,
     etp: int = 1,
+    decoupled: bool = False,
 ) -> Layout:
     """A validated layout.
 
     Args:
         layers: number of decoder layers of each of the ``pp * vpp`` entries. None spreads them evenly. If
             they do not divide, the first entries get one fewer (they
-            also hold the vision tower and the embedding).
+            also hold the vision tower and the embedding). With ``decoupled``, the last ones do, which hold
+            the output layer.
+        decoupled: whether every rank holds the vision tower.
 
     Raises:
         LayoutError: a number is impossible for this model. The message says which, and what would be valid.
@@ -118,7 +125,8 @@ def make_layout(
                 f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; set layers by hand"
                 " to leave some empty"
             )
-        layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
+        more = range(total % entries) if decoupled else range(entries - total % entries, entries)
+        layers = [total // entries + (i in more) for i in range(entries)]
 
     if len(layers) != entries:
         raise LayoutError(
@@ -129,7 +137,7 @@ def make_layout(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers"
         )
 
-    return Layout(tp, pp, vpp, tuple(layers), ep, etp)
+    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled)
 
 
 def check_can_run(spec: ModelSpec) -> None:
@@ -143,6 +151,9 @@ def check_can_run(spec: ModelSpec) -> None:
 
 def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
     """Refuses experts under tensor parallelism alone.
+
+    Args:
+        vision: where the vision tower is; None: on the first stage.
 
     Raises:
         LayoutError: the message names the fields.
@@ -161,4 +172,10 @@ def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
         KeyError, LayoutError: a field is missing or impossible for this model.
     """
     sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers")}
-    return make_layout(spec, **sizes, ep=stored.get("ep", 1), etp=stored.get("etp", 1))
+    return make_layout(
+        spec,
+        **sizes,
+        ep=stored.get("ep", 1),
+        etp=stored.get("etp", 1),
+        decoupled=stored.get("vision") == "decoupled",
+    )

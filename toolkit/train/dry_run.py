@@ -79,7 +79,8 @@ def _least_ranks(config: TrainConfig, nnodes: int) -> int:
 
 def _contents(spec: ModelSpec, layout: Layout, stage: int) -> list[str]:
     """The contents of a stage, in the order of the model."""
-    found = ["vision tower", "embedding"] if stage == 0 else []
+    found = ["vision tower"] if stage == 0 or layout.decoupled else []
+    found += ["embedding"] if stage == 0 else []
     for v in range(layout.vpp):
         layers = list(layout.chunk_layers(stage, v))
         chunk = f" (chunk {v})" if layout.vpp > 1 else ""
@@ -107,7 +108,11 @@ def _split_source(config: TrainConfig, layout: Layout, saved: Layout | None) -> 
     """Where the split comes from."""
     if layout.pp == 1 or isinstance(config.parallel.layers, list):
         return "given"
-    kept = saved is not None and (saved.pp, saved.vpp) == (layout.pp, layout.vpp)
+    kept = saved is not None and (saved.pp, saved.vpp, saved.decoupled) == (
+        layout.pp,
+        layout.vpp,
+        layout.decoupled,
+    )
     return "saved" if kept else "planned"
 
 
