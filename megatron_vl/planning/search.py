@@ -30,6 +30,8 @@ LARGEST_TP = 8
 LARGEST_PP = 64
 LARGEST_VPP = 4
 LARGEST_EP = 64
+NARROWEST_EXPERT = 768
+"""Experts are not cut into narrower matrices, which costs more than it saves."""
 LADDER: tuple[dict[str, Any], ...] = (
     {"language": "none", "vision": "none"},
     {"language": "selective", "language_modules": ["activation"], "vision": "activation"},
@@ -40,7 +42,9 @@ LADDER: tuple[dict[str, Any], ...] = (
 """Recompute in the order of what it costs."""
 MARGIN = 1.1
 """Layouts whose quick estimate is so many times the best found are not looked at any more."""
-TRIED = 120
+LEAST_OFFLOAD_GIB = 4.0
+"""Offload that frees less of a GPU is not looked at: with many replicas, each owns little state."""
+TRIED = 40
 """Most layouts whose memory is computed after the first that fits."""
 
 
@@ -180,7 +184,8 @@ def _parallels(wanted: Wanted) -> Iterator[Any]:
     pps = [n for n in range(1, min(LARGEST_PP, m.num_layers, world) + 1) if world % n == 0]
     eps = _powers(min(LARGEST_EP, world)) if m.moe else [1]
     for tp, pp, ep in itertools.product(tps, pps, eps):
-        etps = [1, tp] if m.moe and tp > 1 else [1]
+        wide = m.moe is not None and m.moe.ffn_hidden_size >= NARROWEST_EXPERT * tp
+        etps = [1, tp] if wide and tp > 1 else [1]
         vpps = [n for n in range(1, LARGEST_VPP + 1) if n == 1 or pp > 1 and pp * n <= m.num_layers]
         for vpp, etp in itertools.product(vpps, etps):
             sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp}
@@ -222,14 +227,24 @@ def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate |
     except LayoutError:
         return None
     # The parameters alone, evenly spread, are the least that any split needs.
-    if parameter_bytes(config, spec, layout, dp) / p.pp / GIB + RESERVE_GIB > wanted.calibration.memory_gib:
+    states = parameter_bytes(config, spec, layout, dp) / p.pp / GIB
+    if states + RESERVE_GIB > wanted.calibration.memory_gib:
         return None
+    if offloaded(config) > offloaded(wanted.config):
+        there = parameter_bytes(wanted_offload(wanted, config), spec, layout, dp) / p.pp / GIB
+        if there - states < LEAST_OFFLOAD_GIB:
+            return None
     costs = Costs(config, spec, layout, dp, wanted.rows, wanted.calibration, wanted.network)
     layout = dataclasses.replace(layout, layers=balanced_layers(costs))
     times = [chunk_times(costs, layout, stage) for stage in range(p.pp)]
     micro_batches = config.global_batch_size // dp
     seconds = quick_seconds(times, micro_batches, costs.message()) + step_ends(costs, layout, times)
     return _Candidate(seconds, number, config, layout, costs)
+
+
+def wanted_offload(wanted: Wanted, config: TrainConfig) -> TrainConfig:
+    """A combination with no more state in host memory than the run asks for."""
+    return dataclasses.replace(config, optimizer=wanted.config.optimizer)
 
 
 def _judge(wanted: Wanted, candidate: _Candidate) -> tuple[Prediction | None, float]:
