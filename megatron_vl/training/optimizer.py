@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -14,8 +13,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.build import offload
+from megatron_vl.training.offload.build import offload, offload_of
 from megatron_vl.training.weight_copy import copy_weights_together
 
 VISION = ("patch_embed", "position_table", "decoder")
@@ -26,9 +26,7 @@ Rates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger; None: frozen."""
 
 
-def build_optimizer(
-    config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]
-) -> ChainedOptimizer:
+def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[ReplicaDDP]) -> ChainedOptimizer:
     """The optimizer of this rank's trainable parameters. Biases and norms have no weight decay.
 
     The weights of a part with a rate of 0 do not change by a bit, because weight decay is scaled by the rate.
@@ -62,7 +60,9 @@ def build_optimizer(
         core, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )
     copy_weights_together(optimizer)
-    offload(optimizer, o.offload_fraction, platform)
+    moved = offload(optimizer, o.offload_fraction, platform)
+    if moved is not None:
+        moved.follow(chunks)
     return optimizer
 
 
@@ -120,6 +120,8 @@ def update(optimizer: ChainedOptimizer, wanted: bool) -> tuple[bool, float]:
     norm = optimizer.get_grad_norm()
     norm = float(norm) if norm is not None else 0.0
     if overflow or not wanted or not math.isfinite(norm):
+        if moved := offload_of(optimizer):
+            moved.traffic.drop()
         return False, norm
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.config.clip_grad <= 0.0:

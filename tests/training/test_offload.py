@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatron_vl.planning.memory import SLOTS
 from megatron_vl.training.offload.build import choose
 from megatron_vl.training.offload.pinned import cores
+from megatron_vl.training.offload.traffic import MOST_SLOTS
 from tests.support.ranks import call
 from tests.training.offload_programs import poisoned, steps_by_share
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
@@ -85,8 +87,12 @@ def test_a_rate_of_zero_gives_the_same_bits(tiny_checkpoint, rates: dict[str, fl
 @pytest.mark.ranks
 @pytest.mark.full
 def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
+    """Also what is fetched during the backward pass, and dropped when its step is skipped. Without room, only
+    the update takes memory."""
     out = call(poisoned, hf=str(tiny_checkpoint("qwen2_5_vl")))
-    assert out["device"] == out["plain"] != out["host"]
+    assert out["room"] == out["no room"] == out["plain"] != out["host"]
+    assert out["room, on the device"] == [MOST_SLOTS, MOST_SLOTS]
+    assert out["no room, on the device"] == [0, SLOTS]
 
 
 # --- Whole runs
