@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_vl.planning.memory import SLOTS
 from megatron_vl.training.offload.build import choose
@@ -99,6 +100,13 @@ def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
 
 
 @pytest.fixture(scope="module")
+def experts(tmp_path_factory, tiny_checkpoint) -> dict[str, Path]:
+    """Of a model with experts."""
+    hf = tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32)
+    return prepare(tmp_path_factory.mktemp("offload_experts") / "prepared", hf)
+
+
+@pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("offload")
     return prepare(folder / "prepared", small_checkpoint(folder / "hf"))
@@ -158,13 +166,27 @@ LAYOUTS = {
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_in_bf16_saves_the_same(prepared: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    compare(prepared, tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+@pytest.mark.parametrize("spread", ["true", "false"])
+def test_experts_have_an_optimizer_of_their_own(
+    experts: dict[str, Path], tmp_path: Path, spread: str
+) -> None:
+    gathered = ("--parallel.distributed_optimizer", spread, "--parallel.overlap_param_gather", spread)
+    compare(experts, tmp_path, 2, ("--parallel.ep", "2", *gathered))
+
+
+def compare(prepared: dict[str, Path], folder: Path, ranks: int, layout: tuple[str, ...]) -> None:
     """From none in host memory to some to all: each step and each checkpoint is that of the run without."""
-    ranks, options = LAYOUTS[layout]
-    options = (*options, *ROWS_PER_STEP, "--dtype", "bfloat16", "--checkpoint.interval", "1")
+    options = (*layout, *ROWS_PER_STEP, "--dtype", "bfloat16", "--checkpoint.interval", "1")
     for name, shares in {"plain": (0.0, 0.0, 0.0), "moved": (0.0, 0.4, 1.0)}.items():
         for count, share in enumerate(shares, 1):
-            run(prepared, tmp_path / name, share, ranks, count, *options, "--checkpoint.keep", "0")
+            run(prepared, folder / name, share, ranks, count, *options, "--checkpoint.keep", "0")
+
     for step in (1, 2, 3):
-        assert saved(tmp_path / "plain", step) == saved(tmp_path / "moved", step), step
-    lines = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("plain", "moved")]
+        assert saved(folder / "plain", step) == saved(folder / "moved", step), step
+    lines = [[line["loss"] for line in metrics(folder / name)] for name in ("plain", "moved")]
     assert lines[0] == lines[1] and len(lines[0]) == 3
