@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from megatron_vl.spec.families import ModelSpec
 
-from . import qwen2_5_vl, qwen2_vl, qwen3_vl
+from . import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .rules import RELEASED, ExpertStyle, Rule, check_cover
 
 RULES: dict[str, Callable[..., list[Rule]]] = {
@@ -19,13 +19,16 @@ RULES: dict[str, Callable[..., list[Rule]]] = {
     "qwen2_5_vl": qwen2_5_vl.rules,
     "qwen3_vl": qwen3_vl.rules,
     "qwen3_vl_moe": qwen3_vl.rules,
+    "qwen3_5": qwen3_5.rules,
+    "qwen3_5_moe": qwen3_5.rules,
 }
 """Maps each family to the function that returns its rules."""
 
 
-def rules_for(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
+def rules_for(spec: ModelSpec, experts: ExpertStyle | None = None) -> list[Rule]:
     """The rules of a model, one for each canonical tensor. ``experts`` says how HF stores its
-    experts, if any."""
-    rules = RULES[spec.family](spec, experts) if spec.language.moe else RULES[spec.family](spec)
+    experts, if any; None: as released."""
+    of_family = RULES[spec.family]
+    rules = of_family(spec, experts or RELEASED[spec.family]) if spec.language.moe else of_family(spec)
     check_cover(spec, rules)
     return rules

@@ -73,6 +73,11 @@ class WeightsReport:
     cast: dict[tuple[str, str], int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     """Weights in the original's folder that were not copied, because they have other formats."""
+    carried: int = 0
+    """Number of tensors that are not part of the model: an export copied them from the original folder, a
+    conversion left them there."""
+    notes: list[str] = field(default_factory=list)
+    """What else the user should know about the source."""
     kept_files: int = 0
     """Files that an earlier, interrupted attempt had completed; ``kept_tensors`` also counts tensors
     in other files."""
@@ -95,7 +100,10 @@ def convert(
     source = HfCheckpoint(hf)
     source.check_tied_output()
     origin = {"hf": Path(hf).resolve().name, **rule_facts(exported_video_rule(Path(hf), source.spec))}
-    return _write(source, [Path(hf)], out, layout, "convert", workers, force, origin)
+    report = _write(source, [Path(hf)], out, layout, "convert", workers, force, origin)
+    report.carried = len(source.carried)
+    report.notes += [note for note in (source.rounded_decays(),) if note]
+    return report
 
 
 def reshard(
@@ -162,8 +170,16 @@ def _write(
         write_manifest(out, source.spec, layout, entries, origin)
 
     size = sum(CopyJob.size(*plan.stored[name]) for names in plan.files.values() for name in names)
-    kept = output.kept_files(), len(output.kept)
-    return WeightsReport(out, len(plan.stored), len(plan.files), size, seconds, layout, {}, [], *kept)
+    return WeightsReport(
+        out,
+        len(plan.stored),
+        len(plan.files),
+        size,
+        seconds,
+        layout,
+        kept_files=output.kept_files(),
+        kept_tensors=len(output.kept),
+    )
 
 
 def _work(
@@ -189,9 +205,15 @@ def _run(what: str, source: Source, jobs: dict[str, list[CopyJob]], output: Outp
     """Writes the tensors that are not kept, ordered by the tensor that they read. Returns the
     seconds it took."""
     before = source.fingerprint()
+    table = tensor_table(source.spec)
+
+    def check(name: str) -> None:
+        if name in table:  # carried tensors are copied from a folder without hashes
+            source.verify(name)
+
     progress = Progress(what, sum(job.bytes for some in jobs.values() for job in some))
     try:
-        run_jobs(verified_ahead(jobs, source.verify, workers), workers, progress, output.record)
+        run_jobs(verified_ahead(jobs, check, workers), workers, progress, output.record)
     finally:
         progress.close()
     for name, now in source.fingerprint().items():
@@ -284,7 +306,8 @@ def export(
     Hugging Face folder.
 
     Files, names, order and types of tensors are those of the original, so untrained weights give its files
-    back byte for byte. Values of another type (a run that kept float32) are rounded to the original's type
+    back byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) are the original's.
+    Values of another type (a run that kept float32) are rounded to the original's type
     and counted in the report. Everything except weights is copied verbatim.
 
     ``megatron_vl.json`` beside the weights names the rule for videos that they were trained under, where it
@@ -315,6 +338,11 @@ def export(
                 tensor = str(origin.hf_blocks(hf)[0].part)
                 jobs.setdefault(tensor, []).append(_hf_job(source, origin, output.writers[file], hf))
 
+        for name in origin.carried:
+            file = origin.folder.where[name]
+            if (file, name) not in output.kept:
+                jobs[name] = [_carried_job(origin, output.writers[file], name)]
+
         seconds = _run("export", source, jobs, output, workers)
         output.commit()
         for path in companions:
@@ -332,13 +360,21 @@ def export(
             cast.update((dtype_name(dtype), dtype_name(origin.hf_dtype(hf))) for hf in rule.hf)
 
     names = [str(path) for path in skipped]
-    kept = (output.kept_files(), len(output.kept))
-    size = sum(
-        CopyJob.size(origin.hf_dtype(hf), origin.folder.shape(origin.stored[hf])) for hf in origin.in_order()
-    )
+    written = [*(origin.stored[hf] for hf in origin.in_order()), *origin.carried]
+    size = sum(CopyJob.size(origin.folder.dtype(name), origin.folder.shape(name)) for name in written)
 
     return WeightsReport(
-        out, len(origin.in_order()), len(headers), size, seconds, None, dict(cast), names, *kept
+        out,
+        len(written),
+        len(headers),
+        size,
+        seconds,
+        None,
+        dict(cast),
+        names,
+        carried=len(origin.carried),
+        kept_files=output.kept_files(),
+        kept_tensors=len(output.kept),
     )
 
 
@@ -362,6 +398,15 @@ def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf
         return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)
 
     return CopyJob(writer, stored, origin.folder.shape(stored), dtype, read)
+
+
+def _carried_job(origin: HfCheckpoint, writer: TensorWriter, name: str) -> CopyJob:
+    """Copies a tensor of the original folder that is not part of the model."""
+
+    def read(region: Region) -> Tensor:
+        return origin.folder.region(name, region)
+
+    return CopyJob(writer, name, origin.folder.shape(name), origin.folder.dtype(name), read)
 
 
 def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:

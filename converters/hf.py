@@ -24,13 +24,23 @@ from megatron_vl.spec.tensors import EMBEDDING
 from megatron_vl.weights.blocks import Block, gather
 from megatron_vl.weights.manifest import UNFINISHED
 from megatron_vl.weights.run_folder import EXPORTED
-from megatron_vl.weights.tensor_files import Region, TensorReader, WeightsError, read_header, row_regions
+from megatron_vl.weights.tensor_files import (
+    Region,
+    TensorReader,
+    WeightsError,
+    dtype_name,
+    read_header,
+    row_regions,
+)
 
 from . import rules_for
 from .rules import DOWN, GATE_UP, HF_OUTPUT, RELEASED, ExpertStyle, Rule
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CARRIED = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp."}
+"""Prefix of the tensors of a family's released folders that are not part of the model, here and in
+transformers. An export copies them from the original folder."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
@@ -112,6 +122,9 @@ class TensorFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.files[self.where[name]].shape(name)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self.files[self.where[name]].dtype(name)
+
     def code(self, name: str) -> str:
         """The data type of a tensor in safetensors' notation."""
         return self.files[self.where[name]].code(name)
@@ -166,17 +179,21 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
         WeightsError: a stack fits both orientations.
     """
     if spec.language.moe is None:
-        return RELEASED
+        return "apart"  # of no consequence
+    released = RELEASED[spec.family]
     f = spec.language.moe.ffn_hidden_size
     h = spec.language.hidden_size
+    names = [name for name in folder.where if not is_carried(spec, name)]
     stacks = {
         name: (2 * f, h) if name.endswith(GATE_UP) else (h, f)
-        for name in folder.where
+        for name in names
         if name.endswith((GATE_UP, DOWN))
     }
 
     if not stacks:
-        return "apart" if any(".mlp.experts." in name for name in folder.where) else RELEASED
+        return "apart" if any(".mlp.experts." in name for name in names) else released
+    if released == "output_first":
+        return released  # and so does transformers: there are no other stacks
     for name, (rows, cols) in stacks.items():
         if rows == cols:
             raise WeightsError(
@@ -186,7 +203,13 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
             )
 
     output_first = any(folder.shape(name)[1:] == matrix for name, matrix in stacks.items())
-    return "output_first" if output_first else RELEASED
+    return "output_first" if output_first else released
+
+
+def is_carried(spec: ModelSpec, name: str) -> bool:
+    """Whether a stored tensor is not part of the model and is kept as it is (:data:`CARRIED`)."""
+    prefix = CARRIED.get(spec.family)
+    return prefix is not None and name.startswith(prefix)
 
 
 class HfCheckpoint:
@@ -194,6 +217,7 @@ class HfCheckpoint:
 
     Attributes:
         stored: released name -> the name in this folder's files.
+        carried: stored names of tensors that are not part of the model, in the order of the files.
 
     Raises:
         ConfigError: ``model_type`` is unknown, or a field is impossible.
@@ -211,6 +235,7 @@ class HfCheckpoint:
         self.rules: dict[str, Rule] = {
             rule.name: rule for rule in rules_for(self.spec, expert_style(self.spec, self.folder))
         }
+        self.carried = [name for name in self.folder.where if is_carried(self.spec, name)]
         self.stored = self._released_names()
         self._check_tensors()
 
@@ -218,6 +243,8 @@ class HfCheckpoint:
         stored: dict[str, str] = {}
         rules = {short_name(name): name for name in self.expected}
         for name in self.folder.where:
+            if is_carried(self.spec, name):
+                continue
             released = rules.get(short_name(name), short_name(name))
             if released in stored:
                 raise WeightsError(
@@ -265,6 +292,33 @@ class HfCheckpoint:
                 raise WeightsError(f"{self.path}: tensor {stored!r} has shape {shapes}")
             self.hf_dtype(name)
 
+    def rounded_decays(self) -> str:
+        """What happened to the decay rates of linear attention (``A_log``), if they were rounded; else empty.
+
+        Released Qwen3.5 has them in float32, and so has the norm within these layers. Qwen3.6 and 3.8 have
+        them in bfloat16, and a ``bos_token_id`` in the text config, by which they are known here.
+        """
+        names = [name for name in self.expected if name.endswith(".linear_attn.A_log")]
+        text = self.spec.hf_config.get("text_config") or {}
+        if not names or text.get("bos_token_id") is not None:
+            return ""
+
+        narrow = [name for name in names if self.hf_dtype(name) != torch.float32]
+        if narrow:
+            how = f"{len(narrow)} of {len(names)} A_log are stored as {dtype_name(self.hf_dtype(narrow[0]))}"
+        else:
+            files = self.folder.files
+            stored = [self.stored[name] for name in names]
+            values = [files[self.folder.where[name]].tensor(name) for name in stored]
+            if not all(torch.equal(value, value.bfloat16().float()) for value in values):
+                return ""
+            how = "every A_log is stored as float32 but holds only values of bfloat16"
+        return (
+            f"{self.path}: {how}; released Qwen3.5 has them in float32. They were rounded, as transformers "
+            "does when it loads the model as bfloat16 (or auto) and saves it: decays are up to 1.6 % off. "
+            "Start from the released folder where you can"
+        )
+
     def check_tied_output(self) -> None:
         """Raises :class:`WeightsError` if a stored tied output layer differs from the embedding
         in any bit."""
@@ -285,8 +339,7 @@ class HfCheckpoint:
 
     def hf_dtype(self, released: str) -> torch.dtype:
         """The stored data type of a tensor."""
-        name = self.stored[released]
-        return self.folder.files[self.folder.where[name]].dtype(name)
+        return self.folder.dtype(self.stored[released])
 
     # The interface of a source of weights, as WeightReader has it.
 

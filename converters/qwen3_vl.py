@@ -11,7 +11,6 @@ from __future__ import annotations
 from megatron_vl.spec.families import ModelSpec
 
 from .rules import (
-    RELEASED,
     Entry,
     ExpertStyle,
     Rule,
@@ -243,6 +242,6 @@ EXPERTS: dict[ExpertStyle, tuple[Entry, ...]] = {
 }
 
 
-def rules(spec: ModelSpec, experts: ExpertStyle = RELEASED) -> list[Rule]:
+def rules(spec: ModelSpec, experts: ExpertStyle = "input_first") -> list[Rule]:
     """Returns one rule for each tensor of the model. ``experts`` says how HF stores its experts, if any."""
     return rules_of(spec, (*TOWER, *LANGUAGE, *ROUTER, *EXPERTS[experts]))

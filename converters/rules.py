@@ -27,13 +27,14 @@ ExpertStyle = Literal["input_first", "output_first", "apart"]
 """How a folder stores a layer's experts:
 
 * ``input_first``: stacks of transposed matrices, ``gate_up_proj [E, h, 2 * f]`` and
-  ``down_proj [E, f, h]``, as in the released checkpoints and as saved by transformers 4.57.
+  ``down_proj [E, f, h]``, as in the released Qwen3-VL-MoE and as saved by transformers 4.57.
 * ``output_first``: stacks as in Megatron and in transformers 5's memory, ``[E, 2 * f, h]`` and
-  ``[E, h, f]``, as saved by transformers 5.
+  ``[E, h, f]``, as in the released Qwen3.5-MoE and as saved by transformers 5.
 * ``apart``: three matrices for each expert, ``experts.N.gate_proj.weight`` and so on, as in the text models
   (Qwen3-MoE).
 """
-RELEASED: ExpertStyle = "input_first"
+RELEASED: dict[str, ExpertStyle] = {"qwen3_vl_moe": "input_first", "qwen3_5_moe": "output_first"}
+"""How the released folders of a family store their experts."""
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """HF's names of the stacks within a layer."""
 
@@ -65,6 +66,33 @@ def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: in
     return _runs(
         info, {name: groups * rows for name, rows in sizes.items()}, _interleaved(sizes, groups, cols)
     )
+
+
+def split_gated_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: int, dim: int) -> Rule:
+    """As :func:`split_qkv`, but HF's query tensor has for each head its query and its gate. The canonical
+    tensor has for each key/value head all queries, all gates, the key and the value."""
+    query, key, value = hf
+    per_group = heads // groups
+    cols = matrix_shape(info.shape)[1]
+    blocks = []
+    row = 0
+    for group in range(groups):
+        for gate in (0, 1):
+            for head in range(group * per_group, (group + 1) * per_group):
+                blocks.append(Block(query, dim, cols, row=row, part_row=(2 * head + gate) * dim))
+                row += dim
+        for name in (key, value):
+            blocks.append(Block(name, dim, cols, row=row, part_row=group * dim))
+            row += dim
+    return _runs(info, {query: 2 * heads * dim, key: groups * dim, value: groups * dim}, blocks)
+
+
+def stacked_rows(info: TensorInfo, hf: Sequence[str], rows: Sequence[int]) -> Rule:
+    """HF tensors of so many rows, one below the other."""
+    cols = matrix_shape(info.shape)[1]
+    starts = [sum(rows[:i]) for i in range(len(rows))]
+    blocks = [Block(name, n, cols, row=start) for name, n, start in zip(hf, rows, starts, strict=True)]
+    return _runs(info, dict(zip(hf, rows, strict=True)), blocks)
 
 
 def fused_qkv(info: TensorInfo, hf: str, heads: int, dim: int) -> Rule:
@@ -191,6 +219,29 @@ def language_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule
     query, key, value = hf
     m = spec.language
     return split_qkv(info, (query, key, value), m.num_heads, m.num_kv_heads, m.head_dim)
+
+
+def language_gated_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """HF query with output gate, key and value of a decoder layer."""
+    query, key, value = hf
+    m = spec.language
+    return split_gated_qkv(info, (query, key, value), m.num_heads, m.num_kv_heads, m.head_dim)
+
+
+def linear_attention_input(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """HF projections of linear attention: queries, keys and values; output gate (z); beta (b); decay (a)."""
+    a = spec.language.linear_attention
+    assert a is not None
+    return stacked_rows(
+        info, hf, (a.conv_channels, a.value_heads * a.value_dim, a.value_heads, a.value_heads)
+    )
+
+
+def shared_gated(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
+    """HF gate and up of the shared expert."""
+    gate, up = hf
+    assert spec.language.moe is not None
+    return gated(info, gate, up, spec.language.moe.shared_ffn_hidden_size)
 
 
 def vision_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:

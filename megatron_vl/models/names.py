@@ -73,7 +73,8 @@ def named_tensors(
     """
     routed = {name.split(".mlp.router.")[0] for name, _ in chunk.named_parameters() if ".mlp.router." in name}
     tied = chunk.share_embeddings_and_output_weights
-    for module_name, parameter in chunk.named_parameters():
+    modules = [chunk] if chunk.decoupled is None else [chunk.decoupled.module, chunk]
+    for module_name, parameter in (named for module in modules for named in module.named_parameters()):
         layer = _LAYER.match(module_name)
         router = layer is not None and layer[0].rstrip(".") in routed
         name, expert = canonical_name(module_name, first_layer, tied, router=router)

@@ -10,6 +10,11 @@ The full (TP 1) tensors follow these conventions:
   ``[g * (q/g + 2) * d, h]``.
 * A gated ``linear_fc1`` holds gate, then up: ``[2 * f, h]``.
   In the vision tower, ``f`` is padded to a multiple of 128.
+* With an output gate, each key/value head has its queries, then the gates of these queries, key and value:
+  ``[g * (2 * q/g + 2) * d, h]``.
+* Linear attention's ``in_proj`` holds queries, keys, values, output gates (z), beta and decay (alpha) of all
+  heads one after another, its ``conv1d`` the channels of queries, keys and values. Each of these sections is
+  cut.
 * Experts are stacked along dim 0: fc1 is ``[E, 2 * f, h]`` (gate, then up in each), fc2 is ``[E, h, f]``.
 * The patch embedding is a matrix ``[hidden, channels * time * row * column]``.
 """
@@ -17,15 +22,17 @@ The full (TP 1) tensors follow these conventions:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_vl.errors import UserError
-from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families import LanguageSpec, ModelSpec
 
-Split = Literal["replicated", "column", "row", "gated"]
-"""How a matrix is cut: not at all, along dim 0, along dim 1, or along dim 0 of each of two stacked halves
-(gate, up). In a stack of experts, it applies to each expert."""
+Split = Literal["replicated", "column", "row", "gated", "sections"]
+"""How a matrix is cut: not at all, along dim 0, along dim 1, along dim 0 of each of two stacked halves (gate,
+up), or along dim 0 of each of several stacked :attr:`TensorInfo.sections`. In a stack of experts, it applies
+to each expert."""
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 OUTPUT = "language_model.output_layer.weight"
@@ -49,14 +56,26 @@ class Cut(NamedTuple):
     """Expert parallel size: it divides the experts into contiguous runs of whole experts."""
     etp: int = 1
     """Expert tensor parallel size: it cuts each expert's matrices."""
+    whole_vision: bool = False
+    """Whether tensor parallelism leaves the vision tower whole, as every rank holds all of it."""
+
+    def ways(self, info: TensorInfo) -> int:
+        """The number of parts that tensor parallelism cuts a dense tensor into."""
+        return 1 if self.on_every_rank(info) else self.tp
+
+    def on_every_rank(self, info: TensorInfo) -> bool:
+        """Whether every rank of the run holds the whole tensor."""
+        return self.whole_vision and info.section == "vision"
 
     def parts(self, info: TensorInfo) -> int:
         """The number of parts of a tensor. A replicated tensor has as many parts, which are all equal."""
-        return self.ep * self.etp if info.experts else self.tp
+        return self.ep * self.etp if info.experts else self.ways(info)
 
     def part(self, info: TensorInfo, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> int:
         """The part that a rank holds: ``tp_rank``, or ``ep_rank * etp + etp_rank`` for an expert tensor."""
-        return ep_rank * self.etp + etp_rank if info.experts else tp_rank
+        if info.experts:
+            return ep_rank * self.etp + etp_rank
+        return 0 if self.on_every_rank(info) else tp_rank
 
 
 WHOLE = Cut()
@@ -77,6 +96,8 @@ class TensorInfo:
     experts: int = 0
     """Number of experts stacked along dim 0, which expert-parallel ranks share. ``split`` then says how
     expert tensor parallelism cuts each expert's matrix (dims 1 and 2). 0: a dense tensor."""
+    sections: tuple[int, ...] = ()
+    """Number of rows of each section if ``split`` is ``sections``."""
 
     def shard_shape(self, cut: Cut) -> tuple[int, ...]:
         """The shape of one part."""
@@ -86,7 +107,8 @@ class TensorInfo:
         if self.split == "replicated":
             return self.shape
         axis = 1 if self.split == "row" else 0
-        return tuple(n // cut.tp if i == axis else n for i, n in enumerate(self.shape))
+        ways = cut.ways(self)
+        return tuple(n // ways if i == axis else n for i, n in enumerate(self.shape))
 
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
@@ -148,26 +170,34 @@ def _vision(spec: ModelSpec) -> list[TensorInfo]:
 def _language(spec: ModelSpec) -> list[TensorInfo]:
     m = spec.language
     h, f = m.hidden_size, m.ffn_hidden_size
-    qkv = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+    queries = m.num_heads * (2 if m.output_gate else 1)
+    qkv = (queries + 2 * m.num_kv_heads) * m.head_dim
     out = [TensorInfo(EMBEDDING, (m.vocab_size, h), "column", "embedding")]
     for i in range(m.num_layers):
 
         def add(
-            name: str, shape: tuple[int, ...], split: Split = "replicated", experts: int = 0, i: int = i
+            name: str,
+            shape: tuple[int, ...],
+            split: Split = "replicated",
+            experts: int = 0,
+            sections: tuple[int, ...] = (),
+            i: int = i,
         ) -> None:
-            out.append(
-                TensorInfo(f"language_model.decoder.layers.{i}.{name}", shape, split, "layer", i, experts)
-            )
+            full = f"language_model.decoder.layers.{i}.{name}"
+            out.append(TensorInfo(full, shape, split, "layer", i, experts, sections))
 
-        add("self_attention.linear_qkv.layer_norm_weight", (h,))
-        add("self_attention.linear_qkv.weight", (qkv, h), "column")
-        if m.qkv_bias:
-            add("self_attention.linear_qkv.bias", (qkv,), "column")
-        if m.qk_norm:
-            add("self_attention.q_layernorm.weight", (m.head_dim,))
-            add("self_attention.k_layernorm.weight", (m.head_dim,))
+        if m.is_linear(i):
+            _linear_attention(m, add)
+        else:
+            add("self_attention.linear_qkv.layer_norm_weight", (h,))
+            add("self_attention.linear_qkv.weight", (qkv, h), "column")
+            if m.qkv_bias:
+                add("self_attention.linear_qkv.bias", (qkv,), "column")
+            if m.qk_norm:
+                add("self_attention.q_layernorm.weight", (m.head_dim,))
+                add("self_attention.k_layernorm.weight", (m.head_dim,))
+            add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
 
-        add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
         if m.moe and m.has_experts(i):
             count, width = m.moe.num_experts, m.moe.ffn_hidden_size
             # The router reads its output too, so Megatron-core does not fuse it.
@@ -175,6 +205,10 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
             add("mlp.router.weight", (count, h))
             add("mlp.experts.linear_fc1.weight", (count, 2 * width, h), "gated", count)
             add("mlp.experts.linear_fc2.weight", (count, h, width), "row", count)
+            if shared := m.moe.shared_ffn_hidden_size:
+                add("mlp.shared_experts.linear_fc1.weight", (2 * shared, h), "gated")
+                add("mlp.shared_experts.linear_fc2.weight", (h, shared), "row")
+                add("mlp.shared_experts.gate_weight", (1, h))
         else:
             add("mlp.linear_fc1.layer_norm_weight", (h,))
             add("mlp.linear_fc1.weight", (2 * f, h), "gated")
@@ -184,6 +218,23 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
     if not m.tied_embeddings:
         out.append(TensorInfo(OUTPUT, (m.vocab_size, h), "column", "head"))
     return out
+
+
+def _linear_attention(m: LanguageSpec, add: Callable[..., None]) -> None:
+    """Gated DeltaNet under the names of Megatron-core's module."""
+    a = m.linear_attention
+    assert a is not None
+    h = m.hidden_size
+    keys, values = a.key_heads * a.key_dim, a.value_heads * a.value_dim
+    channels = (keys, keys, values)
+    sections = (*channels, values, a.value_heads, a.value_heads)
+    add("self_attention.in_proj.layer_norm_weight", (h,))
+    add("self_attention.in_proj.weight", (sum(sections), h), "sections", sections=sections)
+    add("self_attention.conv1d.weight", (sum(channels), 1, a.conv_width), "sections", sections=channels)
+    add("self_attention.A_log", (a.value_heads,), "column")
+    add("self_attention.dt_bias", (a.value_heads,), "column")
+    add("self_attention.out_norm.weight", (a.value_dim,))
+    add("self_attention.out_proj.weight", (h, values), "row")
 
 
 def check_cut(spec: ModelSpec, cut: Cut) -> None:
@@ -221,16 +272,21 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
     """Raises :class:`LayoutError` unless every dense cut of the model divides by ``tp``."""
     m, v = spec.language, spec.vision
     has_dense = any(not m.has_experts(i) for i in range(m.num_layers))
+    a = m.linear_attention
+    shared = m.moe.shared_ffn_hidden_size if m.moe else 0
     kv_fits = m.num_kv_heads % tp == 0 or tp % m.num_kv_heads == 0
     checks = [
         (m.num_heads % tp == 0, f"{m.num_heads} attention heads of the language model"),
         (kv_fits, f"{m.num_kv_heads} key/value heads of the language model"),
+        (a is None or a.key_heads % tp == 0, f"{a and a.key_heads} key heads of linear attention"),
         (v.num_heads % tp == 0, f"{v.num_heads} attention heads of the vision tower"),
         (m.ffn_hidden_size % tp == 0 or not has_dense, f"the language model's FFN width {m.ffn_hidden_size}"),
+        (shared % tp == 0, f"the shared expert's FFN width {shared}"),
         (m.vocab_size % tp == 0, f"the vocabulary of {m.vocab_size} tokens"),
         (v.merge_unit * v.hidden_size % tp == 0, f"the merger's width {v.merge_unit * v.hidden_size}"),
     ]
     for fits, what in checks:
         if not fits:
-            valid = [n for n in (1, 2, 4, 8, 16) if m.num_heads % n == 0 and v.num_heads % n == 0]
+            heads = (m.num_heads, v.num_heads, *((a.key_heads,) if a else ()))
+            valid = [n for n in (1, 2, 4, 8, 16) if not any(count % n for count in heads)]
             raise LayoutError(f"tp={tp} does not divide {what}; the heads allow tp in {valid}")

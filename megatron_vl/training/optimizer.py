@@ -13,6 +13,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.models.decoupled import groups_of_tower
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
 from megatron_vl.training.offload.build import offload, offload_of
@@ -59,9 +60,21 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Replic
     optimizer = get_megatron_optimizer(
         core, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )
+    tower = chunks[0].module.decoupled
+    if tower is not None and tower.ddp is not None:
+        of_tower = get_megatron_optimizer(
+            core,
+            [tower.ddp],
+            config_overrides=overrides,
+            use_gloo_process_groups=False,
+            pg_collection=groups_of_tower(),
+        )
+        parts = (optimizer, of_tower)
+        optimizer = ChainedOptimizer([part for chain in parts for part in chain.chained_optimizers])
     copy_weights_together(optimizer)
     moved = offload(optimizer, o.offload_fraction, platform)
-    if moved is not None:
+    if moved is not None and tower is None:
+        # A tower that every rank holds runs around the pipeline, in the memory that copies would take.
         moved.follow(chunks)
     return optimizer
 

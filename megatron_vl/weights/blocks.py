@@ -105,7 +105,7 @@ def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
         return tuple(_expert_blocks(info, cut))
     if info.split == "replicated":
         return (Block(0, rows, cols),)
-    tp = cut.tp
+    tp = cut.ways(info)
     if info.split == "row":
         width = cols // tp
         return tuple(Block(t, rows, width, col=t * width) for t in range(tp))
@@ -113,11 +113,19 @@ def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
         height = rows // tp
         return tuple(Block(t, height, cols, row=t * height) for t in range(tp))
 
-    half = rows // 2
-    height = rows // 2 // tp
-    gate = [Block(t, height, cols, row=t * height) for t in range(tp)]
-    up = [Block(t, height, cols, row=half + t * height, part_row=height) for t in range(tp)]
-    return (*gate, *up)
+    blocks = []
+    row = part_row = 0
+    for section in _sections(info, rows):
+        height = section // tp
+        blocks += [Block(t, height, cols, row=row + t * height, part_row=part_row) for t in range(tp)]
+        row += section
+        part_row += height
+    return tuple(blocks)
+
+
+def _sections(info: TensorInfo, rows: int) -> tuple[int, ...]:
+    """Numbers of rows of the sections that are cut one by one."""
+    return (rows // 2, rows // 2) if info.split == "gated" else info.sections
 
 
 def _expert_blocks(info: TensorInfo, cut: Cut) -> list[Block]:
@@ -157,7 +165,7 @@ def part_blocks(info: TensorInfo, part: int, cut: Cut) -> list[Block]:
 def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
     """One part (see :meth:`Cut.part`) of a full tensor. It is a view if the cut allows it."""
     axis = 1 if info.split == "row" else 0
-    ways = cut.tp
+    ways = cut.ways(info)
     if info.experts:
         tensor = tensor.chunk(cut.ep)[part // cut.etp]
         axis += 1
@@ -165,8 +173,9 @@ def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
         part = part % cut.etp
     if info.split == "replicated" or ways == 1:
         return tensor
-    if info.split == "gated":
-        return torch.cat([half.chunk(ways, axis)[part] for half in tensor.chunk(2, axis)], axis)
+    if info.split in ("gated", "sections"):
+        sections = tensor.split(_sections(info, tensor.shape[axis]), axis)
+        return torch.cat([section.chunk(ways, axis)[part] for section in sections], axis)
     return tensor.chunk(ways, axis)[part]
 
 
@@ -176,9 +185,10 @@ def unshard(shards: Sequence[Tensor], info: TensorInfo, cut: Cut) -> Tensor:
         one = dataclasses.replace(info, shape=info.shape[1:], experts=0)
         runs = [zip(*shards[at : at + cut.etp], strict=True) for at in range(0, len(shards), cut.etp)]
         return torch.stack([unshard(parts, one, Cut(cut.etp)) for run in runs for parts in run])
-    if info.split == "replicated" or cut.tp == 1:
+    if info.split == "replicated" or cut.ways(info) == 1:
         return shards[0]
-    if info.split == "gated":
-        halves = [part.chunk(2) for part in shards]
-        return torch.cat([half[i] for i in (0, 1) for half in halves])
+    if info.split in ("gated", "sections"):
+        sizes = [n // cut.tp for n in _sections(info, len(shards) * shards[0].shape[0])]
+        parts = [part.split(sizes) for part in shards]
+        return torch.cat([part[i] for i in range(len(sizes)) for part in parts])
     return torch.cat(list(shards), dim=1 if info.split == "row" else 0)

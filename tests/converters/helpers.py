@@ -16,7 +16,22 @@ from converters.hf import INDEX, SINGLE, TensorFolder
 from megatron_vl.spec.families import read_spec
 
 CONFIGS = Path(__file__).resolve().parent.parent / "hf_configs"
-SIZES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+RELEASED = sorted(path.stem for path in CONFIGS.glob("*.json"))
+"""All released sizes."""
+LIKE_ANOTHER = {
+    "Qwen3.5-0.8B": "Qwen3.6-27B",
+    "Qwen3.5-2B": "Qwen3.6-27B",
+    "Qwen3.5-4B": "Qwen3.6-27B",
+    "Qwen3.5-9B": "Qwen3.6-27B",
+    "Qwen3.5-27B": "Qwen3.6-27B",
+    "Qwen3.8-27B": "Qwen3.6-27B",
+    "Qwen3.5-122B-A10B": "Qwen3.5-35B-A3B",
+    "Qwen3.5-397B-A17B": "Qwen3.5-35B-A3B",
+    "Qwen3.6-35B-A3B": "Qwen3.5-35B-A3B",
+}
+"""Sizes whose structure another one has: the tests of folders and layouts leave them out. What the small
+dense sizes have besides (tied embeddings, float32) is in ``test_qwen3_5.py``."""
+SIZES = [size for size in RELEASED if size not in LIKE_ANOTHER]
 
 FFN = {
     "Qwen2-VL-2B": 280,
@@ -68,16 +83,14 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
     """
     text, vision = config["text_config"], config["vision_config"]
     hidden = 6 * text["num_attention_heads"]
-    text |= {
-        "head_dim": 8,
-        "hidden_size": hidden,
-        "intermediate_size": 616,
-        "num_hidden_layers": layers,
-        "vocab_size": 1208,
-        "rope_scaling": text["rope_scaling"] | {"mrope_section": [2, 1, 1]},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    text |= {"head_dim": 8, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 1208}
+    if "intermediate_size" in text:
+        text["intermediate_size"] = 616
+    if "layer_types" in text:
+        text |= small_linear_attention(text, layers)
+    else:
+        text["rope_scaling"] = text["rope_scaling"] | {"mrope_section": [2, 1, 1]}
+        text |= {"bos_token_id": 1, "eos_token_id": 2}
 
     if "num_experts" in text:
         text |= {
@@ -88,12 +101,12 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
 
     vision |= {
         "depth": vision_layers,
-        "hidden_size": 64,
-        # As the released widths: one that needs no padding, one that no tensor parallelism above 1 divides.
-        "intermediate_size": 256 if vision["intermediate_size"] == 4096 else 171,
+        "hidden_size": 4 * vision["num_heads"],
+        # As the released widths: some need no padding, and one no tensor parallelism above 1 divides.
+        "intermediate_size": 171 if vision["intermediate_size"] == 4304 else 256,
         "out_hidden_size": hidden,
         "num_position_embeddings": 49,
-        "deepstack_visual_indexes": [0, 1],
+        "deepstack_visual_indexes": [0, 1] if vision["deepstack_visual_indexes"] else [],
     }
 
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -102,6 +115,41 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
         | {"text_config": text, "vision_config": vision}
         | {name: 3 + i for i, name in enumerate(tokens)}
     )
+
+
+def small_linear_attention(text: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Narrow heads of linear attention, as many as released; heads of 16, of which a quarter rotates."""
+    small: dict[str, Any] = {
+        "head_dim": 16,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "layer_types": text["layer_types"][:layers],
+        "rope_parameters": text["rope_parameters"] | {"mrope_section": [1, 1, 0]},
+    }
+    if "shared_expert_intermediate_size" in text:
+        small["shared_expert_intermediate_size"] = 24
+    return small
+
+
+def mtp_tensors(size: str) -> dict[str, Tensor]:
+    """Tensors of multi-token prediction as released: Qwen3.5 stores its experts apart, Qwen3.6 stacked."""
+    config = small_config(size)
+    if not config["model_type"].startswith("qwen3_5"):
+        return {}
+    text = config["text_config"]
+    h = text["hidden_size"]
+    shapes = {"fc.weight": (h, 2 * h), "norm.weight": (h,), "layers.0.self_attn.k_norm.weight": (16,)}
+    if "num_experts" in text:
+        f, experts = text["moe_intermediate_size"], "layers.0.mlp.experts"
+        if size.startswith("Qwen3.5"):
+            for expert in range(text["num_experts"]):
+                shapes |= {f"{experts}.{expert}.{name}_proj.weight": (f, h) for name in ("gate", "up")}
+                shapes[f"{experts}.{expert}.down_proj.weight"] = (h, f)
+        else:
+            count = text["num_experts"]
+            shapes |= {f"{experts}.gate_up_proj": (count, 2 * f, h), f"{experts}.down_proj": (count, h, f)}
+    generator = torch.Generator().manual_seed(2)
+    return {f"mtp.{name}": torch.randn(s, generator=generator).bfloat16() for name, s in shapes.items()}
 
 
 @functools.cache
@@ -125,32 +173,40 @@ def hf_model(size: str, layers: int = 4):
 def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
     """The state dict of transformers' model under the released names, without a tied output layer.
 
-    The experts' input dimension comes first there; in memory, their output dimension does.
+    In Qwen3-VL-MoE, the experts' input dimension comes first there; in memory, their output dimension does.
+    Qwen3.5 has multi-token prediction beside the model, and decays and norms of linear attention in float32.
     """
     model = hf_model(size, layers)
-    tied = small_config(size)["tie_word_embeddings"]
-    nested = small_config(size)["model_type"].startswith("qwen3_vl")  # released with the names in memory
-    return {
+    config = small_config(size)
+    tied, family = config["tie_word_embeddings"], config["model_type"]
+    nested = family.startswith("qwen3")  # released with the names in memory
+    turned = family == "qwen3_vl_moe"
+    tensors = {
         name
         if nested
         else name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): (
-            tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
+            tensor.transpose(1, 2) if turned and ".mlp.experts." in name else tensor
         )
         for name, tensor in model.state_dict().items()
         if not (tied and name == "lm_head.weight")
     }
+    if size.startswith("Qwen3.5"):
+        for name in tensors:
+            if name.endswith((".A_log", ".linear_attn.norm.weight")):
+                tensors[name] = tensors[name].float() * 1.0001  # what bfloat16 cannot hold
+    return tensors | mtp_tensors(size)
 
 
-def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Released tensors with separate tensors for each expert's matrices, named as in the
-    text models (Qwen3-MoE)."""
+def experts_apart(tensors: dict[str, Tensor], *, input_first: bool = True) -> dict[str, Tensor]:
+    """Tensors of Qwen3-VL-MoE or Qwen3.5-MoE as released, with separate tensors for each expert's matrices,
+    named as in the text models (Qwen3-MoE)."""
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if ".mlp.experts." not in name:
+        if ".mlp.experts." not in name or name.startswith("mtp."):
             apart[name] = tensor
             continue
         prefix, kind = name.rsplit(".", 1)
-        for expert, matrix in enumerate(tensor.transpose(1, 2)):
+        for expert, matrix in enumerate(tensor.transpose(1, 2) if input_first else tensor):
             parts = (
                 {"down_proj": matrix}
                 if kind == "down_proj"
@@ -216,7 +272,7 @@ def tp_sizes(size: str) -> list[int]:
     spec = read_spec(small_config(size))
     return [
         tp for tp in (1, 2, 4, 8) if spec.language.num_heads % tp == 0 and spec.vision.num_heads % tp == 0
-    ]
+    ]  # 16 key heads of linear attention allow all of them
 
 
 __all__ = ["convert", "export", "reshard"]

@@ -21,11 +21,15 @@ RELEASED = [
     "Qwen3-VL-2B",
     "Qwen3-VL-32B",
     "Qwen3-VL-30B-A3B",
+    "Qwen3.5-0.8B",
+    "Qwen3.6-27B",
+    "Qwen3.5-35B-A3B",
 ]
 
 
 def released(name: str) -> dict[str, Any]:
-    return json.loads((CONFIGS / f"{name}-Instruct.json").read_text())
+    file = name if name.startswith(("Qwen3.5", "Qwen3.6")) else f"{name}-Instruct"
+    return json.loads((CONFIGS / f"{file}.json").read_text())
 
 
 def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
@@ -35,10 +39,11 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
     vision = hf.vision_config
     rope = hf.text_config.rope_parameters
     third = config["model_type"].startswith("qwen3")
+    hybrid = config["model_type"].startswith("qwen3_5")
     found = {
         "language.hidden_size": text.hidden_size,
         "language.num_layers": text.num_hidden_layers,
-        "language.ffn_hidden_size": text.intermediate_size,
+        "language.ffn_hidden_size": getattr(text, "intermediate_size", 0),
         "language.num_heads": text.num_attention_heads,
         "language.num_kv_heads": text.num_key_value_heads,
         "language.head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
@@ -79,8 +84,30 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
 
     if third:
         found["vision.position_table_side"] = vision.num_position_embeddings**0.5
-        found["vision.deepstack_layers"] = tuple(vision.deepstack_visual_indexes)
+        found["vision.deepstack_layers"] = () if hybrid else tuple(vision.deepstack_visual_indexes)
         found["vision.activation"] = {"gelu_pytorch_tanh": "gelu_tanh"}[vision.hidden_act]
+
+    if hybrid:
+        found |= {
+            "language.rotary_fraction": rope["partial_rotary_factor"],
+            "language.linear_attention.key_heads": text.linear_num_key_heads,
+            "language.linear_attention.value_heads": text.linear_num_value_heads,
+            "language.linear_attention.key_dim": text.linear_key_head_dim,
+            "language.linear_attention.value_dim": text.linear_value_head_dim,
+            "language.linear_attention.conv_width": text.linear_conv_kernel_dim,
+            "language.linear_attention.layers": tuple(
+                i for i, kind in enumerate(text.layer_types) if kind == "linear_attention"
+            ),
+        }
+
+    if config["model_type"] == "qwen3_5_moe":
+        found |= {
+            "language.moe.num_experts": text.num_experts,
+            "language.moe.top_k": text.num_experts_per_tok,
+            "language.moe.ffn_hidden_size": text.moe_intermediate_size,
+            "language.moe.shared_ffn_hidden_size": text.shared_expert_intermediate_size,
+            "language.moe.aux_loss_coef": text.router_aux_loss_coef,
+        }
 
     if config["model_type"] == "qwen3_vl_moe":
         found |= {
@@ -171,7 +198,9 @@ def test_defaults_as_numbers(name: str, field: str, default: float) -> None:
     assert {"rms_norm_eps": language.norm_eps, "rope_theta": language.rope_theta}[field] == default
 
 
-@pytest.mark.parametrize("name", ["Qwen2-VL-2B", "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2-VL-2B", "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "Qwen3.5-0.8B"]
+)
 @pytest.mark.parametrize("outer", [None, True, False])
 @pytest.mark.parametrize("inner", [None, True, False])
 def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: bool | None) -> None:

@@ -157,6 +157,7 @@ LAYOUTS = {
         2,
         ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]"),
     ),
+    "tower on every rank": (2, ("--parallel.pp", "2", "--vision.placement", "decoupled")),
     "frozen tower": (2, ("--model.freeze_vision", "true")),
     "frozen language": (2, ("--model.freeze_language", "true", "--parallel.pp", "2")),
 }

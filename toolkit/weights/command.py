@@ -99,6 +99,15 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
             f"layers {layers}{experts}"
         )
 
+    if report.carried:
+        kept = (
+            "copied from the original folder as they are: they were not trained"
+            if origin
+            else "not converted: they are not trained, and an export copies them from the original folder"
+        )
+        print(f"note: {report.carried} tensors of multi-token prediction (mtp.*) were {kept}")
+    for note in report.notes:
+        print(f"note: {note}")
     for (old, new), count in report.cast.items():
         print(f"note: {count} tensors were cast from {old} to the origin's {new}")
     for name in report.skipped:

@@ -6,16 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.spec.families import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
-from megatron_vl.spec.families.base import ConfigError, LanguageSpec, ModelSpec, MoeSpec, VisionSpec
+from megatron_vl.spec.families import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe
+from megatron_vl.spec.families.base import (
+    ConfigError,
+    LanguageSpec,
+    LinearAttentionSpec,
+    ModelSpec,
+    MoeSpec,
+    VisionSpec,
+)
 
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
 }
 """HF ``model_type`` -> the module that reads its config."""
+CONVERTED_ONLY = ("qwen3_5", "qwen3_5_moe")
+"""Families whose weights are converted, but that cannot be trained yet."""
 MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
 
 
@@ -49,4 +60,14 @@ def _check_counts(config: dict[str, Any]) -> None:
                 raise ConfigError(f"config.json: {name} {part[name]} is absurd; at most {most} are read")
 
 
-__all__ = ["FAMILIES", "ConfigError", "LanguageSpec", "ModelSpec", "MoeSpec", "VisionSpec", "read_spec"]
+__all__ = [
+    "CONVERTED_ONLY",
+    "FAMILIES",
+    "ConfigError",
+    "LanguageSpec",
+    "LinearAttentionSpec",
+    "ModelSpec",
+    "MoeSpec",
+    "VisionSpec",
+    "read_spec",
+]

@@ -110,6 +110,32 @@ class MoeSpec:
     """Zero-based decoder layers that keep a dense MLP."""
     output_router_logits: bool = dataclasses.field(default=False, compare=False)
     """Whether the load-balancing loss is added."""
+    shared_ffn_hidden_size: int = 0
+    """FFN width of the shared expert that every token goes to, with a gate of its own; 0: there is none."""
+
+
+@dataclass(frozen=True)
+class LinearAttentionSpec:
+    """Gated DeltaNet (arXiv 2412.06464), the linear attention that replaces softmax attention in some layers.
+
+    Each key head serves ``value_heads / key_heads`` value heads, one after another.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Width of a query or key head."""
+    value_dim: int
+    """Width of a value head."""
+    conv_width: int
+    """Number of tokens that the causal convolution before the delta rule reaches, with the present one."""
+    layers: tuple[int, ...]
+    """Zero-based decoder layers with linear attention; the others have softmax attention."""
+
+    @property
+    def conv_channels(self) -> int:
+        """Number of channels of the convolution: all queries, all keys, all values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -126,7 +152,7 @@ class LanguageSpec:
     norm_eps: float
     rope_theta: float
     mrope_section: tuple[int, int, int]
-    """Numbers of rotary frequencies for time, height and width. They add up to ``head_dim / 2``."""
+    """Numbers of rotary frequencies for time, height and width. They add up to ``rotary_dim / 2``."""
     tied_embeddings: bool
     qkv_bias: bool = True
     qk_norm: bool = False
@@ -136,6 +162,24 @@ class LanguageSpec:
     of having a contiguous section each."""
     moe: MoeSpec | None = None
     """The experts of the layers that have experts; None for a dense model."""
+    rotary_fraction: float = 1.0
+    """Fraction of a head's elements, from the first on, that RoPE rotates."""
+    output_gate: bool = False
+    """Whether softmax attention's output is multiplied by the sigmoid of a gate, which the query projection
+    gives beside each head's query."""
+    zero_centered_norms: bool = False
+    """Whether the RMS norms multiply by ``1 + weight``. The norm within linear attention never does."""
+    linear_attention: LinearAttentionSpec | None = None
+    """The layers with linear attention; None: all layers have softmax attention."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of a head's elements that RoPE rotates."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether the zero-based decoder ``layer`` has linear attention."""
+        return self.linear_attention is not None and layer in self.linear_attention.layers
 
     def has_experts(self, layer: int) -> bool:
         """Whether the zero-based decoder ``layer`` has experts instead of a dense MLP."""
@@ -186,7 +230,13 @@ class ModelSpec:
             if moe:
                 dense = tuple(i for i in moe.dense_layers if i < language)
                 moe = dataclasses.replace(moe, dense_layers=dense)
-            smaller = dataclasses.replace(spec.language, num_layers=language, moe=moe)
+            linear = spec.language.linear_attention
+            if linear:
+                kept_layers = tuple(i for i in linear.layers if i < language)
+                linear = dataclasses.replace(linear, layers=kept_layers)
+            smaller = dataclasses.replace(
+                spec.language, num_layers=language, moe=moe, linear_attention=linear
+            )
             spec = dataclasses.replace(spec, language=smaller)
 
         kept = tuple(i for i in spec.vision.deepstack_layers if i < spec.vision.num_layers)
@@ -220,6 +270,8 @@ def read_language(
     rope_theta: float,
     head_dim: int | None = None,
     tied: bool | None = None,
+    rotary_fraction: float = 1.0,
+    dense: bool = True,
 ) -> LanguageSpec:
     """Reads the language model's fields, which may be flat or nested and have old or new rope names.
 
@@ -227,6 +279,8 @@ def read_language(
         norm_eps, rope_theta: defaults of the family's config class, for a file without them.
         head_dim: the same; None: the width divided by the number of heads.
         tied: whether the output layer is the embedding; None: as the file says at either level.
+        rotary_fraction: fraction of a head that RoPE rotates.
+        dense: whether the family has dense layers at all; if not, their FFN width is 0.
 
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
@@ -248,10 +302,12 @@ def read_language(
         require(text, "num_key_value_heads", TEXT)
     head_dim = text.get("head_dim", head_dim) or hidden // heads
     section = tuple(int(n) for n in rope["mrope_section"])
-    if len(section) != 3 or sum(section) != head_dim // 2:
+    rotary_dim = int(head_dim * rotary_fraction)
+    if len(section) != 3 or sum(section) != rotary_dim // 2:
+        fraction = f" x partial_rotary_factor {rotary_fraction}" if rotary_fraction != 1.0 else ""
         raise ConfigError(
-            f"config.json: mrope_section {section} must be three numbers that add up to head_dim/2 ="
-            f" {head_dim // 2}"
+            f"config.json: mrope_section {section} must be three numbers that add up to"
+            f" head_dim{fraction}/2 = {rotary_dim // 2}"
         )
     if tied is None:
         tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
@@ -259,7 +315,7 @@ def read_language(
     return LanguageSpec(
         hidden_size=hidden,
         num_layers=require(text, "num_hidden_layers", TEXT),
-        ffn_hidden_size=require(text, "intermediate_size", TEXT),
+        ffn_hidden_size=require(text, "intermediate_size", TEXT) if dense else 0,
         num_heads=heads,
         num_kv_heads=text["num_key_value_heads"] or heads,
         head_dim=head_dim,
@@ -269,10 +325,26 @@ def read_language(
         mrope_section=section,
         tied_embeddings=tied,
         mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
+        rotary_fraction=rotary_fraction,
     )
 
 
-def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: LanguageSpec) -> ModelSpec:
+QWEN2_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+"""Special tokens of a file that does not name them, up to Qwen3-VL."""
+
+
+def assemble(
+    family: str,
+    config: dict[str, Any],
+    vision: VisionSpec,
+    language: LanguageSpec,
+    tokens: dict[str, int] = QWEN2_TOKENS,
+) -> ModelSpec:
     """Joins the two halves and the special tokens, and checks that the features fit the language model."""
     if vision.out_hidden_size != language.hidden_size:
         raise ConfigError(
@@ -304,10 +376,7 @@ def assemble(family: str, config: dict[str, Any], vision: VisionSpec, language: 
         family=family,
         vision=vision,
         language=language,
-        image_token_id=config.get("image_token_id", 151655),
-        video_token_id=config.get("video_token_id", 151656),
-        vision_start_token_id=config.get("vision_start_token_id", 151652),
-        vision_end_token_id=config.get("vision_end_token_id", 151653),
+        **{name: config.get(name, token) for name, token in tokens.items()},
         initializer_range=text_config(config).get("initializer_range", 0.02),
         hf_config=config,
     )

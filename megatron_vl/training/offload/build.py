@@ -47,6 +47,7 @@ class Offload:
         """Hides copies behind the passes of the model: fetches state while the last backward pass of a step
         frees memory, and lets the next forward pass take the memory of what is on its way back."""
         self.followed = list(chunks)
+        self.traffic.hides = True
         for chunk in chunks:
             chunk.when_bucket_is_ready = self.traffic.fetch
             for module in chunk.module.modules():

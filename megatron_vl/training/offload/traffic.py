@@ -54,6 +54,8 @@ class Traffic:
         self.slot_bytes = max(chunk.bytes for chunk in chunks)
         self.to_device = torch.cuda.Stream(priority=_FETCH)
         self.to_host = torch.cuda.Stream(priority=_WRITE)
+        self.hides = False
+        """Whether copies may go on after the update, because :meth:`release` will be called."""
         self._next = 0
         self._here: dict[int, Slot] = {}
         """Fetched chunks by number."""
@@ -119,6 +121,8 @@ class Traffic:
         self.fetch(SLOTS)
         if number + 1 == len(self.chunks):
             self._next = 0
+            if not self.hides:
+                self.drop()
 
     def release(self) -> None:
         """Frees the slots whose chunks are back in host memory, and waits for others if memory gets tight.

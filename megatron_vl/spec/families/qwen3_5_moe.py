@@ -1,0 +1,35 @@
+"""Qwen3.5 with experts (35B-A3B, 122B-A10B, 397B-A17B), and Qwen3.6-35B-A3B.
+
+Every decoder layer has experts and a shared expert, to which every token goes: its output is multiplied by
+the sigmoid of one number that a linear layer computes from the token, and added. Routing is that of
+Qwen3-VL-MoE: softmax over all experts in float32, the top k divided by their sum.
+The reference is ``transformers.models.qwen3_5_moe``, which has no dense layers and reads no
+``mlp_only_layers``, ``decoder_sparse_step`` or ``norm_topk_prob``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_vl.spec.families.base import TEXT, ConfigError, ModelSpec, assemble, require, text_config
+from megatron_vl.spec.families.qwen3_5 import TOKENS, read_text, read_vision
+from megatron_vl.spec.families.qwen3_vl_moe import read_moe
+
+
+def read(config: dict[str, Any]) -> ModelSpec:
+    """The spec of a Qwen3.5-MoE ``config.json``. Raises :class:`ConfigError` for an invalid field."""
+    text = text_config(config)
+    moe = read_moe(config)
+    if moe.dense_layers:
+        raise ConfigError(
+            f"config.json: dense layers {list(moe.dense_layers)} (mlp_only_layers, decoder_sparse_step) are "
+            "not supported; every layer of this family has experts"
+        )
+    shared = require(text, "shared_expert_intermediate_size", TEXT)
+    if shared < 1:
+        raise ConfigError(f"config.json: shared_expert_intermediate_size {shared} must be at least 1")
+    language = dataclasses.replace(
+        read_text(config, dense=False), moe=dataclasses.replace(moe, shared_ffn_hidden_size=shared)
+    )
+    return assemble("qwen3_5_moe", config, read_vision(config), language, TOKENS)
