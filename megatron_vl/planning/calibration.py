@@ -1,7 +1,7 @@
 """How fast a kind of GPU does what a step consists of: the measured half of the cost model.
 
 A calibration is a JSON file. Those of this package are in ``calibrations/``, named for the GPU, and say from
-which measurements they come. ``megatron-vl bench --calibrate FILE`` writes one for the machine it runs on.
+which measurements they come. A copy with other rates is given as ``megatron-vl plan --calibration FILE``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def read_calibration(path: Path) -> Calibration:
     except ValueError as error:
         raise CalibrationError(f"{path} is not JSON ({error})") from error
     if not isinstance(stored, dict):
-        raise CalibrationError(f"{path} is no calibration; `megatron-vl bench --calibrate FILE` writes one")
+        raise CalibrationError(
+            f"{path} is no calibration; write one like those of megatron_vl/planning/calibrations"
+        )
     known = {field.name: field for field in dataclasses.fields(Calibration)}
     unknown = sorted(set(stored) - set(known))
     missing = sorted(
@@ -121,7 +123,7 @@ def read_calibration(path: Path) -> Calibration:
         faults = [f"has the unknown field {name}" for name in unknown]
         faults += [f"lacks the field {name}" for name in missing]
         raise CalibrationError(
-            f"{path} {faults[0]}; `megatron-vl bench --calibrate FILE` writes a calibration of this version"
+            f"{path} {faults[0]}; write one like those of megatron_vl/planning/calibrations"
         )
     for name, value in stored.items():
         _check_rate(path, name, value)
@@ -162,8 +164,8 @@ def shipped(gpu: str = "H200") -> Calibration:
         return read_calibration(path)
     if gpu not in DATA_SHEETS:
         raise CalibrationError(
-            f"GPU {gpu} is unknown; known: {', '.join(DATA_SHEETS)}; or measure one with `megatron-vl bench"
-            " --calibrate FILE`"
+            f"GPU {gpu} is unknown; known: {', '.join(DATA_SHEETS)}; or give the rates of"
+            " yours as a file (megatron-vl plan --calibration FILE)"
         )
     return _scaled(shipped("H200"), gpu)
 

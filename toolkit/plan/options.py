@@ -30,7 +30,7 @@ class PlanOptions(CommandOptions):
     gpus_per_node: int = option(8, metavar="N", least=1)
     """GPUs that NVLink connects."""
     calibration: Path | None = option(None, metavar="FILE", must_exist=True)
-    """Rates that `megatron-vl bench --calibrate FILE` measured, in place of those of --gpu."""
+    """Rates of the GPU as a JSON file, like those of megatron_vl/planning/calibrations, in place of --gpu."""
     data: Path | None = option(None, metavar="DIR", must_exist=True)
     """Measure tokens, pictures and patches of rows of this prepared data set (data.path of a run), with the
     trainer's own loader; model.hf must then be a whole Hugging Face folder."""
