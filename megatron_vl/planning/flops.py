@@ -159,7 +159,8 @@ def recompute_flops(
     They are those of the layers whose forward pass runs again during backward; the output layer's never does.
 
     Args:
-        decoupled: whether the tower first ran without keeping activations (``vision.placement: decoupled``).
+        decoupled: whether the tower first ran without keeping activations (``vision.placement: decoupled``,
+            ``vision.keep_patches: 0``).
     """
     language = language_parts(spec.language, lengths, head_tokens=0)
     vision = vision_parts(spec.vision, full, window)
@@ -171,7 +172,7 @@ def recompute_flops(
         again = language.attention * ("core_attn" in recompute.language_modules)
         again += language.mlp * ("mlp" in recompute.language_modules)
     tower = vision.blocks if recompute.vision == "full" and not model.freeze_vision else 0.0
-    if decoupled and not (model.freeze_vision and model.freeze_merger):
+    if decoupled and not model.freeze_vision:
         tower += vision.total
     return Flops(again, tower)
 

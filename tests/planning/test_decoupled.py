@@ -54,13 +54,23 @@ def test_smaller_calls_need_less_memory() -> None:
     assert sizes[0][1].total < sizes[2][1].total
 
 
+def test_kept_patches_take_memory_beside_the_pipeline() -> None:
+    kept = [
+        estimate(dataclasses.replace(RUN, vision=dataclasses.replace(DECOUPLED, keep_patches=n)), SPEC, 8)
+        for n in (0, 1000, 2000, 10**9, 10**12)
+    ]
+    sizes = [stages[0].vision for stages in kept]
+    assert sizes[1] - sizes[0] == pytest.approx(sizes[2] - sizes[1]) and sizes[1] > sizes[0]
+    assert sizes[3] == sizes[4] > sizes[2]
+
+
 def test_the_second_forward_pass_is_counted() -> None:
     full, window = [64, 128], [64, 64, 64]
     rows = ([300], full, window)
     plain = RecomputeConfig()
     again = recompute_flops(SPEC, ModelConfig(), plain, *rows, decoupled=True)
     assert again.vision == vision_parts(SPEC.vision, full, window).total and again.language == 0
-    frozen = ModelConfig(freeze_vision=True, freeze_merger=True)
+    frozen = ModelConfig(freeze_vision=True)  # all activations of the merger are kept
     assert recompute_flops(SPEC, frozen, plain, *rows, decoupled=True).total == 0
 
 
