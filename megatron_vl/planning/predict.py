@@ -294,5 +294,8 @@ def _tower_ahead(costs: Costs, micro_batches: int) -> float:
     ranks = costs.layout.tp * costs.layout.pp
     tower = costs.tower_alone(1)
     trained = not (costs.config.model.freeze_vision and costs.config.model.freeze_merger)
-    again = (tower.forward + tower.backward) * trained
-    return (tower.forward + again) * micro_batches / ranks
+    own = costs.rows.patches * micro_batches / ranks
+    # What is kept is not computed a second time.
+    kept = min(1.0, costs.config.vision.keep_patches / own) if own else 1.0
+    after = ((1 - kept) * tower.forward + tower.backward) * trained
+    return (tower.forward + after) * micro_batches / ranks
