@@ -13,9 +13,9 @@ from torch import Tensor
 
 from converters.convert import convert, export, reshard
 from converters.hf import HfCheckpoint
-from megatron_vl.config import ParallelConfig
+from megatron_vl.config import TrainConfig
+from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import CONVERTED_ONLY, ConfigError, read_spec
-from megatron_vl.spec.layout import run_layout
 from megatron_vl.spec.tensors import Cut, LayoutError, check_tp, tensor_table
 from megatron_vl.weights.reader import WeightReader
 from toolkit.cli import main
@@ -228,7 +228,7 @@ def test_a_run_is_refused_by_name(size: str) -> None:
     spec = read_spec(CONFIGS / f"{size}.json")
     assert spec.family in CONVERTED_ONLY
     with pytest.raises(LayoutError, match=f"{spec.family}: weights of this family are converted, but"):
-        run_layout(spec, ParallelConfig())
+        run_layout(TrainConfig(), spec, 1)
 
 
 def test_fewer_layers_keep_their_kind() -> None:
