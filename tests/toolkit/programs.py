@@ -67,7 +67,7 @@ def busiest_experts(hf: str) -> list[float]:
     platform = get_platform("cpu")
     shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
     options = parse(["--hf", hf, "--rows", "text", "--even_routing", "true", *shape])
-    layout = options.layout()
+    layout = options.layout(1)
     init_distributed(platform)
     live = build(options, options.spec(), platform, make_grid(layout), layout)
 
