@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -79,7 +80,7 @@ def build_chunks(
         chunk = VisionLanguageModel(
             core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels
         )
-        chunks.append(chunk.to(device=platform.device, dtype=dtype))
+        chunks.append(_to(chunk, platform.device, dtype))
 
     _zero_padding(chunks, spec, layout, mpu.get_tensor_model_parallel_rank())
     _freeze(chunks, config.model)
@@ -88,6 +89,15 @@ def build_chunks(
             fuse_weight_gradients(chunk)
 
     return chunks
+
+
+def _to(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype) -> VisionLanguageModel:
+    """Moves a chunk to its device and type, except for parameters that stay in float32."""
+    kept = {p: p.detach().clone() for p in chunk.parameters() if getattr(p, "keep_float32", False)}
+    chunk = chunk.to(device=device, dtype=dtype)
+    for parameter, value in kept.items():
+        parameter.data = value.to(device)
+    return chunk
 
 
 def _tower(
@@ -154,6 +164,8 @@ def _language(
             recompute_activation=recompute.language == "selective"
             and "activation" in recompute.language_modules,
             experts=[m.has_experts(layer) for layer in layers],
+            linear=[m.is_linear(layer) for layer in layers],
+            linear_attention=m.linear_attention,
         ),
         vocab_size=m.vocab_size,
         max_sequence_length=config.data.seq_len,

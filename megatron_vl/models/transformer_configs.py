@@ -67,7 +67,8 @@ def language_config(
     config = TransformerConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn_hidden_size,
+        # Without dense layers core still wants a width.
+        ffn_hidden_size=m.ffn_hidden_size or m.moe_ffn_hidden_size,
         num_attention_heads=m.num_heads,
         num_query_groups=m.num_kv_heads,
         kv_channels=m.head_dim,
@@ -76,6 +77,8 @@ def language_config(
         add_bias_linear=False,
         add_qkv_bias=m.qkv_bias,
         qk_layernorm=m.qk_norm,
+        attention_output_gate=m.output_gate,
+        layernorm_zero_centered_gamma=m.zero_centered_norms,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS["silu"],
         bias_activation_fusion=platform.name == "cuda",

@@ -25,7 +25,7 @@ FAMILIES = {
     "qwen3_5_moe": qwen3_5_moe,
 }
 """HF ``model_type`` -> the module that reads its config."""
-CONVERTED_ONLY = ("qwen3_5", "qwen3_5_moe")
+CONVERTED_ONLY: tuple[str, ...] = ()
 """Families whose weights are converted, but that cannot be trained yet."""
 MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
 
