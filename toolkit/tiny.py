@@ -389,7 +389,8 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     fields = {
         name: value for name, value in config.items() if name not in ("architectures", "transformers_version")
     }
-    model = model_class(model_class.config_class(**fields))
+    # In transformers, the config's type is that of a new model's parameters, float32 ones too.
+    model = model_class(model_class.config_class(**fields)).float()
     generator = torch.Generator().manual_seed(seed)
     hybrid = config["model_type"] in HYBRID
 

@@ -496,6 +496,21 @@ FIXES: tuple[Fix, ...] = (
         ),
     ),
     Fix(
+        ours="megatron_vl.core_fixes.mixed_groups:number_as_listed",
+        touches=(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_fp32_groups",
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_float16_groups",
+        ),
+        why=(
+            "In a group of float32 and bfloat16 parameters, core files optimizer state under the names of"
+            " other parameters."
+        ),
+        written_for=_CORE,
+        goes_when="core numbers the parameters of a group in the order in which it lists them",
+        test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
+    ),
+    Fix(
         ours="megatron_vl.training.optimizer_state:optimizer_slices",
         touches=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",

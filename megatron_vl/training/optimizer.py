@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_vl.config import RunConfigError, TrainConfig
+from megatron_vl.core_fixes.mixed_groups import number_as_listed
 from megatron_vl.platform import Platform
 from megatron_vl.training.weight_copy import copy_weights_together
 
@@ -67,6 +68,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         core, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )
+    number_as_listed(optimizer)
     copy_weights_together(optimizer)
     return optimizer
 
