@@ -33,6 +33,12 @@ VideoPrompt = Literal["released", "transformers_5_10"]
 RULES_BEFORE = {"video_positions": "transformers_5_3", "video_prompt": "transformers_5_10"}
 """The rules of checkpoints that were written before these fields of :class:`DataConfig` existed."""
 
+RENAMED = {
+    "optimizer.cpu_offload": "write optimizer.offload_fraction: 1.0 for true, 0.0 for false",
+    "optimizer.cpu_offload_fraction": "write the same number as optimizer.offload_fraction",
+}
+"""Fields of earlier versions: what to write now."""
+
 
 class RunConfigError(UserError, ValueError):
     """A value that is unknown or impossible; the message names the field and what would be valid."""
@@ -220,10 +226,10 @@ class OptimizerConfig:
     """Adam: term added to the denominator."""
     clip_grad: float = 1.0
     """Largest global gradient norm. 0: no clipping."""
-    cpu_offload: bool = False
-    """Keep optimizer state in host memory and update weights there (CUDA only)."""
-    cpu_offload_fraction: float = 1.0
-    """Fraction of the optimizer state that cpu_offload keeps in host memory (0 to 1)."""
+    offload_fraction: float | Literal["auto"] = 0.0
+    """Share of the optimizer state that is kept in host memory and streamed through the GPU when weights are
+    updated (0 to 1). Numbers do not change, nor do checkpoints: a run may resume with any other share.
+    auto: as little as fits by the memory estimate."""
 
 
 @dataclass
@@ -501,6 +507,9 @@ def _explain(message: str) -> tuple[str, str]:
         name = next(group for group in unknown.groups() if group)
         inside = re.search(rf"Group '([\w.]+)' does not accept option '{re.escape(name)}'", message)
         name = f"{inside[1]}.{name}" if inside else name
+        for old, advice in RENAMED.items():
+            if name in (old, old.rpartition(".")[2]):
+                return f"field {old!r} is gone; {advice}", name
         leaf = {field.split(".")[-1]: field for field in known}
         near = difflib.get_close_matches(name, [*known, "config"], 3)
         near = near or [leaf[close] for close in difflib.get_close_matches(name.split(".")[-1], leaf, 3)]
@@ -710,7 +719,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     (0, 2**32 - 1, "seed data.seed"),
     (0, 1, "data.max_bad_share"),
     (0, math.inf, "optimizer.clip_grad checkpoint.interval checkpoint.keep log.peak_tflops"),
-    (0, 1, "optimizer.min_lr_ratio optimizer.beta1 optimizer.beta2 optimizer.cpu_offload_fraction"),
+    (0, 1, "optimizer.min_lr_ratio optimizer.beta1 optimizer.beta2 optimizer.offload_fraction"),
 )
 """Smallest and largest valid values of fields. An empty (None) field is not checked."""
 
@@ -719,7 +728,9 @@ def _check_ranges(config: TrainConfig) -> None:
     for low, high, names in _RANGES:
         for name in names.split():
             value = operator.attrgetter(name)(config)
-            if value is not None and not low <= value <= high:  # a NaN fails both
+            if value is None or value == "auto":
+                continue
+            if not low <= value <= high:  # a NaN fails both
                 valid = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
                 raise RunConfigError(f"{name} {value} must be {valid}")
     if not config.data.video_fps > 0:

@@ -26,6 +26,15 @@ def oom_kills() -> tuple[int, str] | None:
     return None if count is None else (count, "on this host, which may be another job's")
 
 
+def available() -> int:
+    """Bytes that this node has left, or fewer if the job's control group may use fewer."""
+    bounds = [psutil.virtual_memory().available]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        found = (_number(path) for path in (*_own_groups(name), _GROUPS / name))
+        bounds += [limit for limit in found if limit is not None]
+    return min(bounds)
+
+
 def limits() -> str:
     """What this process uses and may use, in a sentence's part."""
     own = psutil.Process().memory_info()

@@ -400,7 +400,9 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
             if name.endswith("A_log"):
                 # From decays that forget at once to those that keep everything.
                 parameter.copy_(noise.sub(1.0))
-            elif hybrid and name.endswith("norm.weight") and "visual" not in name and "linear_attn" not in name:
+            elif (
+                hybrid and name.endswith("norm.weight") and "visual" not in name and "linear_attn" not in name
+            ):
                 parameter.copy_(0.1 * noise)  # these norms multiply by 1 + weight
             elif parameter.dim() == 1:
                 # Norm weights lie around one, biases around zero.

@@ -1,9 +1,9 @@
 """Numbers the parameters of optimizer groups that hold both bfloat16 and float32 ones.
 
 Megatron-core 0.19.2 numbers a group's parameters in the order of its buffers
-(``DistributedOptimizer.model_param_group_index_map``), but lists their float32 shards first in the optimizer's
-``param_groups``. Where a group has both types, as Qwen3.5's norms and decays, every look-up is shifted: state is
-saved and restored under other parameters' names, silently. A step is not affected.
+(``DistributedOptimizer.model_param_group_index_map``), but lists their float32 shards first in the
+optimizer's ``param_groups``. Where a group has both types, as Qwen3.5's norms and decays, every look-up is
+shifted: state is saved and restored under other parameters' names, silently. A step is not affected.
 """
 
 from __future__ import annotations

@@ -511,6 +511,46 @@ FIXES: tuple[Fix, ...] = (
         test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
     ),
     Fix(
+        ours="megatron_vl.training.offload.build:offload",
+        touches=(
+            "torch.optim.Optimizer.step",
+            "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.float16_groups",
+            "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.fp32_from_float16_groups",
+        ),
+        why=(
+            "Core's HybridDeviceOptimizer updates on the CPU, which made a step 1.9 times as long, and keeps"
+            " its moments where no checkpoint finds them."
+        ),
+        written_for=_CORE,
+        goes_when="core streams offloaded state through the GPU and saves it",
+        test="tests/training/test_offload.py::test_all_shares_give_the_same_bits",
+    ),
+    Fix(
+        ours="megatron_vl.training.offload.build:_leave_to_stream",
+        touches=(
+            "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params."
+            "_get_model_and_main_params_data_float16",
+        ),
+        why="Core would copy master weights that are not on the device into the model.",
+        written_for=_CORE,
+        goes_when="core streams offloaded state through the GPU and saves it",
+        test="tests/training/test_offload.py::test_a_state_that_is_not_spread_gives_the_same_bits",
+    ),
+    Fix(
+        ours="megatron_vl.training.weight_copy:places_of_shards",
+        touches=(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_gbuf_map",
+        ),
+        why="Only core's optimizer knows which place in the model's buffers a shard has.",
+        written_for=_CORE,
+        goes_when="core has a public way to ask",
+        test=(
+            "tests/training/test_optimizer.py::"
+            "test_weights_copied_together_are_those_that_core_copies_one_by_one"
+        ),
+    ),
+    Fix(
         ours="megatron_vl.training.optimizer_state:optimizer_slices",
         touches=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",

@@ -47,6 +47,7 @@ from megatron_vl.data import assemble
 from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.description import LoaderError, SplitFacts, difference, read_description
+from megatron_vl.data.early_saves import allow_early_saves
 from megatron_vl.data.packing import RowPacking, fill_row, pack_greedily
 from megatron_vl.data.pixels import (
     PixelSettings,
@@ -603,6 +604,8 @@ def build_loader(
         n_checkpoints=4 * workers + 4,
         watchdog_timeout_seconds=None,
     )
+
+    allow_early_saves(loader)
 
     # Rows are pinned where they are sent from. Energon offers no option for this.
     loader.pin_memory = False

@@ -1,12 +1,12 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its causal convolution over packed rows, in torch.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its convolution over packed rows, in torch.
 
 The state of a head is a matrix S [key, value]. Each token decays it and replaces what it holds for its key:
 
     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
 
-State and convolution begin anew at each sequence of a row. Nothing is read on the host, and shapes depend on
-the length of the row alone. Reference: ``torch_chunk_gated_delta_rule`` of transformers, which knows no packed
-rows: each sequence by itself gives what a packed row gives here.
+State and convolution begin anew at each sequence of a row. Nothing is read on the host, and shapes depend
+on the length of the row alone. Reference: ``torch_chunk_gated_delta_rule`` of transformers, which knows no
+packed rows: each sequence by itself gives what a packed row gives here.
 """
 
 from __future__ import annotations

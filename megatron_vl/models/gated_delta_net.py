@@ -126,8 +126,8 @@ class GatedDeltaNet(MegatronModule):
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[S, channels] -> queries, keys [S, key heads, K] and values [S, value heads, V]"""
         q, k, v = mixed.split(self.channels, dim=-1)
-        heads = self.key_heads
-        return q.unflatten(-1, (heads, -1)), k.unflatten(-1, (heads, -1)), v.unflatten(-1, (self.value_heads, -1))
+        queries, keys = (t.unflatten(-1, (self.key_heads, -1)) for t in (q, k))
+        return queries, keys, v.unflatten(-1, (self.value_heads, -1))
 
     def _gates(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the decay, float32, and beta; [S, value heads] each."""

@@ -40,6 +40,10 @@ RESERVE_GIB = 8.0
 WORKSPACE_GIB = 0.5
 """Workspaces of cuBLAS and Transformer Engine and small tensors: the measured excess over the formula
 on one GPU."""
+CHUNK_BYTES = 256 << 20
+"""Largest piece of offloaded optimizer state that is copied at once."""
+SLOTS = 4
+"""Number of such pieces that are on the GPU at once while weights are updated."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ class StageMemory:
     gradients: float = 0.0
     """Main gradients in float32."""
     optimizer: float = 0.0
-    """float32 master weights and two moments; ``distributed_optimizer`` splits them
-    over data-parallel ranks."""
+    """float32 master weights and two moments without what is offloaded; ``distributed_optimizer``
+    splits them over data-parallel ranks."""
     activations: float = 0.0
     """Activations of the decoder layers and the embedding, for all micro-batches in flight."""
     vision: float = 0.0
@@ -64,6 +68,8 @@ class StageMemory:
     in_flight: int = 0
     """Largest number of micro-batches whose activations are held at once (with
     virtual chunks: chunk-micro-batches)."""
+    host: float = 0.0
+    """Host memory for this rank's offloaded optimizer state; not part of the total."""
 
     @property
     def total(self) -> float:
@@ -77,6 +83,7 @@ class StageMemory:
             "in_flight": self.in_flight,
             **parts,
             "total": round(self.total / GIB, 2),
+            "host": round(self.host / GIB, 2),
         }
 
 
@@ -133,7 +140,7 @@ def _stage(
     # A decoder layer and a vision layer are never recomputed at the same time.
     recomputed = max(c.transient for c in chunks)
     last = stage == layout.pp - 1
-    return dataclasses.replace(
+    estimated = dataclasses.replace(
         _parameters(config, spec, layout, stage, dp, element),
         activations=activations + recomputed,
         vision=held[0] * vision.kept + max(0.0, vision.transient - recomputed),
@@ -141,6 +148,10 @@ def _stage(
         rows=micro_batches * sizes.row(stage == 0),
         in_flight=sum(held),
     )
+    # Offloaded state passes through the GPU where activations were before.
+    free = estimated.activations + estimated.vision + estimated.logits
+    passing = max(0.0, min(SLOTS * CHUNK_BYTES, estimated.host) - free)
+    return dataclasses.replace(estimated, optimizer=estimated.optimizer + passing)
 
 
 # --- Parameters ---------------------------------------------------------------------------------------------
@@ -158,10 +169,11 @@ def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInf
 def _parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, element: int
 ) -> StageMemory:
-    weights = gradients = optimizer = 0.0
+    weights = gradients = optimizer = host = 0.0
     # float32 weights are their own master weights.
     state = 12 if element == 2 else 8
-    offloaded = config.optimizer.cpu_offload_fraction if config.optimizer.cpu_offload else 0.0
+    share = config.optimizer.offload_fraction
+    offloaded = share if isinstance(share, float | int) else 0.0
     for info in stage_tensors(spec, layout, stage):
         n = math.prod(info.shard_shape(layout.cut))
         # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
@@ -171,7 +183,9 @@ def _parameters(
         if _trained(config, info.name):
             gradients += 4 * n
             optimizer += state * n / shards * (1 - offloaded)
-    return StageMemory(stage, weights, gradients, optimizer)
+            # Half of a bf16 model's master weights lies in its weights.
+            host += (state - 2 if element == 2 else state) * n / shards * offloaded
+    return StageMemory(stage, weights, gradients, optimizer, host=host)
 
 
 def _trained(config: TrainConfig, name: str) -> bool:

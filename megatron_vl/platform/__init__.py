@@ -39,6 +39,10 @@ class Platform:
         if self.name == "cuda":
             torch.cuda.synchronize()
 
+    def memory_gib(self) -> float | None:
+        """The memory of this rank's GPU; None on CPU."""
+        return torch.cuda.mem_get_info()[1] / 2**30 if self.name == "cuda" else None
+
     def peak_memory_gib(self) -> float:
         """Peak memory of the process so far: allocated on the GPU, or resident on the CPU."""
         if self.name == "cuda":

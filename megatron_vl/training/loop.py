@@ -22,6 +22,7 @@ from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.parallel.groups import end_groups
 from megatron_vl.parallel.signs_of_life import longest_s
+from megatron_vl.planning.offload import advice, resolve
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.spec.families import ModelSpec
@@ -32,6 +33,7 @@ from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.model import build_model
+from megatron_vl.training.offload.build import offload_of
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.out_of_memory import explained
 from megatron_vl.training.preflight import (
@@ -89,6 +91,7 @@ def set_up(config: TrainConfig) -> Run:
     spec, layout = check(config)
     platform = get_platform(config.platform)
     init_distributed(platform, _minutes_of_collectives(config.failures.timeout_s))
+    config = resolve(config, spec, dist.get_world_size(), platform.memory_gib())
     failures.watch(config.failures.timeout_s)
     facts = share_data(config)
     grid = make_grid(layout, owners=config.data.balance)
@@ -335,6 +338,8 @@ def _train(config: TrainConfig) -> None:
         say(run.grid, f"load-balancing loss of the experts: {reason}")
     for remark in remarks(config, run.platform.name, run.resumed):
         say(run.grid, f"NOTE: {remark}")
+    if note := _does_not_fit(run):
+        say(run.grid, f"NOTE: {note}")
     for note in run.loader.notes if run.loader is not None else []:
         say(run.grid, note)
     log = MetricsLog(config, run.spec, run.grid, run.platform)
@@ -366,6 +371,12 @@ def _train(config: TrainConfig) -> None:
             say(run.grid, f"stopped after step {run.step} of {config.steps}, as a signal asked; {then}")
         failures.stop()
     finish_exports(run)
+
+
+def _does_not_fit(run: Run) -> str:
+    """What to change if this GPU is too small by the estimate; empty if it is not."""
+    gib = run.platform.memory_gib()
+    return "" if gib is None else advice(run.config, run.spec, run.grid.world_size, gib)
 
 
 @contextlib.contextmanager
@@ -500,8 +511,10 @@ def _steps_of(folder: Path) -> str:
 def _banner(run: Run) -> str:
     g, p = run.grid, run.layout
     experts = f" x ep {p.ep} (etp {p.etp})" if run.spec.language.moe else ""
+    moved = offload_of(run.optimizer)
+    state = f", {moved.host_bytes / 2**30:.1f} GiB of optimizer state in host memory" if moved else ""
     return (
         f"{run.spec.family} on {run.platform.name}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {g.dp}{experts},"
         f" layers {list(p.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens,"
-        f" {run.config.global_batch_size} rows a step"
+        f" {run.config.global_batch_size} rows a step{state}"
     )

@@ -13,9 +13,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
-from megatron_vl.config import RunConfigError, TrainConfig
+from megatron_vl.config import TrainConfig
 from megatron_vl.core_fixes.mixed_groups import number_as_listed
 from megatron_vl.platform import Platform
+from megatron_vl.training.offload.build import offload
 from megatron_vl.training.weight_copy import copy_weights_together
 
 VISION = ("patch_embed", "position_table", "decoder")
@@ -36,10 +37,7 @@ def build_optimizer(
     so that a run that continues with another rate finds them up to date.
     """
     o = config.optimizer
-    if o.cpu_offload and platform.name == "cpu":
-        raise RunConfigError(
-            "optimizer.cpu_offload is for platform cuda; on cpu everything is in host memory already"
-        )
+    assert o.offload_fraction != "auto", "it is to be resolved before (planning.offload)"
     core = CoreOptimizerConfig(
         optimizer="adam",
         lr=o.lr,
@@ -53,10 +51,6 @@ def build_optimizer(
         params_dtype=getattr(torch, config.dtype),
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
-        optimizer_cpu_offload=o.cpu_offload,
-        optimizer_offload_fraction=o.cpu_offload_fraction if o.cpu_offload else 0.0,
-        overlap_cpu_optimizer_d2h_h2d=o.cpu_offload,
-        use_precision_aware_optimizer=o.cpu_offload,
     )
     overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(core))
     for modules, rate in ((VISION, o.vision_lr), (MERGERS, o.merger_lr)):
@@ -70,6 +64,7 @@ def build_optimizer(
     )
     number_as_listed(optimizer)
     copy_weights_together(optimizer)
+    offload(optimizer, o.offload_fraction, platform)
     return optimizer
 
 
@@ -131,10 +126,7 @@ def update(optimizer: ChainedOptimizer, wanted: bool) -> tuple[bool, float]:
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.config.clip_grad <= 0.0:
             continue
-        decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         parameters = part.get_parameters()
         if parameters:
-            clip_grad_by_total_norm_fp32(
-                parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
-            )
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
     return bool(optimizer.step_with_ready_grads()), norm

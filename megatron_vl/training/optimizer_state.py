@@ -39,6 +39,9 @@ from megatron_vl.json_files import write_json
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.spec.tensors import Cut, TensorInfo
+from megatron_vl.training.offload.build import offload_of
+from megatron_vl.training.offload.state import Parameter
+from megatron_vl.training.offload.step import counts_by_group
 from megatron_vl.weights.blocks import gather, part_blocks, shard_blocks
 from megatron_vl.weights.run_folder import CheckpointError
 from megatron_vl.weights.tensor_files import Region, make_header, matrix_shape
@@ -60,6 +63,8 @@ class OptimizerSlice:
     main: Tensor
     state: dict[str, Any]
     group: dict[str, Any]
+    offloaded: Parameter | None = None
+    """Where the state is if it is in host memory; ``state`` is then empty, and ``main`` may be."""
 
     @property
     def name(self) -> str:
@@ -68,6 +73,31 @@ class OptimizerSlice:
 
     def key(self, kind: str) -> str:
         return f"{self.name}[{self.start}:{self.end}]/{kind}"
+
+    def read(self, kind: str) -> Tensor | None:
+        """A host copy of one of :data:`KINDS`, fp32 [end - start]; None if there is none (before step 1)."""
+        if self.offloaded is not None:
+            return self.offloaded.read(kind)
+        held = self.main if kind == "main" else self.state.get(kind)
+        return None if held is None else host_copy(held).view(-1)
+
+    def write(self, kind: str, value: Tensor | None) -> None:
+        """Replaces one of :data:`KINDS`. None: there are no moments yet."""
+        if self.offloaded is not None:
+            self.offloaded.write(kind, torch.zeros(self.end - self.start) if value is None else value)
+        elif kind == "main":
+            assert value is not None
+            self.main.copy_(value.view_as(self.main))
+        elif value is not None:
+            self.state[kind] = value.view_as(self.main).to(self.main.device)
+
+    @property
+    def steps(self) -> int:
+        """Adam's step count: torch keeps it per parameter, Transformer Engine's FusedAdam per group."""
+        if self.offloaded is not None:
+            return self.offloaded.steps
+        steps = self.state.get("step", self.group.get("step", 0))
+        return int(steps.item() if isinstance(steps, Tensor) else steps)
 
 
 def state_name(name: str, expert: int | None) -> str:
@@ -78,6 +108,8 @@ def state_name(name: str, expert: int | None) -> str:
 def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) -> Iterator[OptimizerSlice]:
     """The state that this rank's optimizer holds, parameter by parameter."""
     tensors = {id(tensor.parameter): tensor for tensor in parameters}
+    moved = offload_of(optimizer)
+    offloaded = moved.parameters if moved is not None else {}
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -89,18 +121,24 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) 
                 group = part.optimizer.param_groups[index]
                 main = group["params"][order]
                 span = part._get_model_param_range_map(parameter)["param"]
-                yield OptimizerSlice(
-                    tensors[id(parameter)], span.start, span.end, main, part.optimizer.state[main], group
-                )
+                state, stored = _state_of(part, main, offloaded)
+                yield OptimizerSlice(tensors[id(parameter)], span.start, span.end, main, state, group, stored)
             continue
         # Experts have their own optimizer, so each part of the chain holds only some of the parameters.
         groups = {id(main): group for group in part.optimizer.param_groups for main in group["params"]}
         for tensor in parameters:
             main = getattr(tensor.parameter, "main_param", tensor.parameter)
             if id(main) in groups:
-                yield OptimizerSlice(
-                    tensor, 0, main.numel(), main, part.optimizer.state[main], groups[id(main)]
-                )
+                state, stored = _state_of(part, main, offloaded)
+                yield OptimizerSlice(tensor, 0, main.numel(), main, state, groups[id(main)], stored)
+
+
+def _state_of(
+    part: Any, main: Tensor, offloaded: Mapping[int, Parameter]
+) -> tuple[dict[str, Any], Parameter | None]:
+    """The moments of a parameter on the device, or where they are in host memory."""
+    stored = offloaded.get(id(main))
+    return ({} if stored is not None else part.optimizer.state[main]), stored
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -115,18 +153,12 @@ def snapshot(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) -> dict[
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     for piece in optimizer_slices(optimizer, parameters):
-        tensors[piece.key("main")] = host_copy(piece.main).view(-1)
-        tensors[piece.key("step")] = torch.tensor([_step_of(piece)], dtype=torch.int64)
-        for kind in KINDS[1:]:
-            if kind in piece.state:
-                tensors[piece.key(kind)] = host_copy(piece.state[kind]).view(-1)
+        tensors[piece.key("step")] = torch.tensor([piece.steps], dtype=torch.int64)
+        for kind in KINDS:
+            value = piece.read(kind)
+            if value is not None:
+                tensors[piece.key(kind)] = value
     return tensors
-
-
-def _step_of(piece: OptimizerSlice) -> int:
-    """Adam's step count: torch keeps it per parameter, Transformer Engine's FusedAdam per group."""
-    step = piece.state.get("step", piece.group.get("step", 0))
-    return int(step.item() if isinstance(step, Tensor) else step)
 
 
 def write_hashed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -468,25 +500,20 @@ def restore(
     grid: ProcessGrid,
 ) -> None:
     """Restores this rank's master weights and moments from a checkpoint of any layout."""
-    fused = any(
-        type(getattr(part, "optimizer", None)).__name__ == "FusedAdam"
-        for part in optimizer.chained_optimizers
-    )
+    fused = any(counts_by_group(getattr(part, "optimizer", None)) for part in optimizer.chained_optimizers)
     for piece in optimizer_slices(optimizer, parameters):
         info, expert = table[piece.tensor.name], piece.tensor.expert
-        main = reader.get(info, "main", grid.part(info), grid.cut, piece.start, piece.end, expert)
-        assert main is not None
-        piece.main.copy_(main.view_as(piece.main))
+        for kind in KINDS:
+            value = reader.get(info, kind, grid.part(info), grid.cut, piece.start, piece.end, expert)
+            assert kind != "main" or value is not None
+            piece.write(kind, value)
 
-        for kind in KINDS[1:]:
-            moment = reader.get(info, kind, grid.part(info), grid.cut, piece.start, piece.end, expert)
-            if moment is not None:
-                piece.state[kind] = moment.view_as(piece.main).to(piece.main.device)
-
-        step = reader.step(piece.name)
+        steps = reader.step(piece.name)
+        if piece.offloaded is not None:
+            piece.offloaded.steps = steps
         if fused:
-            piece.group["step"] = step
-        elif step:
+            piece.group["step"] = steps
+        elif steps and piece.offloaded is None:
             # Each parameter needs its own tensor: torch's Adam counts in place, so that a shared tensor would
             # be counted up once per parameter.
-            piece.state["step"] = torch.tensor(float(step))
+            piece.state["step"] = torch.tensor(float(steps))

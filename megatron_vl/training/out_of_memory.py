@@ -207,10 +207,8 @@ def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tup
 
 def _offloads(config: TrainConfig) -> list[dict[str, Any]]:
     """Fields of the optimizer that keep more of its state in host memory."""
-    if not hasattr(config.optimizer, "offload_fraction"):
-        return [{"cpu_offload": True}]
     now = config.optimizer.offload_fraction
-    return [{"offload_fraction": share} for share in (0.5, 1.0) if not isinstance(now, float) or share > now]
+    return [{"offload_fraction": share} for share in (0.25, 0.5, 0.75, 1.0) if now == "auto" or share > now]
 
 
 def other_splits(layers: list[int], vpp: int) -> Iterator[list[int]]:

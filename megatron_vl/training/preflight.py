@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate, video_rule
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.parallel.open_files import raise_open_files
+from megatron_vl.planning.memory import estimate
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, run_layout
 from megatron_vl.weights.run_folder import DataRestart, Lineage, Saved, StepMissingError, choose
@@ -58,12 +61,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
-    if config.optimizer.cpu_offload and config.checkpoint.dir:
-        raise RunConfigError(
-            "optimizer.cpu_offload cannot be saved yet: its moments live outside the optimizer that a"
-            " checkpoint reads. Leave checkpoint.dir empty, or cpu_offload off"
-        )
-
+    check_host_memory(config, spec, launched_world_size() if world_size is None else world_size)
     if config.data.balance:
         check_open_files(dp)
     check_data_path(config.data.path)
@@ -83,6 +81,26 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it"
         )
     return spec, layout
+
+
+def check_host_memory(config: TrainConfig, spec: ModelSpec, world_size: int) -> None:
+    """Refuses to offload more optimizer state than this node has memory for, before any is allocated.
+
+    Raises:
+        RunConfigError: says how much there is, and which share would fit.
+    """
+    share, ranks = config.optimizer.offload_fraction, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.platform == "cpu" or share in (0, "auto"):
+        return
+    needed = ranks * max(stage.host for stage in estimate(config, spec, world_size))
+    there = host_memory.available()
+    if needed > there:
+        fits = math.floor(20 * float(share) * there / needed) / 20
+        raise RunConfigError(
+            f"optimizer.offload_fraction {share} needs {needed / host_memory.GIB:.1f} GiB of host memory for"
+            f" {ranks} ranks of this node, which has {there / host_memory.GIB:.1f} GiB left; {fits:g} would"
+            " fit, or fewer ranks a node"
+        )
 
 
 def check_open_files(dp: int) -> None:

@@ -8,6 +8,8 @@ One ``torch._foreach_copy_`` makes the same copies with the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -20,7 +22,7 @@ def copy_weights_together(optimizer: ChainedOptimizer) -> int:
     Returns the number of such parts.
 
     Parts without parameters do not change, nor do those whose weights reach the model in another way
-    (offloaded or precision-aware optimizers, FP8 weights).
+    (precision-aware optimizers, FP8 weights). Offloaded shards are left out.
     """
     parts = [part for part in optimizer.chained_optimizers if _copies_shards(part)]
     for part in parts:
@@ -63,13 +65,21 @@ class _Copy:
             (part.shard_fp32_from_float16_groups, part.model_float16_groups),
             (part.shard_fp32_groups, part.model_fp32_groups),
         ):
-            for main_group, model_group in zip(mains, models, strict=True):
-                for shard, parameter in zip(main_group, model_group, strict=True):
-                    span = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-                    buffer, _, bucket = part.model_param_gbuf_map[parameter]
-                    place = part.buffers[buffer].buckets[bucket].param_data.view(-1)[span.start : span.end]
-                    assert place.numel() == shard.numel(), (place.shape, shard.shape)
-                    if place.data_ptr() != shard.data_ptr():  # float32 models: the shard is the place
-                        places.append(place)
-                        shards.append(shard.view(-1))
+            for place, shard in places_of_shards(part, mains, models):
+                assert place.numel() == shard.numel(), (place.shape, shard.shape)
+                offloaded = not shard.untyped_storage().nbytes()  # it reaches the model in its own way
+                if not offloaded and place.data_ptr() != shard.data_ptr():  # float32: the shard is the place
+                    places.append(place)
+                    shards.append(shard.view(-1))
         return places, shards
+
+
+def places_of_shards(
+    part: DistributedOptimizer, mains: list[list[Tensor]], models: list[list[Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(place in the model's buffers, shard) of the shards of each group's parameters."""
+    for main_group, model_group in zip(mains, models, strict=True):
+        for shard, parameter in zip(main_group, model_group, strict=True):
+            span = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+            buffer, _, bucket = part.model_param_gbuf_map[parameter]
+            yield part.buffers[buffer].buckets[bucket].param_data.view(-1)[span.start : span.end], shard

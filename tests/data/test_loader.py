@@ -6,6 +6,8 @@ import io
 import json
 import re
 import tarfile
+import threading
+import time
 from collections import Counter
 from itertools import islice
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.utils.data import get_worker_info
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
@@ -237,6 +240,39 @@ def test_resume_continues_with_the_same_rows(dataset, workers):
 
     assert all(same(next(third), row) for row in wanted[1:])
     third.close()
+
+
+@pytest.mark.parametrize("rows", [0, 4, 5])
+def test_a_worker_that_has_not_begun_is_saved_where_it_will_begin(dataset, monkeypatch, rows):
+    """Energon's command thread answers before its worker has restored its state."""
+    first = loader(dataset, num_workers=2)
+    for _ in range(rows):
+        next(first)
+    state = first.state_dict()
+    wanted = [next(first) for _ in range(7)]
+    first.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_and_wait)
+        second = loader(dataset, num_workers=2)
+        second.load_state_dict(state)
+        assert same(next(second), wanted[0])
+        again = second.state_dict()
+        second.close()
+
+    third = loader(dataset, num_workers=2)
+    third.load_state_dict(again)
+    for row in wanted[1:]:
+        assert same(next(third), row)
+    third.close()
+
+
+def start_and_wait(thread: threading.Thread, start=threading.Thread.start) -> None:
+    """Starts a thread. The second worker waits before it begins, as on a busy machine."""
+    start(thread)
+    worker = get_worker_info()
+    if thread.name == "command_thread" and worker is not None and worker.id == 1:
+        time.sleep(2)
 
 
 def same(a, b) -> bool:

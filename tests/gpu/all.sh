@@ -48,6 +48,6 @@ case "$ranks" in
 *)
   demo one 1 1 1
   bench layers4 --global_batch_size 4 --language_layers 4
-  bench layers4_offload --global_batch_size 4 --language_layers 4 --rows text --optimizer.cpu_offload true
+  bench layers4_offload --global_batch_size 4 --language_layers 4 --rows text --optimizer.offload_fraction 1
   ;;
 esac

@@ -7,6 +7,7 @@ kernels that read through tensor descriptors, which the interpreter only imitate
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from megatron_vl.kernels import master_halves, master_halves_triton
 from megatron_vl.kernels import tower_attention as kernels
 from megatron_vl.kernels.grouped_gemm import (
     ROWS_CONFIG,
@@ -199,6 +201,7 @@ def on_gpu() -> dict[str, float]:
         "rows wider than a block, to 32 others": rows([0.06] * 31 + [0.0], 3000, 4096),
         "each row to 128 others": rows([0.06] * 128, 1000, 2560),
         "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.TILES),
+        "halves of master weights": halves_error(5_000_001, "cuda"),
     }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
 
@@ -291,6 +294,47 @@ def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float
     return float(torch.tensor([worst(*pair) for pair in pairs]).max())
 
 
+def halves_error(count: int, device: str = "cpu") -> float:
+    """Numbers in which our kernels for master weights differ from torch: all sizes, ties both ways."""
+    master = torch.randn(count) * torch.logspace(-42, 38, count)
+    bits = master.view(torch.int32)
+    bits[::3] = bits[::3] & ~0xFFFF | 0x8000
+    second = torch.rand(count) * (torch.rand(count) < 0.9)
+
+    def made(on: str, split: Callable[..., None], join: Callable[..., None]) -> list[Tensor]:
+        # Weights of the model begin anywhere; the others are aligned.
+        weight = torch.zeros(count + 1, dtype=torch.bfloat16, device=on)[1:]
+        low, kept = torch.zeros(count, dtype=torch.int16, device=on), second.to(on, copy=True)
+        split(master.to(on), weight, low, kept)
+        again, moment = torch.zeros(count, device=on), kept.clone()
+        join(weight, low, moment, again)
+        return [
+            t.cpu()
+            for t in (weight.view(torch.int16), low, *(x.view(torch.int32) for x in (kept, again, moment)))
+        ]
+
+    with_torch = partial(
+        made, "cpu", *(torch_only(f) for f in (master_halves.split_master, master_halves.join_master))
+    )
+    ours = made(device, master_halves_triton.split_master, master_halves_triton.join_master)
+    assert torch.equal(ours[3], bits)
+    return float(sum((a != b).sum() for a, b in zip(ours, with_torch(), strict=True)))
+
+
+def torch_only(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` without its kernel, also in Triton's interpreter."""
+
+    def run(*tensors: Tensor) -> None:
+        interprets = os.environ.pop("TRITON_INTERPRET", None)
+        try:
+            function(*tensors)
+        finally:
+            if interprets is not None:
+                os.environ["TRITON_INTERPRET"] = interprets
+
+    return run
+
+
 def main() -> None:
     torch.manual_seed(0)
     if "--gpu" in sys.argv:
@@ -316,6 +360,7 @@ def main() -> None:
         "rows wider than a block, to 3 others": rows_error([0.9, 0.5, 0.1], 6, 2100),
         "each row to 40 others": rows_error([0.2] * 39 + [0.0], 20, 16),
         "tower, patches that 4 does not divide": unaligned_error(),
+        "halves of master weights": halves_error(5000),
     }
 
     print(json.dumps(errors))

@@ -158,6 +158,7 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, ju
 # --- Tables -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
     """MMMB has six tables, each scored by itself; two questions of each are asked. The checkpoint with one
     permuted projection differs from the original there too."""

@@ -44,7 +44,7 @@ MEASURED = [
         "4 layers, text, offloaded optimizer",
         25.4,
         1,
-        "--global_batch_size 2 --optimizer.cpu_offload true",
+        "--global_batch_size 2 --optimizer.offload_fraction 1",
         4,
         0,
     ),

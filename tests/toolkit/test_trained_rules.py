@@ -160,7 +160,9 @@ def test_evaluate_follows_the_rule_of_each_folder(exported, family, name, former
 
 
 @pytest.mark.ranks
-@both_rules
+@pytest.mark.parametrize(
+    ("family", "name", "former"), [RULES[0], pytest.param(*RULES[1], marks=pytest.mark.full)]
+)
 def test_answers_to_a_video_depend_on_the_rule_of_the_folder(
     exported, family, name, former, tmp_path: Path, capsys
 ) -> None:

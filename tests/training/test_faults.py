@@ -178,6 +178,7 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "hf").iterdir())
 
 
+@pytest.mark.full
 def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:

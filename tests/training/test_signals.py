@@ -74,6 +74,7 @@ def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_p
     assert "rank 1 was ended by SIGKILL" in err and "ChildFailedError" not in err
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_torchrun_saves_at_sigterm_too(prepared, tmp_path):
     """It signals the loaders' worker processes with the ranks, and ends with a report of its own."""

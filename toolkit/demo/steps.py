@@ -131,10 +131,10 @@ class Demo:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         return subprocess.Popen([sys.executable, "-m", "toolkit", *words[1:]], env=environment, stderr=stderr)
 
-    def train(self, *options: str | Path) -> tuple[str | Path, ...]:
-        """The trainer's command line for this demo's group of processes."""
-        ranks = str(self.machine.ranks)
-        return ("megatron-vl", "train", "--nproc-per-node", ranks, "--config", self.run_yaml, *options)
+    def train(self, *options: str | Path, ranks: int | None = None) -> tuple[str | Path, ...]:
+        """The trainer's command line for this demo's group of processes, or for ``ranks`` processes."""
+        processes = str(ranks or self.machine.ranks)
+        return ("megatron-vl", "train", "--nproc-per-node", processes, "--config", self.run_yaml, *options)
 
 
 def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data: Path | None = None) -> int:
@@ -151,7 +151,7 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
 
     with demo.part(f"Weights: Hugging Face -> Megatron -> TP{machine.tp} x PP{machine.pp} shards, and back"):
         round_trip(demo)
-    with demo.part("The trainer's loss before training"):
+    with demo.part("The trainer's loss before training, in one process"):
         before = evaluate(demo, demo.folder / "shards", "before")
     with demo.part(f"Training in {machine.ranks} processes, killed on the way"):
         train_until_killed(demo)
@@ -159,7 +159,7 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
         demo.shell(*demo.train())
         check_training(demo)
 
-    with demo.part("Export, and the trainer's loss of the final weights"):
+    with demo.part("Export, and the trainer's loss of the final weights in one process"):
         after = export(demo)
     with demo.part("Both folders in transformers"):
         compare_losses(demo, _reference(demo.hf), "before training", before, 1e-5 if machine.exact else 1e-2)
@@ -356,7 +356,10 @@ def export(demo: Demo) -> dict[str, Any]:
 
 def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
     """The trainer's metrics of one step at learning rate 0 over every conversation once, each in
-    its own row."""
+    its own row.
+
+    One process loads the weights, whatever layout they were saved in.
+    """
     folder = demo.folder / f"evaluation_{name}"
     start = ("--model.checkpoint", weights, "--checkpoint.dir", folder, "--steps", "1")
     still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
@@ -368,7 +371,9 @@ def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
         "--global_batch_size",
         str(len(_samples(demo))),
     )
-    demo.shell(*demo.train(*start, *still, *rows))
+    alone = ("--parallel.tp", "1", "--parallel.pp", "1", "--parallel.layers", "null")
+    unsplit = (*alone, "--parallel.sequence_parallel", "false")
+    demo.shell(*demo.train(*start, *still, *rows, *unsplit, ranks=1))
     return read_metrics(folder)[-1]
 
 

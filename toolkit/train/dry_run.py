@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, estimate, peak_gib, warm_up_passes
+from megatron_vl.planning.offload import least_share, resolve
 from megatron_vl.planning.speed import estimate_speed
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, run_layout
@@ -40,6 +41,9 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
     spec = read_spec(config.model.hf)
     layout = run_layout(spec, config.parallel)
     micro_batches = config.global_batch_size // dp
+    shares = {name: least_share(config, spec, world, gib) for name, gib in GPU_GIB.items()}
+    if config.optimizer.offload_fraction == "auto":
+        config = resolve(config, spec, world, next(iter(GPU_GIB.values())))
     stages = estimate(config, spec, world)
     fit = [name for name, gib in GPU_GIB.items() if peak_gib(stages) + RESERVE_GIB <= gib]
 
@@ -54,6 +58,9 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "memory_gib": [stage.as_json() for stage in stages],
         "peak_gib": round(peak_gib(stages), 1),
         "fits": fit,
+        "offload_fraction": config.optimizer.offload_fraction,
+        "least_offload_fraction": shares,
+        "host_gib_per_rank": round(max(stage.host for stage in stages) / 2**30, 1),
         "speed": _speed(config, spec, world),
     }
 
@@ -100,6 +107,18 @@ def _speed(config: TrainConfig, spec: ModelSpec, world: int) -> dict[str, float]
     }
 
 
+def _print_offload(facts: dict[str, Any]) -> None:
+    """Prints what of the optimizer is in host memory, and what would have to be for GPUs too small."""
+    if share := facts["offload_fraction"]:
+        print(
+            f"optimizer state in host memory: {share:.0%}, {facts['host_gib_per_rank']} GiB for each rank of"
+            " the fullest stage"
+        )
+    for name, least in facts["least_offload_fraction"].items():
+        if name not in facts["fits"] and least is not None:
+            print(f"would fit {name}: --optimizer.offload_fraction {least:g}")
+
+
 def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -128,7 +147,7 @@ def _print(facts: dict[str, Any]) -> None:
         "stage", "in flight", *PARTS, "total", title="Memory per GPU of each pipeline stage in GiB (estimate)"
     )
     for stage in facts["memory_gib"]:
-        table.add_row(*map(str, stage.values()))
+        table.add_row(*(str(value) for name, value in stage.items() if name != "host"))
     console = Console(highlight=False, file=sys.stdout)
     Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
     fits = ", ".join(facts["fits"]) or f"none of {', '.join(GPU_GIB)}"
@@ -137,6 +156,7 @@ def _print(facts: dict[str, Any]) -> None:
         f"{RESERVE_GIB:.0f} GiB more should stay free"
     )
     print(f"fits: {fits}")
+    _print_offload(facts)
     speed = facts["speed"]
     rate = f"{speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
     print(

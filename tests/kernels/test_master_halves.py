@@ -1,0 +1,61 @@
+"""Master weights come back bit for bit from the model's weights and 16 more bits, ties included."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vl.kernels.master_halves import join_master, split_master
+
+TIE, ODD_TIE = 0x3F808000, 0x3F818000
+"""Halfway between two bf16 numbers: rounded down to an even one, and up to an even one."""
+
+
+def numbers(*bits: int) -> Tensor:
+    return torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32))
+
+
+def bits_of(tensor: Tensor) -> list[int]:
+    return tensor.numpy().view(np.uint32).tolist()
+
+
+def there_and_back(master: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(master and second moment as they come back, bf16 weight, second moment as it is kept)."""
+    weight, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
+    kept = second.clone()
+    split_master(master, weight, low, kept)
+    assert torch.equal(weight.view(torch.int16), master.bfloat16().view(torch.int16))
+
+    again, moment = torch.full_like(master, torch.nan), kept.clone()
+    join_master(weight, low, moment, again)
+    return again, moment, weight, kept
+
+
+def test_every_low_half_under_even_odd_and_extreme_upper_halves() -> None:
+    """All 65,536 low halves: of an even and an odd number of both signs, zero, denormal numbers, and the
+    largest numbers, whose upper half rounds to infinity."""
+    low = np.arange(1 << 16, dtype=np.uint32)
+    for upper in (0x3F80, 0x3F81, 0xBF80, 0xBF81, 0x0000, 0x8000, 0x0001, 0x8001, 0x7F7F, 0xFF7F, 0x7F7E):
+        master = torch.from_numpy((low | np.uint32(upper << 16)).view(np.float32))
+        second = torch.rand(len(low))
+        again, moment, _, _ = there_and_back(master, second)
+        assert bits_of(again) == bits_of(master) and bits_of(moment) == bits_of(second), hex(upper)
+
+
+def test_ties_are_told_apart_by_the_sign_of_the_second_moment() -> None:
+    """Without it, both would come back as the same number."""
+    sign = 1 << 31
+    master = numbers(TIE, ODD_TIE, TIE | sign, ODD_TIE | sign, TIE - 1, ODD_TIE + 1)
+    for second in (torch.zeros(6), torch.full((6,), 2.5)):
+        again, moment, weight, kept = there_and_back(master, second)
+        assert kept.signbit().tolist() == [True, False, True, False, False, False]
+        assert bits_of(again) == bits_of(master) and bits_of(moment) == bits_of(second)
+        assert weight.tolist() == [1.0, 1.015625, -1.0, -1.015625, 1.0, 1.015625]
+
+
+def test_random_numbers_and_a_nan() -> None:
+    master = torch.randn(100_000) * torch.logspace(-40, 30, 100_000)
+    again, moment, _, _ = there_and_back(master, torch.rand(100_000))
+    assert bits_of(again) == bits_of(master)
+    assert there_and_back(torch.tensor([torch.nan]), torch.ones(1))[0].isnan().all()

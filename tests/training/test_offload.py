@@ -1,0 +1,164 @@
+"""A run with optimizer state in host memory is that without, bit for bit, and the state moves."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vl.training.offload.build import choose
+from megatron_vl.training.offload.pinned import cores
+from tests.support.ranks import call
+from tests.training.offload_programs import poisoned, steps_by_share
+from tests.training.small_run import metrics, prepare, small_checkpoint, train
+
+SHARES = [0.0, 0.4, 1.0]
+
+
+def test_the_share_is_met_by_whole_parameters() -> None:
+    assert choose([5, 3, 2], 0.0) == set()
+    assert choose([5, 3, 2], 0.4) == {1}
+    assert choose([5, 3, 2], 0.7) == {0, 2}
+    assert choose([5, 3, 2], 1.0) == {0, 1, 2}
+    assert choose([1] * 1000, 0.333) == set(range(333))
+    assert choose([], 1.0) == choose([0], 1.0) == set()
+
+
+def test_cores_of_a_node() -> None:
+    assert cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert cores("\n") == set()
+
+
+def steps(hf: Path, ranks: int = 1, shares: list[float] = SHARES, **variables: Any) -> list[dict[str, Any]]:
+    """The steps of rank 0 without offload. All ranks' losses, norms, weights and states are equal for all
+    shares, and the state was where it belongs."""
+    found = call(steps_by_share, ranks, hf=str(hf), shares=shares, **variables)
+    for share in shares[1:]:
+        assert found[str(share)] == found["0.0"], share
+        held = found[f"{share} held"]
+        assert share - 0.02 <= held["host"] <= share
+        assert math.isclose(held["device"], 1 - held["host"], abs_tol=1e-9)
+        assert held["chunks"] > 2 and held["cut"] > 1
+    return found["0.0"][0]
+
+
+@pytest.mark.ranks
+def test_all_shares_give_the_same_bits(tiny_checkpoint) -> None:
+    """Of weights in bf16, where the master weights move. Parameters are cut, the last chunk is not full."""
+    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="bfloat16", steps=2)
+    assert len({step["state"] for step in taken}) == len(taken)
+
+
+@pytest.mark.ranks
+def test_weights_in_float32_are_their_own_masters(tiny_checkpoint) -> None:
+    """Here with a step in between that is skipped."""
+    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="float32", steps=2, bad=1)
+    assert [step["skipped"] for step in taken] == ["", "no_loss_tokens"]
+    assert taken[0]["state"] == taken[1]["state"]
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_state_that_is_not_spread_gives_the_same_bits(tiny_checkpoint, dtype: str) -> None:
+    steps(tiny_checkpoint("qwen2_5_vl"), 2, dtype=dtype, spread=False)
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+def test_the_first_step_may_be_skipped(tiny_checkpoint) -> None:
+    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="bfloat16", bad=0)
+    assert [step["skipped"] for step in taken] == ["no_loss_tokens", "", ""]
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+@pytest.mark.parametrize("rates", [{"vision_lr": 0.0}, {"lr": 0.0}], ids=str)
+def test_a_rate_of_zero_gives_the_same_bits(tiny_checkpoint, rates: dict[str, float]) -> None:
+    steps(tiny_checkpoint("qwen2_5_vl"), 2, dtype="bfloat16", **rates)
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
+    out = call(poisoned, hf=str(tiny_checkpoint("qwen2_5_vl")))
+    assert out["device"] == out["plain"] != out["host"]
+
+
+# --- Whole runs
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("offload")
+    return prepare(folder / "prepared", small_checkpoint(folder / "hf"))
+
+
+def run(prepared: dict[str, Path], folder: Path, share: float, ranks: int, steps: int, *options: str) -> None:
+    done = train(
+        prepared, folder, *options, "--optimizer.offload_fraction", str(share), ranks=ranks, steps=steps
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("of optimizer state in host memory" in done.stdout) == (share > 0)
+
+
+def saved(folder: Path, step: int) -> dict[str, str]:
+    """Hashes of what a checkpoint holds of weights and optimizer."""
+    facts = json.loads((folder / f"step_{step:08d}" / "run.json").read_text())
+    state = {name: one["sha256"] for name, one in facts["files"].items() if name.startswith("optimizer/")}
+    return state | {"weights": facts["weights"]}
+
+
+ROWS_PER_STEP = (
+    "--global_batch_size",
+    "4",
+    "--optimizer.schedule",
+    "constant",
+    "--optimizer.warmup_steps",
+    "0",
+)
+TP2 = ("--parallel.tp", "2", "--parallel.sequence_parallel", "true")
+
+
+@pytest.mark.ranks
+def test_any_share_resumes_any_other_in_any_layout(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """Two replicas save with a share of 0.4; TP2 goes on with all of it in host memory, and with none."""
+    run(prepared, tmp_path / "some", 0.4, 2, 2, *ROWS_PER_STEP)
+    shutil.copytree(tmp_path / "some", tmp_path / "none")
+    anew = (*ROWS_PER_STEP, *TP2, "--checkpoint.restart_data", "true")
+    run(prepared, tmp_path / "some", 1.0, 2, 4, *anew)
+    run(prepared, tmp_path / "none", 0.0, 2, 4, *anew)
+    assert saved(tmp_path / "some", 4) == saved(tmp_path / "none", 4) != saved(tmp_path / "none", 2)
+
+
+LAYOUTS = {
+    "replicas": (2, ()),
+    "replicas, gathered after the update": (2, ("--parallel.overlap_param_gather", "false")),
+    "TP2": (2, TP2),
+    "VPP": (
+        2,
+        ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]"),
+    ),
+    "frozen tower": (2, ("--model.freeze_vision", "true")),
+    "frozen language": (2, ("--model.freeze_language", "true", "--parallel.pp", "2")),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_in_bf16_saves_the_same(prepared: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    """From none in host memory to some to all: each step and each checkpoint is that of the run without."""
+    ranks, options = LAYOUTS[layout]
+    options = (*options, *ROWS_PER_STEP, "--dtype", "bfloat16", "--checkpoint.interval", "1")
+    for name, shares in {"plain": (0.0, 0.0, 0.0), "moved": (0.0, 0.4, 1.0)}.items():
+        for count, share in enumerate(shares, 1):
+            run(prepared, tmp_path / name, share, ranks, count, *options, "--checkpoint.keep", "0")
+    for step in (1, 2, 3):
+        assert saved(tmp_path / "plain", step) == saved(tmp_path / "moved", step), step
+    lines = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("plain", "moved")]
+    assert lines[0] == lines[1] and len(lines[0]) == 3
