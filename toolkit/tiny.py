@@ -99,12 +99,12 @@ class TinySizes:
     shared_ffn_hidden_size: int = 40
     """Qwen3.5-MoE only: width of the shared expert (released: that of the others)."""
     hybrid_head_dim: int = 32
-    """Qwen3.5 only, like the fields below: head dimension of softmax attention, of which a quarter rotates."""
+    """Qwen3.5 only, like the fields below: head dimension of softmax attention; a quarter of it rotates."""
     hybrid_section: tuple[int, int, int] = (2, 1, 1)
     """The sum must be half of the quarter of ``hybrid_head_dim``."""
     linear_key_heads: int = 4
     linear_value_heads: int = 8
-    linear_key_dim: int = 16
+    linear_key_dim: int = 24
     linear_value_dim: int = 12
     """Not ``linear_key_dim`` (as in the released models), because a square state would hide a transposed
     one."""
@@ -398,8 +398,11 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
-                # From decays that forget at once to those that keep everything.
-                parameter.copy_(noise.sub(1.0))
+                # Memories of a few to a few hundred tokens. A head that forgets at once gives its norm the
+                # product of one query and one key, whose sign rounding decides where it is near zero.
+                parameter.copy_(noise.sub(4.0))
+            elif name.endswith("conv1d.weight"):
+                parameter.copy_(1.5 * noise)  # queries and keys that have something in common, as trained
             elif (
                 hybrid and name.endswith("norm.weight") and "visual" not in name and "linear_attn" not in name
             ):

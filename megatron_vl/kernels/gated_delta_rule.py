@@ -74,8 +74,8 @@ def gated_delta_rule(
     # The last chunk is filled with tokens that change nothing: no key, no beta, no decay.
     room = -length % CHUNK
     segments = torch.cat((segments, segments[-1:].expand(room)))
-    chunks = [_chunks(t.to(wide), room) for t in (q, k, value, g[..., None], beta[..., None])]
-    out, state = _over_chunks(*chunks, segments.view(-1, CHUNK))
+    q, k, v, g, beta = (_chunks(t.to(wide), room) for t in (q, k, value, g[..., None], beta[..., None]))
+    out, state = _over_chunks(q, k, v, g, beta, segments.view(-1, CHUNK))
     out = out.movedim(1, 2).flatten(0, 1)[:length]
     return out.to(kind), state
 

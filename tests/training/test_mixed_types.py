@@ -12,8 +12,8 @@ from converters.convert import export
 from megatron_vl.weights.reader import WeightReader
 from tests.converters.helpers import read_tensors
 from tests.support.ranks import call
-from tests.training.small_run import metrics, prepare, train
 from tests.training.programs import state_of_mixed_types
+from tests.training.small_run import metrics, prepare, train
 
 pytestmark = pytest.mark.ranks
 FLOAT32 = ("A_log", "out_norm.weight")
