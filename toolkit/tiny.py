@@ -398,11 +398,7 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
-                # Memories of a few to a few hundred tokens. A head that forgets at once gives its norm the
-                # product of one query and one key, whose sign rounding decides where it is near zero.
-                parameter.copy_(noise.sub(4.0))
-            elif name.endswith("conv1d.weight"):
-                parameter.copy_(1.5 * noise)  # queries and keys that have something in common, as trained
+                parameter.copy_(noise.sub(4.0))  # memories of a few to a few hundred tokens
             elif (
                 hybrid and name.endswith("norm.weight") and "visual" not in name and "linear_attn" not in name
             ):
@@ -418,11 +414,26 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
                 inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
                 parameter.copy_(noise / inputs**0.5)
 
+        if hybrid:
+            _relate_keys_to_queries(model, config["text_config"])
+
     kept = {name: p.detach().clone() for name, p in model.named_parameters() if name.endswith(FLOAT32)}
     model = model.to(dtype)
     for name, value in kept.items():
         model.get_parameter(name).data = value
     return model
+
+
+def _relate_keys_to_queries(model: torch.nn.Module, text: dict[str, Any]) -> None:
+    """Makes the queries and keys of linear attention alike, as training does.
+
+    The first token of a sequence gives the norm behind the delta rule its value times the product of query
+    and key. Of that, only the sign is left, which rounding decides where the product is near zero.
+    """
+    keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    for name, parameter in model.named_parameters():
+        if name.endswith(("in_proj_qkv.weight", "linear_attn.conv1d.weight")):
+            parameter[keys : 2 * keys].mul_(0.4).add_(0.9 * parameter[:keys])
 
 
 @cache
