@@ -108,6 +108,21 @@ class ParallelConfig:
 
 
 @dataclass
+class VisionConfig:
+    """Where the vision tower runs."""
+
+    placement: Literal["first_stage", "decoupled"] = "first_stage"
+    """first_stage: on the first pipeline stage, tensor-parallel with the language model. decoupled: on every
+    rank. The ranks of a data-parallel replica then encode the pictures of a step together before its pipeline
+    runs, so that its stages hold decoder layers only. A run may change this when it resumes."""
+    encode_patches: int = 131072
+    """decoupled: about how many patches a rank encodes in one call, without keeping activations."""
+    backward_patches: int = 32768
+    """decoupled: about how many patches a rank runs forward and backward in one call. Each keeps the tower's
+    activations, which limits the memory."""
+
+
+@dataclass
 class RecomputeConfig:
     """Activation recompute, set separately for the language model and the vision tower."""
 
@@ -357,6 +372,7 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
     data: DataConfig = field(default_factory=DataConfig)
@@ -636,6 +652,12 @@ def validate(config: TrainConfig, world_size: int) -> int:
             f"checkpoint.branch {c.branch} needs checkpoint.step, the step of that branch to go back to"
         )
 
+    if config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none":
+        raise RunConfigError(
+            "fp8.vision needs vision.placement first_stage: with decoupled, ranks run the tower a different"
+            " number of times in a step. Set fp8.vision to false"
+        )
+
     _check_export(config)
     _check_profile(config, world_size)
     low, high = config.data.min_pixels, config.data.max_pixels
@@ -699,6 +721,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
         ),
     ),
     (1, math.inf, "parallel.ep parallel.etp eval.rows eval.max_new_tokens"),
+    (1, 2**18, "vision.encode_patches vision.backward_patches"),  # kernels count elements in 32 bits
     (0, math.inf, "eval.interval eval.samples"),
     (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps checkpoint.attempt"),
     (

@@ -7,6 +7,7 @@ The loader's :class:`megatron_vl.data.row.Row` holds the same data on the host;
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,6 +55,12 @@ class DeviceRow:
     vision: VisionInput | None
     """None on ranks without the vision tower."""
     feature_index: Tensor | None
+    features: Tensor | None = None
+    """[N, 1 + levels, H]: features that the ranks have computed together ahead of the pipeline (a decoupled
+    tower), on the first stage; a leaf that collects their gradient."""
+    step_vision: Any = None
+    """The pictures of the whole step (:class:`megatron_vl.training.decoupled.StepVision`), the same object in
+    all rows of a step; None for a tower on the first stage."""
     loss_index: Tensor | None = None
     """int64 [N], ascending: the tokens whose logits are computed when losses are asked for; None: all."""
     cache: CacheUse | None = None

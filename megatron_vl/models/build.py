@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -14,14 +16,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.attention import choose_backend
+from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import levels_before
 from megatron_vl.models.layer_specs import block_spec
 from megatron_vl.models.names import LiveTensor, named_tensors
 from megatron_vl.models.rotary_embedding import MRope
 from megatron_vl.models.transformer_configs import language_config, vision_config
 from megatron_vl.models.vision import VisionTower
-from megatron_vl.models.vision_language import VisionLanguageModel
+from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageModel
 from megatron_vl.parallel import tp_overlap
+from megatron_vl.parallel.groups import group_of_one
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -73,7 +77,7 @@ def build_chunks(
     chunks = []
     for stage in range(layout.vpp):
         tower = None
-        if rank == 0 and stage == 0:
+        if rank == 0 and stage == 0 and not layout.decoupled:
             tower = _tower(platform, spec, layout, config, pixel_mean, pixel_std)
         language = _language(platform, spec, layout, config, core, rank, stage)
         layers = layout.chunk_layers(rank, stage)
@@ -82,11 +86,18 @@ def build_chunks(
         )
         chunks.append(_to(chunk, platform.device, dtype))
 
-    _zero_padding(chunks, spec, layout, mpu.get_tensor_model_parallel_rank())
-    _freeze(chunks, config.model)
+    modules: list[torch.nn.Module] = [*chunks]
+    if layout.decoupled:
+        everywhere = _tower_everywhere(platform, spec, layout, config, pixel_mean, pixel_std)
+        chunks[0].decoupled = DecoupledTower(everywhere, spec.vision, config.vision)
+        modules.append(everywhere)
+
+    tower_tp = 1 if layout.decoupled else layout.tp
+    _zero_padding(modules, spec, tower_tp, mpu.get_tensor_model_parallel_rank() % tower_tp)
+    _freeze(modules, config.model)
     if platform.transformer_engine:
-        for chunk in chunks:
-            fuse_weight_gradients(chunk)
+        for module in modules:
+            fuse_weight_gradients(module)
 
     return chunks
 
@@ -100,6 +111,25 @@ def _to(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype) -> VisionLa
     return chunk
 
 
+def _tower_everywhere(
+    platform: Platform,
+    spec: ModelSpec,
+    layout: Layout,
+    config: TrainConfig,
+    pixel_mean: tuple[float, ...],
+    pixel_std: tuple[float, ...],
+) -> TowerEverywhere:
+    """The tower of a rank that shares it with nobody, equal on all ranks of the run. Collective."""
+    alone = dataclasses.replace(layout, tp=1)
+    tower = _tower(platform, spec, alone, config, pixel_mean, pixel_std, group_of_one())
+    module = TowerEverywhere(tower.decoder.config, tower)
+    module = module.to(device=platform.device, dtype=getattr(torch, config.dtype))
+    # Random weights depend on the rank.
+    for parameter in module.parameters():
+        dist.broadcast(parameter.data, src=0)
+    return module
+
+
 def _tower(
     platform: Platform,
     spec: ModelSpec,
@@ -107,7 +137,13 @@ def _tower(
     config: TrainConfig,
     pixel_mean: tuple[float, ...],
     pixel_std: tuple[float, ...],
+    tp_group: dist.ProcessGroup | None = None,
 ) -> VisionTower:
+    """The vision tower.
+
+    Args:
+        tp_group: the tower's tensor-parallel ranks; None: those of the language model.
+    """
     model = config.model
     dtype = getattr(torch, config.dtype)
     # In float32 the kernel's products would be TF32.
@@ -121,7 +157,7 @@ def _tower(
         platform,
         spec.vision,
         vision_config(platform, spec, layout, dtype=dtype, recompute=config.recompute, fp8=config.fp8),
-        _tower_groups(ProcessGroupCollection.use_mpu_process_groups()),
+        _tower_groups(ProcessGroupCollection.use_mpu_process_groups(), tp_group),
         pixel_mean=pixel_mean,
         pixel_std=pixel_std,
         attention_backend=choose_backend(
@@ -215,25 +251,23 @@ def aux_loss_reason(spec: ModelSpec, model: ModelConfig) -> str:
     return f"{text} (output_router_logits is not true in model.hf's config.json; {advice})"
 
 
-def _tower_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The tower's groups: the language model's tensor-parallel group and no pipeline."""
+def _tower_groups(pg: ProcessGroupCollection, tp: dist.ProcessGroup | None) -> ProcessGroupCollection:
+    """The tower's groups: ``tp``, or the language model's tensor-parallel group, and no pipeline."""
     tower = ProcessGroupCollection()
-    tower.tp = pg.tp
+    tower.tp = tp or pg.tp
     tower.cp = pg.cp
     tower.pp = None
     return tower
 
 
 @torch.no_grad()
-def _zero_padding(
-    chunks: Iterable[VisionLanguageModel], spec: ModelSpec, layout: Layout, tp_rank: int
-) -> None:
+def _zero_padding(chunks: Iterable[torch.nn.Module], spec: ModelSpec, tp: int, tp_rank: int) -> None:
     """Zeroes the padded FFN rows and columns of random weights.
     They stay zero because their gradients are zero."""
     v = spec.vision
     if v.padded_ffn_hidden_size == v.ffn_hidden_size:
         return
-    real = (torch.arange(v.padded_ffn_hidden_size) < v.ffn_hidden_size).chunk(layout.tp)[tp_rank]
+    real = (torch.arange(v.padded_ffn_hidden_size) < v.ffn_hidden_size).chunk(tp)[tp_rank]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if not name.startswith("vision_model.decoder."):
@@ -246,7 +280,7 @@ def _zero_padding(
                 parameter.mul_(mask)
 
 
-def _freeze(chunks: Iterable[VisionLanguageModel], model: ModelConfig) -> None:
+def _freeze(chunks: Iterable[torch.nn.Module], model: ModelConfig) -> None:
     frozen = {"vision": model.freeze_vision, "merger": model.freeze_merger, "language": model.freeze_language}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

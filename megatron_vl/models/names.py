@@ -77,7 +77,8 @@ def named_tensors(
         for mark in (".mlp.router.", ".self_attention.in_proj.")
     )
     tied = chunk.share_embeddings_and_output_weights
-    for module_name, parameter in chunk.named_parameters():
+    modules = [chunk] if chunk.decoupled is None else [chunk.decoupled.module, chunk]
+    for module_name, parameter in (named for module in modules for named in module.named_parameters()):
         layer = _LAYER.match(module_name)
         owner = layer[0].rstrip(".") if layer else ""
         name, expert = canonical_name(

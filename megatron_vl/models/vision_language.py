@@ -56,6 +56,9 @@ class VisionLanguageModel(MegatronModule):
         self.vision_model = vision
         self.absent_tower: AbsentTower | None = None
         """Set if rows without pictures may skip the tower; otherwise they run it on a dummy picture."""
+        self.decoupled: Any = None
+        """On every rank's first chunk, what runs a tower that all ranks hold; None for a tower on the first
+        stage. Its parameters are not those of this chunk."""
         self.language_model = language
         self.model_type = language.model_type
         self.pre_process = language.pre_process
@@ -129,6 +132,8 @@ class VisionLanguageModel(MegatronModule):
             # The tower runs before the embedding because parameters are registered,
             # gathered and reduced in that order.
             features = self.vision_model(row.vision)
+        elif row.features is not None and not self._needs_no_features(row):
+            features = list(row.features.unbind(1))
 
         embedded = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
         if features is None and self.absent_tower is not None:
@@ -143,14 +148,30 @@ class VisionLanguageModel(MegatronModule):
             parts = [scatter_to_sequence_parallel_region(part) for part in parts]
         return torch.cat(parts) if self.deepstack else parts[0]
 
+    def _needs_no_features(self, row: DeviceRow) -> bool:
+        """Whether the row has no picture, and the backward pass needs nothing of its (empty) features."""
+        assert row.features is not None
+        return not len(row.features) and (not row.features.requires_grad or self._trains_embedding)
+
+    @property
+    def _trains_embedding(self) -> bool:
+        return any(p.requires_grad for p in self.language_model.embedding.parameters())
+
     def _may_skip_tower(self, row: DeviceRow) -> bool:
         """Whether the row has no picture and the backward pass will reach the embedding,
         where the tower is reported."""
         if self.absent_tower is None or row.feature_index is None or row.feature_index.numel():
             return False
-        return not torch.is_grad_enabled() or any(
-            p.requires_grad for p in self.language_model.embedding.parameters()
-        )
+        return not torch.is_grad_enabled() or self._trains_embedding
+
+
+class TowerEverywhere(MegatronModule):
+    """The whole vision tower of a rank, where every rank holds one. Its parameters have the names that they
+    have in a :class:`VisionLanguageModel`."""
+
+    def __init__(self, config: TransformerConfig, vision: VisionTower) -> None:
+        super().__init__(config=config)
+        self.vision_model = vision
 
 
 def place_features(embedded: Tensor, features: Tensor, feature_index: Tensor | None) -> Tensor:

@@ -60,6 +60,8 @@ class ProcessGrid:
 
     def is_first_copy(self, info: TensorInfo) -> bool:
         """Whether this rank is the first of the ranks that hold the same part of a tensor."""
+        if self.cut.on_every_rank(info):
+            return self.rank == 0
         return (self.edp_rank if info.experts else self.dp_rank) == 0
 
     @property

@@ -104,6 +104,16 @@ def core_keeps_groups() -> Iterator[None]:
         mpu.create_group = create
 
 
+def group_of_one() -> Any:
+    """A group with only this rank, for modules that share nothing. It is that of context parallelism, which
+    is not used: a new group for each rank would cost every rank a collective."""
+    from megatron.core import parallel_state as mpu
+
+    group = mpu.get_context_parallel_group()
+    assert group.size() == 1, "a run with context parallelism needs groups of single ranks"
+    return group
+
+
 def end_groups() -> None:
     """Ends all process groups of this process and drops everything that holds one.
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_vl.config import TrainConfig, validate
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
@@ -104,7 +105,7 @@ def estimate(
     """
     dp = validate(config, world_size)
     p = config.parallel
-    layout = run_layout(spec, p)
+    layout = run_layout(spec, p, config.vision)
     most = config.data.seq_len * spec.vision.merge_unit
     if patches is None:
         patches = min(most, config.data.max_patches or most)
@@ -129,7 +130,7 @@ def _stage(
     element = 2 if config.dtype == "bfloat16" else 4
     sizes = _Sizes(config, spec, layout, element, patches)
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
-    vision = sizes.vision() if stage == 0 else _Held()
+    vision = sizes.vision() if stage == 0 and not layout.decoupled else _Held()
     order = play_schedule(layout.pp, layout.vpp, stage, micro_batches)
 
     # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
@@ -140,12 +141,20 @@ def _stage(
     # A decoder layer and a vision layer are never recomputed at the same time.
     recomputed = max(c.transient for c in chunks)
     last = stage == layout.pp - 1
+    logits = 2.0 * element * config.data.seq_len * spec.language.vocab_size / layout.tp if last else 0.0
+    tower = held[0] * vision.kept + max(0.0, vision.transient - recomputed)
+    rows = micro_batches * sizes.row(stage == 0)
+    if layout.decoupled:
+        share = -(-micro_batches * patches // (layout.tp * layout.pp))
+        alone = dataclasses.replace(sizes, layout=dataclasses.replace(layout, tp=1), patches=share)
+        tower = alone.decoupled(activations + recomputed + logits, micro_batches * patches * (stage == 0))
+        rows += alone.row(pixels=True)
     estimated = dataclasses.replace(
         _parameters(config, spec, layout, stage, dp, element),
         activations=activations + recomputed,
-        vision=held[0] * vision.kept + max(0.0, vision.transient - recomputed),
-        logits=2.0 * element * config.data.seq_len * spec.language.vocab_size / layout.tp if last else 0.0,
-        rows=micro_batches * sizes.row(stage == 0),
+        vision=tower,
+        logits=logits,
+        rows=rows,
         in_flight=sum(held),
     )
     # Offloaded state passes through the GPU where activations were before.
@@ -160,7 +169,9 @@ def _stage(
 def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:
     """The tensors on a pipeline stage; a tied embedding is also on the last one."""
     table = tensor_table(spec)
-    own = [info for info in table.values() if layout.stage_of(info) == stage]
+    own = [
+        info for info in table.values() if layout.stage_of(info) == stage or layout.cut.on_every_rank(info)
+    ]
     if spec.language.tied_embeddings and layout.pp > 1 and stage == layout.pp - 1:
         own.append(table[EMBEDDING])
     return own
@@ -178,6 +189,8 @@ def _parameters(
         n = math.prod(info.shard_shape(layout.cut))
         # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
         copies = layout.tp * dp // layout.cut.parts(info) if info.experts else dp
+        if layout.cut.on_every_rank(info):
+            copies = layout.tp * layout.pp * dp
         shards = copies if config.parallel.distributed_optimizer else 1
         weights += element * n
         if _trained(config, info.name):
@@ -299,6 +312,31 @@ class _Sizes:
             return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, max(layers))
 
         return _Held(sum(layers) + mergers + pixels)
+
+    def decoupled(self, others: float, placed: int) -> float:
+        """A tower that every rank holds, for the rank's own share of a step's patches.
+
+        It runs while the activations of the pipeline do not exist, and may use their memory.
+
+        Args:
+            others: bytes of these activations.
+            placed: patches whose features this stage holds, and whose gradients.
+        """
+        v, calls = self.spec.vision, self.config.vision
+        frozen = self.config.model.freeze_vision and self.config.model.freeze_merger
+        unkept = dataclasses.replace(self.config.model, freeze_vision=True, freeze_merger=True)
+
+        def peak(patches: int, **changes: Any) -> float:
+            config = dataclasses.replace(self.config, **changes)
+            held = dataclasses.replace(self, config=config, patches=min(self.patches, patches)).vision()
+            return held.kept + held.transient
+
+        encode = peak(calls.encode_patches, model=unkept)
+        backward = 0.0 if frozen else peak(calls.backward_patches)
+        feature = self.element * (1 + len(v.deepstack_layers)) * v.out_hidden_size / v.merge_unit
+        features = feature * placed * (1 if frozen else 2)
+        own = feature * self.patches
+        return features + max(0.0, own + max(encode, backward) - others)
 
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
         model, tp = self.config.model, self.layout.tp

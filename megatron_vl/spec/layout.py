@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import ParallelConfig
+from megatron_vl.config import ParallelConfig, VisionConfig
 from megatron_vl.spec.families import CONVERTED_ONLY, ModelSpec
 from megatron_vl.spec.tensors import Cut, LayoutError, TensorInfo, check_cut
 
@@ -32,11 +32,14 @@ class Layout:
     etp: int = 1
     """Expert tensor parallel size. Megatron-core's default is ``tp``. Here it is 1 (whole experts), because
     cutting small matrices further costs more than it saves."""
+    decoupled: bool = False
+    """Whether every rank holds the whole vision tower (``vision.placement: decoupled``)
+    instead of the first stage its part."""
 
     @property
     def cut(self) -> Cut:
         """The numbers of parts that the tensors of a stage are cut into."""
-        return Cut(self.tp, self.ep, self.etp)
+        return Cut(self.tp, self.ep, self.etp, self.decoupled)
 
     @property
     def least_dp(self) -> int:
@@ -55,7 +58,7 @@ class Layout:
         return range(first, first + self.layers[vp_stage * self.pp + pp_rank])
 
     def stage_of(self, info: TensorInfo) -> int:
-        """The pipeline rank that holds a tensor."""
+        """The pipeline rank that holds a tensor, and that writes it if all do."""
         if info.section in ("vision", "embedding"):
             return 0
         if info.section == "head":
@@ -82,6 +85,7 @@ class Layout:
             "layers": list(self.layers),
             "ep": self.ep,
             "etp": self.etp,
+            **({"vision": "decoupled"} if self.decoupled else {}),
         }
 
 
@@ -93,13 +97,16 @@ def make_layout(
     layers: list[int] | tuple[int, ...] | None = None,
     ep: int = 1,
     etp: int = 1,
+    decoupled: bool = False,
 ) -> Layout:
     """A validated layout.
 
     Args:
         layers: number of decoder layers of each of the ``pp * vpp`` entries. None spreads them evenly. If
             they do not divide, the first entries get one fewer (they
-            also hold the vision tower and the embedding).
+            also hold the vision tower and the embedding). With ``decoupled``, the last ones do, which hold
+            the output layer.
+        decoupled: whether every rank holds the vision tower.
 
     Raises:
         LayoutError: a number is impossible for this model. The message says which, and what would be valid.
@@ -119,7 +126,8 @@ def make_layout(
                 f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; set layers by hand"
                 " to leave some empty"
             )
-        layers = [total // entries + (1 if i >= entries - total % entries else 0) for i in range(entries)]
+        more = range(total % entries) if decoupled else range(entries - total % entries, entries)
+        layers = [total // entries + (i in more) for i in range(entries)]
 
     if len(layers) != entries:
         raise LayoutError(
@@ -130,7 +138,7 @@ def make_layout(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers"
         )
 
-    return Layout(tp, pp, vpp, tuple(layers), ep, etp)
+    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled)
 
 
 def check_can_run(spec: ModelSpec) -> None:
@@ -142,8 +150,11 @@ def check_can_run(spec: ModelSpec) -> None:
         )
 
 
-def run_layout(spec: ModelSpec, parallel: ParallelConfig) -> Layout:
+def run_layout(spec: ModelSpec, parallel: ParallelConfig, vision: VisionConfig | None = None) -> Layout:
     """The layout that a run asks for.
+
+    Args:
+        vision: where the vision tower is; None: on the first stage.
 
     Raises:
         LayoutError: the layout is impossible for this model.
@@ -155,7 +166,8 @@ def run_layout(spec: ModelSpec, parallel: ParallelConfig) -> Layout:
             f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank must route its"
             " own tokens"
         )
-    return make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+    decoupled = vision is not None and vision.placement == "decoupled"
+    return make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp, decoupled)
 
 
 def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
@@ -165,4 +177,10 @@ def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
         KeyError, LayoutError: a field is missing or impossible for this model.
     """
     sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers")}
-    return make_layout(spec, **sizes, ep=stored.get("ep", 1), etp=stored.get("etp", 1))
+    return make_layout(
+        spec,
+        **sizes,
+        ep=stored.get("ep", 1),
+        etp=stored.get("etp", 1),
+        decoupled=stored.get("vision") == "decoupled",
+    )

@@ -56,14 +56,26 @@ class Cut(NamedTuple):
     """Expert parallel size: it divides the experts into contiguous runs of whole experts."""
     etp: int = 1
     """Expert tensor parallel size: it cuts each expert's matrices."""
+    whole_vision: bool = False
+    """Whether tensor parallelism leaves the vision tower whole, as every rank holds all of it."""
+
+    def ways(self, info: TensorInfo) -> int:
+        """The number of parts that tensor parallelism cuts a dense tensor into."""
+        return 1 if self.on_every_rank(info) else self.tp
+
+    def on_every_rank(self, info: TensorInfo) -> bool:
+        """Whether every rank of the run holds the whole tensor."""
+        return self.whole_vision and info.section == "vision"
 
     def parts(self, info: TensorInfo) -> int:
         """The number of parts of a tensor. A replicated tensor has as many parts, which are all equal."""
-        return self.ep * self.etp if info.experts else self.tp
+        return self.ep * self.etp if info.experts else self.ways(info)
 
     def part(self, info: TensorInfo, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> int:
         """The part that a rank holds: ``tp_rank``, or ``ep_rank * etp + etp_rank`` for an expert tensor."""
-        return ep_rank * self.etp + etp_rank if info.experts else tp_rank
+        if info.experts:
+            return ep_rank * self.etp + etp_rank
+        return 0 if self.on_every_rank(info) else tp_rank
 
 
 WHOLE = Cut()
@@ -95,7 +107,8 @@ class TensorInfo:
         if self.split == "replicated":
             return self.shape
         axis = 1 if self.split == "row" else 0
-        return tuple(n // cut.tp if i == axis else n for i, n in enumerate(self.shape))
+        ways = cut.ways(self)
+        return tuple(n // ways if i == axis else n for i, n in enumerate(self.shape))
 
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:

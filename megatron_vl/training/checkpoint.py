@@ -63,6 +63,7 @@ from megatron_vl.training.optimizer_state import (
     write_index,
 )
 from megatron_vl.training.out_of_memory import host_message
+from megatron_vl.weights.blocks import shard
 from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import (
@@ -144,7 +145,14 @@ def take_snapshot(
     weights = experts = None
     if grid.dp_rank == 0:
         dense = [t for t in parameters if t.expert is None and layout.stage_of(table[t.name]) == grid.pp_rank]
-        weights = {tensor.name: host_copy(tensor.parameter) for tensor in dense}
+        # Weights are stored as for a tower on the first stage, so that nobody who reads them has to know.
+        cut, stored = layout.cut, layout.cut._replace(whole_vision=False)
+        weights = {}
+        for tensor in dense:
+            weights[tensor.name] = host_copy(tensor.parameter)
+            if cut.on_every_rank(info := table[tensor.name]):
+                part = shard(weights[tensor.name], info, grid.tp_rank, stored)
+                weights[tensor.name] = part.contiguous()
     if spec.language.moe and grid.edp_rank == 0:
         experts = stack_experts([tensor for tensor in parameters if tensor.expert is not None])
     facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), **run}
@@ -249,10 +257,11 @@ class CheckpointSaver:
         progress.in_background(progress.WRITING)
         try:
             grid = self.grid
+            slices = slices_of(snapshot.optimizer, grid.tp_rank, grid.etp_rank, grid.cut.whole_vision)
             marker = {
                 "weights": self._write_weights(partial, snapshot),
                 "files": self._write_state(partial, snapshot),
-                "slices": {state_file(rank): slices_of(snapshot.optimizer, grid.tp_rank, grid.etp_rank)},
+                "slices": {state_file(rank): slices},
                 "pending": snapshot.pending,
             }
             write_json(partial / "done" / f"rank_{rank:05d}.json", marker)
@@ -303,7 +312,11 @@ class CheckpointSaver:
         markers = self._wait_for_markers(partial / "done")
         entries = [entry for marker in markers for entry in marker["weights"]]
         weights = write_manifest(
-            partial / "weights", self.spec, self.layout, entries, {"step": snapshot.step}
+            partial / "weights",
+            self.spec,
+            dataclasses.replace(self.layout, decoupled=False),
+            entries,
+            {"step": snapshot.step},
         )
         files = {name: facts for marker in markers for name, facts in marker["files"].items()}
         slices = {name: found for marker in markers for name, found in marker["slices"].items()}

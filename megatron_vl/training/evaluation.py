@@ -67,6 +67,7 @@ class Evaluator:
         self, config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, platform: Platform, facts: SplitFacts
     ) -> None:
         self.config, self.grid, self.platform, self.facts = config, grid, platform, facts
+        self.vision = spec.vision
         self.rows: list[Row] = []
         self.prompts: list[Prompt] = []
         self.answers: list[Answer] = []
@@ -169,7 +170,7 @@ class Evaluator:
 
         for start in range(0, self.row_count, at_once):
             count = min(at_once, self.row_count - start)
-            data = Feed(self.grid, self.platform, rows, count, balanced=False).next_step()
+            data = Feed(self.grid, self.platform, rows, count, balanced=False, vision=self.vision).next_step()
             reports = run_schedule(chunks, data.rows, seq_len=self.config.data.seq_len, forward_only=True)
             loss, loss_tokens, _ = reduce_losses(reports, self.grid, self.platform.device)
             total += loss

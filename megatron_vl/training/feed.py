@@ -26,7 +26,9 @@ from megatron_vl.parallel.balance import balance
 from megatron_vl.parallel.failures import LESS_HOST_MEMORY
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
+from megatron_vl.spec.families import VisionSpec
 from megatron_vl.training.out_of_memory import host_message
+from megatron_vl.training.pictures import Shares, plane_bounds, send_pictures
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Feed:
     Args:
         loader: an iterator of rows on the rank that owns the loader; None elsewhere.
         balanced: whether rows are swapped between data-parallel ranks to even out their numbers of patches.
+        vision: the tower, needed if every rank holds it.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Feed:
         micro_batches: int,
         *,
         balanced: bool,
+        vision: VisionSpec | None = None,
     ) -> None:
         if grid.owns_loader and loader is None:
             raise ValueError("the rank at pipeline stage 0, tensor rank 0 needs a loader")
@@ -146,6 +150,9 @@ class Feed:
             raise ValueError("balanced=True needs a grid that was made with owners=True")
         self.grid, self.platform, self.loader, self.micro_batches = grid, platform, loader, micro_batches
         self.balanced = balanced and grid.dp > 1
+        self.decoupled, self.vision = grid.cut.whole_vision, vision
+        if self.decoupled and vision is None:
+            raise ValueError("a tower on every rank needs its sizes, to spread the pictures")
 
     def next_step(self) -> StepData:
         """The rows of the next step. Collective over the replica; with ``balanced``, over all replicas.
@@ -164,7 +171,14 @@ class Feed:
             own, error = self._exchange(own, error)
 
         uploaded = [row.to(self.platform.device) for row in own]
-        header: list[Any] = [error or [row.described for row in uploaded]]
+        header: list[Any] = [error or [row.described for row in uploaded], None]
+        on_host: list[dict[str, Tensor]] = []
+        if self.decoupled and not error:
+            on_host = [_unpack(row.described, row.buffers) for row in own]
+            header[1] = [
+                plane_bounds(fields["plane_index"].numpy(), row.described["vision_lengths"][0])
+                for row, fields in zip(own, on_host, strict=True)
+            ]
         if self.grid.tp * self.grid.pp > 1:
             dist.broadcast_object_list(header, src=self.grid.replica_source, group=self.grid.replica_gloo)
         if isinstance(header[0], str):
@@ -176,13 +190,38 @@ class Feed:
         for number, d in enumerate(described):
             fields = _unpack(d, {name: rows[number] for name, rows in received.items()})
             row = _device_row(d, fields)
-            if self.grid.has_vision:
+            if self.decoupled and self.grid.has_vision:
+                row.feature_index = fields["feature_index"].long()
+            elif self.grid.has_vision:
                 row.vision, row.feature_index = _vision(d, fields)
             device_rows.append(row)
+        if self.decoupled:
+            self._spread_pictures(device_rows, described, header[1], on_host, uploaded)
         return _step_data(device_rows, described, wait)
 
     def _gets(self, buffer: str) -> bool:
+        if self.decoupled and buffer == "planes":
+            return False
         return _BUFFERS[buffer].whole_replica or self.grid.has_vision
+
+    def _spread_pictures(
+        self,
+        rows: list[DeviceRow],
+        described: list[dict[str, Any]],
+        bounds: list[list[list[int]]],
+        on_host: list[dict[str, Tensor]],
+        uploaded: list[_Packed],
+    ) -> None:
+        """Sends each rank its share of the pictures, and hangs it onto the rows."""
+        grid = self.grid
+        assert self.vision is not None
+        shares = Shares(self.vision, [d["vision_lengths"] for d in described], bounds, grid.tp * grid.pp)
+        planes = [row.buffers["planes"].view(row.described["shapes"]["planes"]) for row in uploaded]
+        step = send_pictures(
+            shares, grid.replica_group, rows, on_host, planes, self.platform.device, self.vision
+        )
+        for row in rows:
+            row.step_vision = step
 
     def _read(self) -> tuple[list[Row], str]:
         if not self.grid.owns_loader:

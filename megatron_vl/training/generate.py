@@ -94,7 +94,9 @@ def generate(
 
     with inference(chunks), tp_overlap.paused(chunks):
         asks = []
-        data = Feed(grid, platform, rows, len(lengths), balanced=False).next_step()
+        tower = chunks[0].decoupled
+        vision = None if tower is None else tower.vision
+        data = Feed(grid, platform, rows, len(lengths), balanced=False, vision=vision).next_step()
         for i, row in enumerate(data.rows):
             row.cache = CacheUse(cache, [i], filling=True)
             asks.append(_Ask(row, [lengths[i] - 1]))

@@ -427,7 +427,12 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
     """Runs the remaining steps and saves their checkpoints. Returns whether a signal ended them early."""
     config, grid, c = run.config, run.grid, run.config.checkpoint
     feed = Feed(
-        grid, run.platform, run.loader, config.global_batch_size // grid.dp, balanced=config.data.balance
+        grid,
+        run.platform,
+        run.loader,
+        config.global_batch_size // grid.dp,
+        balanced=config.data.balance,
+        vision=run.spec.vision,
     )
     last = _last_step(config)
     skipped_in_a_row: list[str] = []

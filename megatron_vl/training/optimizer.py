@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.core_fixes.mixed_groups import number_as_listed
+from megatron_vl.models.decoupled import groups_of_tower
 from megatron_vl.platform import Platform
 from megatron_vl.training.offload.build import offload
 from megatron_vl.training.weight_copy import copy_weights_together
@@ -62,6 +63,17 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         core, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )
+    tower = chunks[0].module.decoupled
+    if tower is not None and tower.ddp is not None:
+        of_tower = get_megatron_optimizer(
+            core,
+            [tower.ddp],
+            config_overrides=overrides,
+            use_gloo_process_groups=False,
+            pg_collection=groups_of_tower(),
+        )
+        parts = (optimizer, of_tower)
+        optimizer = ChainedOptimizer([part for chain in parts for part in chain.chained_optimizers])
     number_as_listed(optimizer)
     copy_weights_together(optimizer)
     offload(optimizer, o.offload_fraction, platform)

@@ -38,7 +38,7 @@ from megatron_vl import durable, progress
 from megatron_vl.json_files import write_json
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import ProcessGrid
-from megatron_vl.spec.tensors import Cut, TensorInfo
+from megatron_vl.spec.tensors import Cut, TensorInfo, part_of
 from megatron_vl.training.offload.build import offload_of
 from megatron_vl.training.offload.state import Parameter
 from megatron_vl.training.offload.step import counts_by_group
@@ -211,19 +211,26 @@ def check_hash(path: Path, facts: Mapping[str, Any]) -> None:
 # --- The index: which file holds what
 
 
-def slices_of(tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int) -> list[list[Any]]:
+def slices_of(
+    tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
+) -> list[list[Any]]:
     """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned.
 
     This is one rank's part of the index.
+
+    Args:
+        whole_vision: see :attr:`Cut.whole_vision`.
     """
     found = []
-    for key, place in _places(tensors, tp_rank, etp_rank).items():
+    for key, place in _places(tensors, tp_rank, etp_rank, whole_vision).items():
         step = int(tensors[f"{key}/step"])
         found.append([*place, step])
     return found
 
 
-def _places(keys: Iterable[str], tp_rank: int, etp_rank: int) -> dict[str, tuple[str, int, int, int, int]]:
+def _places(
+    keys: Iterable[str], tp_rank: int, etp_rank: int, whole_vision: bool = False
+) -> dict[str, tuple[str, int, int, int, int]]:
     """``NAME[START:END]`` -> (name, part, start, end, kinds) for the keys of one file."""
     kinds: dict[str, int] = {}
     matches: dict[str, re.Match[str]] = {}
@@ -233,10 +240,16 @@ def _places(keys: Iterable[str], tp_rank: int, etp_rank: int) -> dict[str, tuple
             piece = key.rpartition("/")[0]
             matches[piece] = match
             kinds[piece] = kinds.get(piece, 0) | 1 << KINDS.index(match["kind"])
+
+    def part(name: str) -> int:
+        if whole_vision and part_of(name) != "language":
+            return 0
+        return etp_rank if "#" in name else tp_rank
+
     return {
         piece: (
             m["name"],
-            etp_rank if "#" in m["name"] else tp_rank,
+            part(m["name"]),
             int(m["start"]),
             int(m["end"]),
             kinds[piece],
@@ -445,7 +458,7 @@ class OptimizerReader:
             info = dataclasses.replace(info, shape=info.shape[1:], experts=0)
             part, cut, written = part % cut.etp, Cut(cut.etp), Cut(written.etp)
         try:
-            if cut.tp == written.tp:
+            if cut.ways(info) == written.ways(info):
                 return self._range(name, part, kind, start, end)
             return self._recut(name, info, kind, part, cut, written, start, end)
         except _NotSaved:

@@ -197,7 +197,7 @@ def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tup
             yield _options("optimizer", config.optimizer, optimizer), offloaded
 
     p = config.parallel
-    for layers in other_splits(list(run_layout(spec, p).layers), p.vpp):
+    for layers in other_splits(list(run_layout(spec, p, config.vision).layers), p.vpp):
         parallel = dataclasses.replace(p, layers=layers)
         yield _options("parallel", p, parallel), dataclasses.replace(config, parallel=parallel)
     more = dataclasses.replace(p, pp=2 * p.pp, layers=None)

@@ -56,7 +56,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         )
 
     spec = read_spec(config.model.hf)
-    layout = run_layout(spec, config.parallel)
+    layout = run_layout(spec, config.parallel, config.vision)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"

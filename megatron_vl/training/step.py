@@ -6,6 +6,7 @@ number of loss tokens of the whole global batch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch import Tensor
 from megatron_vl import progress
 from megatron_vl.config import TrainConfig
 from megatron_vl.models.batch import DeviceRow
+from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.moe.router import begin_step, expert_load, report_directly
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_tower
@@ -84,8 +86,21 @@ def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[Replica
         hooks = [chunk.no_sync for chunk in wrapped]
         core.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
     core.finalize_model_grads_func = finalize_model_grads
+    tower = chunks[0].decoupled
+    if tower is not None:
+        # Its gradients are reduced at once after the pipeline, when the number of loss tokens is known.
+        alone = dataclasses.replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
+        tower.wrap(alone)
+        core.finalize_model_grads_func = partial(_finalize_and_tell, tower)
     core.grad_scale_func = None
     return wrapped
+
+
+def _finalize_and_tell(tower: DecoupledTower, model: Any, num_tokens: Tensor, **options: Any) -> None:
+    """Completes the gradients of the language model. The tower, whose turn comes after, learns the number of
+    loss tokens of the global batch, which core sums in place."""
+    finalize_model_grads(model, num_tokens, **options)
+    tower.tokens = num_tokens
 
 
 def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -126,7 +141,10 @@ def run_schedule(
     # Core derives only the size of its messages from the length. Levels of DeepStack travel after the hidden
     # state.
     parts = 1 + get_attr_wrapped_model(chunks[0], "message_levels")
-    return get_forward_backward_func()(
+    tower = get_attr_wrapped_model(chunks[0], "decoupled")
+    if tower is not None:
+        tower.encode(rows, train=not forward_only)
+    reports = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
@@ -136,6 +154,15 @@ def run_schedule(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
     )
+    if tower is not None and not forward_only:
+        tower.backward()
+    return reports
+
+
+def replicated_modules(chunks: list[ReplicaDDP]) -> list[ReplicaDDP]:
+    """What this rank shares with other ranks of the run: its chunks, and a tower that every rank holds."""
+    tower = chunks[0].module.decoupled
+    return [*chunks, tower.ddp] if tower is not None and tower.ddp is not None else list(chunks)
 
 
 def train_step(

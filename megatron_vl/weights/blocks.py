@@ -105,7 +105,7 @@ def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
         return tuple(_expert_blocks(info, cut))
     if info.split == "replicated":
         return (Block(0, rows, cols),)
-    tp = cut.tp
+    tp = cut.ways(info)
     if info.split == "row":
         width = cols // tp
         return tuple(Block(t, rows, width, col=t * width) for t in range(tp))
@@ -165,7 +165,7 @@ def part_blocks(info: TensorInfo, part: int, cut: Cut) -> list[Block]:
 def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
     """One part (see :meth:`Cut.part`) of a full tensor. It is a view if the cut allows it."""
     axis = 1 if info.split == "row" else 0
-    ways = cut.tp
+    ways = cut.ways(info)
     if info.experts:
         tensor = tensor.chunk(cut.ep)[part // cut.etp]
         axis += 1
@@ -185,7 +185,7 @@ def unshard(shards: Sequence[Tensor], info: TensorInfo, cut: Cut) -> Tensor:
         one = dataclasses.replace(info, shape=info.shape[1:], experts=0)
         runs = [zip(*shards[at : at + cut.etp], strict=True) for at in range(0, len(shards), cut.etp)]
         return torch.stack([unshard(parts, one, Cut(cut.etp)) for run in runs for parts in run])
-    if info.split == "replicated" or cut.tp == 1:
+    if info.split == "replicated" or cut.ways(info) == 1:
         return shards[0]
     if info.split in ("gated", "sections"):
         sizes = [n // cut.tp for n in _sections(info, len(shards) * shards[0].shape[0])]

@@ -262,7 +262,7 @@ class WeightReader:
             first = range(shape[0])[expert] * shape[1]
             shape = shape[1:]
 
-        as_stored = cut[1:] == self.cut[1:] if info.experts else cut.tp == self.cut.tp
+        as_stored = cut[1:3] == self.cut[1:3] if info.experts else cut.ways(info) == self.cut.ways(info)
         blocks = part_blocks(info, part, cut)
         out = torch.empty(matrix_shape(shape), dtype=dtype)
         for region in row_regions(shape, dtype.itemsize):

@@ -73,6 +73,80 @@ def kinds(kind: str) -> list[Any]:
     return [[[kind]]]
 
 
+ONE_PICTURE = [[["image"], ["text"]], [["text"], ["short_text"]], [["text", "image"], ["text"]]]
+"""Fewer pictures in a step than ranks, and none at all."""
+
+DECOUPLED: dict[int, list[dict[str, Any]]] = {
+    1: [case("One rank, decoupled, qwen3_vl", Q3, patches=64, steps=[[FOUR]])],
+    2: [
+        *(case(f"PP2, decoupled, {family}", family, pp=2) for family in (Q25, Q2)),
+        case("PP2, decoupled, a rank without a picture", pp=2, steps=ONE_PICTURE, overlap=True),
+        case(
+            "PP2, decoupled, language frozen, a rank without a picture",
+            pp=2,
+            steps=ONE_PICTURE,
+            freeze=["language"],
+        ),
+        case("PP2, decoupled, vision frozen", pp=2, freeze=["vision"], patches=32),
+        case("PP2, decoupled, vision and merger frozen", pp=2, freeze=["vision", "merger"]),
+        case("PP2, decoupled, merger alone, qwen3_vl", Q3, pp=2, freeze=["vision", "language"]),
+        case("PP2, decoupled, tied, full recompute", tied=True, pp=2, layers=[3, 1], recompute=FULL),
+        case("PP2 x VPP2, decoupled, qwen3_vl", Q3, pp=2, vpp=2, patches=64, steps=[BETWEEN]),
+        case("TP2, decoupled", tp=2, patches=32),
+        case("TP2 + SP, decoupled", tp=2, sequence_parallel=True, steps=ONE_PICTURE),
+        case("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, tp=2, sequence_parallel=True),
+        case("DP2, decoupled, overlap, text-only last", steps=[TEXT_LAST, MIXED_ROWS], overlap=True),
+        case("DP2, decoupled, rows balanced", steps=[UNEVEN, UNEVEN], balanced=True, overlap=True),
+        case("EP2, experts, decoupled", MOE, ep=2),
+        case("PP2, experts, decoupled", MOE, pp=2, layers=[3, 1]),
+        case("training, PP2, decoupled, overlap", pp=2, steps=TRAINING, train=True, overlap=True),
+        case(
+            "training, DP2, decoupled, the tower used by one rank and by none",
+            steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK],
+            train=True,
+            overlap=True,
+            bucket_size=10_000,
+        ),
+        case(
+            "training, TP2 + SP, decoupled, qwen3_vl",
+            Q3,
+            tp=2,
+            sequence_parallel=True,
+            steps=TRAINING,
+            train=True,
+        ),
+        case(
+            "training, PP2, decoupled, tied, plain optimizer",
+            tied=True,
+            pp=2,
+            steps=TRAINING,
+            train=True,
+            distributed_optimizer=False,
+        ),
+        case(
+            "training, TP2, decoupled, plain optimizer",
+            tp=2,
+            steps=TRAINING,
+            train=True,
+            distributed_optimizer=False,
+        ),
+    ],
+    4: [
+        case("training, TP2 x PP2 x VPP2 + SP, decoupled, tied", steps=TRAINING, train=True, **TRAINED),
+        case(
+            "training, TP2 x PP2 x VPP2 + SP, decoupled, tied, qwen3_vl",
+            Q3,
+            steps=TRAINING,
+            train=True,
+            **TRAINED,
+        ),
+        case("PP2 x DP2, decoupled, overlap", pp=2, overlap=True, steps=[TEXT_LAST, TEXT_ONE_RANK]),
+        case("PP4, decoupled, qwen3_vl", Q3, pp=4, steps=[BETWEEN]),
+    ],
+}
+"""Cases of ``vision.placement: decoupled``."""
+
+
 def hybrid_cases(ranks: int) -> list[dict[str, Any]]:
     """The cases of the families with linear attention."""
     return [*HYBRID_QUICK[ranks], *HYBRID_FULL[ranks]]
@@ -625,3 +699,5 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *hybrid_cases(4),
     ],
 }
+for _ranks, _cases in DECOUPLED.items():
+    CASES[_ranks] += [case | {"decoupled": True} for case in _cases]

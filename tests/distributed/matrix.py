@@ -100,6 +100,7 @@ LAYOUTS: Features = {
     "TP, PP, VPP and sequence parallel together": lambda entry: (
         min(entry.value("tp"), entry.value("pp"), entry.value("vpp")) > 1
     ),
+    "The tower on every rank (`vision.placement: decoupled`)": lambda entry: entry.value("decoupled", False),
     "Expert parallel (EP)": lambda entry: entry.value("ep") > 1,
     "Expert tensor parallel (ETP)": lambda entry: entry.value("etp") > 1,
 }

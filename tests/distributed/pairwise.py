@@ -32,8 +32,11 @@ def pairwise(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
-    """All pairs of settings of a case."""
-    yield from combinations(sorted(settings(case)), 2)
+    """All pairs of settings of a case. If every rank holds the tower, only those with this setting count, so
+    that such a case does not stand for one with the tower on the first stage."""
+    for pair in combinations(sorted(settings(case)), 2):
+        if not case.get("decoupled") or any(field == "decoupled" for field, _ in pair):
+            yield pair
 
 
 def settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:

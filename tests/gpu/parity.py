@@ -121,6 +121,22 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "steps": [ROWS],
         },
         {"name": "PP2, qwen3_vl", "family": "qwen3_vl", "pp": 2, "layers": [1, 3], "steps": [ROWS]},
+        {
+            "name": "PP2, decoupled, overlap",
+            "pp": 2,
+            "decoupled": True,
+            "overlap": True,
+            "patches": 600,
+            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
+        },
+        {
+            "name": "TP2 + SP, decoupled, qwen3_vl",
+            "family": "qwen3_vl",
+            "tp": 2,
+            "sequence_parallel": True,
+            "decoupled": True,
+            "steps": [ROWS],
+        },
         {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
     ],
     4: [

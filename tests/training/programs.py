@@ -23,7 +23,7 @@ from megatron_vl.parallel.grid import init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.spec.tensors import part_of
+from megatron_vl.spec.tensors import WHOLE, part_of
 from megatron_vl.training import feed, metrics
 from megatron_vl.training.feed import StepData
 from megatron_vl.training.loop import train
@@ -225,7 +225,7 @@ def failures_of_loaders() -> list[str]:
         raise OSError("train-000007.tar: Input/output error")
         yield
 
-    grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, tp=1, pp=1)
+    grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, tp=1, pp=1, cut=WHOLE)
     messages = []
     for loader in (iter(()), broken()):
         try:

@@ -215,6 +215,24 @@ def test_another_layout_goes_on_where_the_run_stopped(
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), name
 
 
+def test_a_run_goes_on_with_the_tower_on_every_rank(
+    prepared: dict[str, Path], resumed: Path, whole: Path, evaluated: Path
+) -> None:
+    """Saved with the tower on the first stage, resumed with one on every rank: losses, validation and answers
+    stay the same."""
+    run = prepared["folder"] / "decoupled"
+    shutil.copytree(resumed / "step_00000003", run / "step_00000003")
+    decoupled = ["--parallel.pp", "2", "--vision.placement", "decoupled"]
+    done = train(prepared, run, *decoupled, *EVALUATION, ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for ours, theirs in zip(metrics(run), metrics(whole)[3:], strict=True):
+        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["images"] == theirs["images"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    ours, theirs = metrics(run, "eval.jsonl")[-1], metrics(evaluated, "eval.jsonl")[-1]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and ours["answers"] == theirs["answers"]
+
+
 def test_a_changed_number_of_data_parallel_ranks_is_refused_unless_the_data_restarts(
     prepared: dict[str, Path], resumed: Path
 ) -> None:

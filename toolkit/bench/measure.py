@@ -118,7 +118,14 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
     """Measures one workload; every rank gets the same figures. Collective."""
     o, platform = live.options, live.platform
     loader = make_loader(live, workload, micro_batches)
-    feed = Feed(live.grid, platform, loader, micro_batches, balanced=o.config.data.balance)
+    feed = Feed(
+        live.grid,
+        platform,
+        loader,
+        micro_batches,
+        balanced=o.config.data.balance,
+        vision=live.spec.vision,
+    )
     for _ in range(o.warm_up):
         one_step(live, feed)
     held = allocated(platform)

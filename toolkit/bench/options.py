@@ -84,7 +84,7 @@ class BenchRun(BenchOptions):
         return read_spec(self.hf).replace_layers(**{name: n for name, n in layers.items() if n})
 
     def layout(self) -> Layout:
-        return run_layout(self.spec(), self.config.parallel)
+        return run_layout(self.spec(), self.config.parallel, self.config.vision)
 
     def check_ranks(self, ranks: int) -> None:
         """Raises RunConfigError or LayoutError, naming the field, if the run is impossible

@@ -10,6 +10,8 @@ The parts of a rank's step do not overlap:
   device, copies and broadcasts.
 - ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: compute of this rank's
   chunks, with the tensor-parallel collectives and the recomputation inside them.
+- ``vision recompute``, ``vision exchange``: with a tower on every rank, its second forward pass, and the
+  messages with features and their gradients, which also wait for slower ranks.
 - ``gradient finalisation``: the part of the gradient reduction that remains after the backward pass, and
   waiting for slower ranks.
 - ``optimizer``: norm, clipping, update, and the gathering of parameters that is not overlapped.
@@ -30,8 +32,17 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.platform import Platform
 
-COMPUTE = ("vision forward", "vision backward", "language forward", "language backward")
-PARTS = ("data wait", "feed", *COMPUTE, "gradient finalisation", "optimizer", "idle")
+COMPUTE = ("vision forward", "vision recompute", "vision backward", "language forward", "language backward")
+PARTS = ("data wait", "feed", *COMPUTE, "vision exchange", "gradient finalisation", "optimizer", "idle")
+DECOUPLED = {
+    "forward": "tower forward",
+    "again": "vision recompute",
+    "backward_call": "tower backward",
+    "to_first": "vision exchange",
+    "to_owners": "vision exchange",
+    "reduce": "gradient finalisation",
+}
+"""The span of each method of a tower that every rank holds."""
 
 
 class Marks:
@@ -63,6 +74,15 @@ class Marks:
         self.begin(name)
         yield
         self.end(name)
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its calls as spans."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.span(name):
+                return function(*args, **kwargs)
+
+        return timed
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -96,6 +116,9 @@ def attached(
             handles += _hook(
                 marks, tower, "vision", until=next((p for p in tower.parameters() if p.requires_grad), None)
             )
+    everywhere = chunks[0].module.decoupled
+    for method, span in DECOUPLED.items() if everywhere is not None else ():
+        setattr(everywhere, method, marks.around(span, getattr(everywhere, method)))
     core = chunks[0].module.config
     finalize = core.finalize_model_grads_func
 
@@ -125,6 +148,8 @@ def attached(
         del optimizer.prepare_grads, optimizer.step_with_ready_grads
         for handle in handles:
             handle.remove()
+        for method in DECOUPLED if everywhere is not None else ():
+            delattr(everywhere, method)
 
 
 def _hook(
@@ -166,8 +191,9 @@ def split(step: dict[str, float], data_wait: float) -> dict[str, float]:
     parts["feed"] = spans["feed"] - parts["data wait"]
     for way in ("forward", "backward"):
         vision = step.get(f"vision {way}", 0.0)
-        parts[f"vision {way}"] = vision
+        parts[f"vision {way}"] = vision + step.get(f"tower {way}", 0.0)
         parts[f"language {way}"] = step.get(f"chunk {way}", 0.0) - vision
+    parts |= {name: step.get(name, 0.0) for name in ("vision recompute", "vision exchange")}
     parts |= {name: spans[name] for name in ("gradient finalisation", "optimizer")}
     parts["idle"] = spans["step"] - sum(parts.values())
     return {name: parts[name] for name in PARTS}

@@ -139,7 +139,7 @@ def _spec_alone(config: TrainConfig) -> tuple[ModelSpec, Layout] | None:
 
     try:
         spec = read_spec(config.model.hf)
-        return spec, run_layout(spec, config.parallel)
+        return spec, run_layout(spec, config.parallel, config.vision)
     except (ConfigError, LayoutError, OSError, ValueError):
         return None
 

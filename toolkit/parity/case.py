@@ -15,6 +15,7 @@ from megatron_vl.config import (
     ParallelConfig,
     RecomputeConfig,
     TrainConfig,
+    VisionConfig,
 )
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.models.names import LiveTensor
@@ -55,6 +56,10 @@ class Case:
     tp_comm_overlap: bool = False
     balanced: bool = False
     """Whether rows may move between data-parallel ranks."""
+    decoupled: bool = False
+    """Whether every rank holds the vision tower."""
+    patches: int = 0
+    """With ``decoupled``, about how many patches are in a call; 0: as many as the defaults say."""
     distributed_optimizer: bool = True
     overlap: bool = False
     seq_len: int = 256
@@ -82,6 +87,13 @@ class Case:
     """Attention backend of tower and language model; the fused GPU kernels do not support float32."""
 
     @property
+    def _vision(self) -> VisionConfig:
+        if not self.decoupled:
+            return VisionConfig()
+        calls = {"encode_patches": self.patches, "backward_patches": self.patches} if self.patches else {}
+        return VisionConfig(placement="decoupled", **calls)
+
+    @property
     def config(self) -> TrainConfig:
         return TrainConfig(
             optimizer=ADAM,
@@ -97,6 +109,7 @@ class Case:
                 vision_attention=self.attention,  # type: ignore[arg-type]
                 language_attention=self.attention,  # type: ignore[arg-type]
             ),
+            vision=self._vision,
             recompute=RecomputeConfig(**self.recompute),
             parallel=ParallelConfig(
                 tp=self.tp,
@@ -132,7 +145,12 @@ class BuiltCase:
         """This rank's rows of one step."""
         rows = iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
         return Feed(
-            self.grid, platform, rows, len(samples) // self.grid.dp, balanced=self.config.data.balance
+            self.grid,
+            platform,
+            rows,
+            len(samples) // self.grid.dp,
+            balanced=self.config.data.balance,
+            vision=self.spec.vision,
         ).next_step()
 
 
@@ -140,7 +158,7 @@ def build(case: Case, platform: Platform) -> BuiltCase:
     """Collective."""
     config = case.config
     spec = read_spec(case.hf)
-    layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp)
+    layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp, case.decoupled)
     grid = make_grid(layout, owners=config.data.balance)
     built = build_model(config, spec, layout, platform, grid, weights=WeightReader(case.weights))
     wrapped = wrap(config, built.chunks)

@@ -31,7 +31,7 @@ from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import part_of, tensor_table
-from megatron_vl.training.step import reduce_losses, run_schedule
+from megatron_vl.training.step import reduce_losses, replicated_modules, run_schedule
 from megatron_vl.weights.blocks import unshard
 from toolkit.parity.case import Case, build, draw
 
@@ -97,7 +97,7 @@ def collect_gradients(
     Of ranks that hold the same part for different data, the first contributes its own. With the distributed
     optimizer, each rank holds only its reduced slice of every bucket; the slices are joined first.
     """
-    for chunk in wrapped:
+    for chunk in replicated_modules(wrapped):
         if chunk.ddp_config.use_distributed_optimizer:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 group = buffer.data_parallel_group

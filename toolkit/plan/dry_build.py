@@ -66,7 +66,7 @@ def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[lis
     """
     validate(config, world_size)
     p = config.parallel
-    layout = run_layout(spec, p)
+    layout = run_layout(spec, p, config.vision)
     config = without_cuda(config)
     return [_build_rank(config, spec, layout, stage, world_size) for stage in range(p.pp)]
 

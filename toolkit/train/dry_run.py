@@ -39,7 +39,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         )
 
     spec = read_spec(config.model.hf)
-    layout = run_layout(spec, config.parallel)
+    layout = run_layout(spec, config.parallel, config.vision)
     micro_batches = config.global_batch_size // dp
     shares = {name: least_share(config, spec, world, gib) for name, gib in GPU_GIB.items()}
     if config.optimizer.offload_fraction == "auto":
@@ -73,7 +73,8 @@ def _least_ranks(config: TrainConfig, nnodes: int) -> int:
 
 def _contents(spec: ModelSpec, layout: Layout, stage: int) -> list[str]:
     """The contents of a stage, in the order of the model."""
-    found = ["vision tower", "embedding"] if stage == 0 else []
+    found = ["vision tower"] if stage == 0 or layout.decoupled else []
+    found += ["embedding"] if stage == 0 else []
     for v in range(layout.vpp):
         layers = list(layout.chunk_layers(stage, v))
         chunk = f" (chunk {v})" if layout.vpp > 1 else ""

@@ -1,0 +1,90 @@
+"""What the ranks of :mod:`tests.training.test_decoupled` run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.parallel.grid import init_distributed
+from megatron_vl.platform import get_platform
+from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training.checkpoint import CheckpointSaver, load, read_run, take_snapshot
+from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.optimizer_state import KINDS, OptimizerReader
+from megatron_vl.training.step import train_step
+from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.run_folder import step_folder
+from toolkit.parity.case import Case, build, draw
+from toolkit.parity.training import full_state
+
+ROWS = [["mixed", "text"], ["image"]]
+
+
+def moved(hf: str, weights: str, folder: str, layout: dict[str, Any]) -> list[dict[str, Any]]:
+    """Trains with the tower in one place, saves, loads it in the other and saves again, both ways."""
+    platform = get_platform("cpu")
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    return [_move(hf, weights, Path(folder) / str(first), layout, first, platform) for first in (False, True)]
+
+
+def _move(
+    hf: str, weights: str, folder: Path, layout: dict[str, Any], first: bool, platform: Any
+) -> dict[str, Any]:
+    saved, results = [], []
+    for number, decoupled in enumerate((first, not first)):
+        case = Case("case", hf, weights, [], seq_len=512, decoupled=decoupled, **layout)
+        live = build(case, platform)
+        if number == 0:
+            for step in range(2):
+                _step(live, platform, step)
+        else:
+            parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
+            place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
+            load(step_folder(folder / "0", 2), **parts, **place, run={})
+        saved.append(_saved(live, folder / str(number)))
+        results.append(_step(live, platform, 2))
+    if dist.get_rank():
+        return {}
+    before, after = saved
+    different = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    return {
+        "different": different + sorted(before.keys() ^ after.keys()),
+        "compared": len(before),
+        "loss": results[1].loss,
+        "loss_of_another_step": results[0].loss,
+        "norm": results[1].grad_norm,
+        "norm_of_another_step": results[0].grad_norm,
+    }
+
+
+def _step(live: Any, platform: Any, number: int) -> Any:
+    data = live.feed(draw(ROWS, live.spec, number), platform, 512)
+    set_learning_rates(live.optimizer, live.config, number)
+    return train_step(live.wrapped, live.optimizer, data.rows, live.grid, 512)
+
+
+def _saved(live: Any, folder: Path) -> dict[str, Tensor]:
+    """Saves; on rank 0, returns every weight, master weight and moment in the files, and Adam's counts."""
+    saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, keep=0)
+    place = {"spec": live.spec, "layout": live.layout, "grid": live.grid}
+    parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
+    saver.start(lambda: take_snapshot(2, **parts, **place, loader_state=None, run={"dp": live.grid.dp}), 2)
+    saver.wait()
+    dist.barrier()
+    if dist.get_rank():
+        return {}
+    source = step_folder(folder, 2)
+    files = {name.removeprefix("optimizer/"): facts for name, facts in read_run(source)["files"].items()}
+    state = OptimizerReader(source / "optimizer", files, live.layout.cut)
+    reader, found = WeightReader(source / "weights"), {}
+    for name, info in tensor_table(live.spec).items():
+        found[name] = reader.get(name).clone()
+        found |= {f"{name}/{kind}": full_state(state, info, kind) for kind in KINDS}
+        found[f"{name}/step"] = torch.tensor(state.step(name))
+    state.close()
+    return found
