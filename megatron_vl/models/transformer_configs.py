@@ -64,6 +64,8 @@ def language_config(
     if tp_comm_overlap and not platform.transformer_engine:
         raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
     m = spec.language
+    if m.linear_attention is not None:
+        _check_linear_attention(spec, fp8, tp_comm_overlap)
     config = TransformerConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -102,6 +104,17 @@ def language_config(
         config.overlap_p2p_comm = platform.name == "cuda"
 
     return config
+
+
+def _check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
+    """Raises RunConfigError for what was never tried with linear attention."""
+    if fp8.recipe != "none":
+        raise RunConfigError(
+            f"fp8.recipe {fp8.recipe}: {spec.family} (linear attention) is trained in bfloat16 or float32;"
+            " set it to none"
+        )
+    if tp_comm_overlap:
+        raise RunConfigError(f"parallel.tp_comm_overlap is not supported for {spec.family}; set it to false")
 
 
 def vision_config(
