@@ -65,7 +65,7 @@ def language_config(
         raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
     m = spec.language
     if m.linear_attention is not None:
-        _check_linear_attention(spec, fp8, tp_comm_overlap)
+        check_linear_attention(spec, fp8, tp_comm_overlap)
     config = TransformerConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -106,7 +106,7 @@ def language_config(
     return config
 
 
-def _check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
+def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
     """Raises RunConfigError for what was never tried with linear attention."""
     if fp8.recipe != "none":
         raise RunConfigError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import ParallelConfig, VisionConfig
-from megatron_vl.spec.families import CONVERTED_ONLY, ModelSpec
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import Cut, LayoutError, TensorInfo, check_cut
 
 
@@ -141,15 +141,6 @@ def make_layout(
     return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled)
 
 
-def check_can_run(spec: ModelSpec) -> None:
-    """Raises :class:`LayoutError` for a family whose weights can only be converted."""
-    if spec.family in CONVERTED_ONLY:
-        raise LayoutError(
-            f"{spec.family}: weights of this family are converted, but this version cannot run or train its "
-            "models (Gated DeltaNet layers are missing)"
-        )
-
-
 def run_layout(spec: ModelSpec, parallel: ParallelConfig, vision: VisionConfig | None = None) -> Layout:
     """The layout that a run asks for.
 
@@ -160,7 +151,6 @@ def run_layout(spec: ModelSpec, parallel: ParallelConfig, vision: VisionConfig |
         LayoutError: the layout is impossible for this model.
     """
     p = parallel
-    check_can_run(spec)
     if spec.language.moe and p.tp > 1 and not p.sequence_parallel:
         raise LayoutError(
             f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank must route its"
