@@ -31,10 +31,13 @@ class ReplicaDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.when_bucket_is_ready: Callable[[], None] = lambda: None
+        """Called in the last backward pass of a step whenever the gradients of a bucket are complete."""
         self._orders = []
         if self.ddp_config.overlap_grad_reduce:
             self._orders = [
-                _InOrder(groups) for groups in (self.bucket_groups, self.expert_parallel_bucket_groups)
+                _InOrder(groups, lambda: self.when_bucket_is_ready())
+                for groups in (self.bucket_groups, self.expert_parallel_bucket_groups)
             ]
 
     def scale_gradients(self, scaling_factor: Tensor | float) -> None:
@@ -90,7 +93,8 @@ class _InOrder:
     A group that is ready early waits for its turn.
     """
 
-    def __init__(self, groups: list[Any]) -> None:
+    def __init__(self, groups: list[Any], is_ready: Callable[[], None]) -> None:
+        self.is_ready = is_ready
         self.starts = [group.start_grad_sync for group in groups]
         for number, group in enumerate(groups):
             group.start_grad_sync = partial(self.start, number)
@@ -106,6 +110,7 @@ class _InOrder:
         while self.turn in self.waiting:
             self.waiting.pop(self.turn)()
             self.turn += 1
+        self.is_ready()
 
 
 class AbsentTower:

@@ -43,6 +43,13 @@ class Platform:
         """The memory of this rank's GPU; None on CPU."""
         return torch.cuda.mem_get_info()[1] / 2**30 if self.name == "cuda" else None
 
+    def memory(self) -> tuple[int, int]:
+        """(bytes that tensors use on the GPU, most bytes that they have used); on CPU, nothing of plenty."""
+        if self.name != "cuda":
+            return 0, 1 << 60
+        used = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        return used["current"], used["peak"]
+
     def peak_memory_gib(self) -> float:
         """Peak memory of the process so far: allocated on the GPU, or resident on the CPU."""
         if self.name == "cuda":

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -16,8 +15,9 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron_vl.config import TrainConfig
 from megatron_vl.core_fixes.mixed_groups import number_as_listed
 from megatron_vl.models.decoupled import groups_of_tower
+from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.build import offload
+from megatron_vl.training.offload.build import offload, offload_of
 from megatron_vl.training.weight_copy import copy_weights_together
 
 VISION = ("patch_embed", "position_table", "decoder")
@@ -28,9 +28,7 @@ Rates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger; None: frozen."""
 
 
-def build_optimizer(
-    config: TrainConfig, platform: Platform, chunks: list[DistributedDataParallel]
-) -> ChainedOptimizer:
+def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[ReplicaDDP]) -> ChainedOptimizer:
     """The optimizer of this rank's trainable parameters. Biases and norms have no weight decay.
 
     The weights of a part with a rate of 0 do not change by a bit, because weight decay is scaled by the rate.
@@ -76,7 +74,10 @@ def build_optimizer(
         optimizer = ChainedOptimizer([part for chain in parts for part in chain.chained_optimizers])
     number_as_listed(optimizer)
     copy_weights_together(optimizer)
-    offload(optimizer, o.offload_fraction, platform)
+    moved = offload(optimizer, o.offload_fraction, platform)
+    if moved is not None and tower is None:
+        # A tower that every rank holds runs around the pipeline, in the memory that copies would take.
+        moved.follow(chunks)
     return optimizer
 
 
@@ -134,6 +135,8 @@ def update(optimizer: ChainedOptimizer, wanted: bool) -> tuple[bool, float]:
     norm = optimizer.get_grad_norm()
     norm = float(norm) if norm is not None else 0.0
     if overflow or not wanted or not math.isfinite(norm):
+        if moved := offload_of(optimizer):
+            moved.traffic.drop()
         return False, norm
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.config.clip_grad <= 0.0:

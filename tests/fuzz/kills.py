@@ -1,6 +1,6 @@
 """Kills a four-rank run with SIGKILL at random moments and compares it with an undisturbed one.
 
-    python -m tests.fuzz.kills --kills 20
+    python -m tests.fuzz.kills --kills 20 [--offload]
 
 The run uses TP2 x PP2 with sequence parallelism, overlapped reduction and gather, loader workers, and a
 checkpoint every second step, so that many kills hit a save. Losses, gradient norms and the samples of every
@@ -69,9 +69,20 @@ def joined(lines: list[dict[str, Any]]) -> dict[int, Any]:
 
 
 def run_kills(
-    folder: Path, kills: int, seed: int, steps: int, workers: int = 2, ranks: int = 4
+    folder: Path,
+    kills: int,
+    seed: int,
+    steps: int,
+    workers: int = 2,
+    ranks: int = 4,
+    offload: bool = False,
 ) -> dict[str, Any]:
-    """The whole experiment. Raises ValueError when anything differs."""
+    """The whole experiment. Raises ValueError when anything differs.
+
+    Args:
+        offload: every start of the killed run has another share of the optimizer state in host memory. The
+            undisturbed one has none.
+    """
     rng = random.Random(seed)
     options = [*LAYOUTS[ranks], *OPTIONS, "--data.num_workers", str(workers)]
     prepared = prepare(folder / "prepared", small_checkpoint(folder / "hf"))
@@ -86,7 +97,8 @@ def run_kills(
     during_save = 0
     run.mkdir()
     while killed < kills:
-        was_killed, where = kill_once(prepared, run, options, ranks, steps, rng)
+        share = ["--optimizer.offload_fraction", rng.choice(["0.3", "1.0", "0.0"])] if offload else []
+        was_killed, where = kill_once(prepared, run, [*options, *share], ranks, steps, rng)
         if not was_killed:
             raise ValueError(f"the run reached its end after {killed} kills; give more steps than {steps}")
         killed += 1
@@ -97,7 +109,8 @@ def run_kills(
             flush=True,
         )
 
-    done = train(prepared, run, *options, ranks=ranks, steps=steps)
+    rest = ["--optimizer.offload_fraction", "0.6"] if offload else []
+    done = train(prepared, run, *options, *rest, ranks=ranks, steps=steps)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -120,12 +133,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400, help="steps of the run; it must outlast the kills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2, help="loader processes")
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="keep some of the optimizer in host memory, a random share a start",
+    )
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     start = time.perf_counter()
 
     try:
-        result = run_kills(folder, args.kills, args.seed, args.steps, args.workers)
+        result = run_kills(folder, args.kills, args.seed, args.steps, args.workers, offload=args.offload)
         print(json.dumps(result | {"seconds": round(time.perf_counter() - start, 1)}))
         shutil.rmtree(folder)
         return 0

@@ -142,6 +142,15 @@ def test_dry_run_says_layout_schedule_and_memory(capsys):
     assert facts["memory_gib"][1]["weights"] == pytest.approx(2 * 21 * layer / 2**30, rel=1e-3)
 
 
+def test_dry_run_says_what_is_in_host_memory_and_what_would_have_to_be(capsys):
+    facts = dry_run(
+        capsys, *LARGE, "--nnodes", "8", "--nproc-per-node", "8", "--optimizer.offload_fraction", "1"
+    )
+    assert facts["offload_fraction"] == 1.0 and facts["host_gib_per_rank"] > 0
+    assert all(stage["optimizer"] == 0 for stage in facts["memory_gib"])
+    assert facts["least_offload_fraction"].keys() >= set(facts["fits"])
+
+
 def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs(capsys, monkeypatch):
     monkeypatch.setattr("toolkit.train.dry_run.list_gpus", list)
     assert dry_run(capsys, *LARGE)["ranks"] == 32

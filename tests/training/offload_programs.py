@@ -113,7 +113,6 @@ def held_on_device(trainer: TinyTrainer) -> dict[str, float]:
                 total += main.numel()
                 moments = part.optimizer.state.get(main, {}).get("exp_avg")
                 device += main.numel() if moments is not None and main.untyped_storage().nbytes() else 0
-    assert moved is None or not moved.traffic.on_the_way
     return {
         "device": device / total,
         "host": sum(p.main.numel() for p in moved.parameters.values()) / total if moved else 0.0,
@@ -123,33 +122,48 @@ def held_on_device(trainer: TinyTrainer) -> dict[str, float]:
 
 
 def poisoned(hf: str) -> dict[str, Any]:
-    """What steps give when everything on the device that is not to be used is NaN, and when a number in
-    host memory has changed."""
-    first = tiny_trainer(hf, dtype="bfloat16")
-    rows = some_rows(first, "bfloat16")
-    plain = steps_of(again(first), rows)
-    results: dict[str, Any] = {"plain": plain[-1]["state"]}
-    for what in ("device", "host"):
+    """The state after steps when everything on the device that is not to be used is NaN, with room for copies
+    beside the passes of the model and without, and when a number in host memory has changed."""
+    first = tiny_trainer(hf)
+    build.offload.__defaults__ = (10 * 64 * 200,)
+    rows = some_rows(first, "float32")
+    results: dict[str, Any] = {"plain": steps_of(again(first), rows, bad=1)[-1]["state"]}
+    for what in ("room", "no room", "host"):
         trainer = again(first, offload_fraction=1.0)
         moved = offload_of(trainer.optimizer)
         assert moved is not None
-        if what == "device":
-            fill_slots(moved)
-        else:
-            set_learning_rates(trainer.optimizer, trainer.config, 0)
-            chunk = moved.traffic.chunks[0]
+        traffic = moved.traffic
+        if what == "no room":
+            traffic.memory = lambda: (1, 1)
+        if what == "host":
+            chunk = traffic.chunks[0]
             chunk.state(chunk.host).exp_avg[0] += 1e-3
-        results[what] = steps_of(trainer, rows)[-1]["state"]
+        ahead = watch(moved)
+        results[what] = steps_of(trainer, rows, bad=1)[-1]["state"]
+        train_step(trainer.wrapped, trainer.optimizer, rows, trainer.grid, SEQ_LEN)
+        results[f"{what}, on the device"] = [max(ahead), traffic.on_the_way]
+        moved.settle()
+        assert not traffic.on_the_way
     return results
 
 
-def fill_slots(moved: Offload) -> None:
-    """New slots hold NaN, so that what is not fetched is seen."""
-    make = moved.traffic._new_slot
+def watch(moved: Offload) -> list[int]:
+    """Fills new slots with NaN, so that what is not fetched is seen. Returns a list to which the number of
+    chunks on the device is added after each bucket of the last backward pass."""
+    make, fetch, ahead = moved.traffic._new_slot, moved.traffic.fetch, [0]
 
     def filled() -> Any:
         slot = make()
         slot.buffer.fill_(255)
         return slot
 
+    def watched(least: int = 0) -> None:
+        fetch(least)
+        if not least:
+            ahead.append(moved.traffic.on_the_way)
+
     moved.traffic._new_slot = filled  # type: ignore[method-assign]
+    moved.traffic.fetch = watched  # type: ignore[method-assign]
+    for chunk in moved.followed:
+        chunk.when_bucket_is_ready = watched
+    return ahead

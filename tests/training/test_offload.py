@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_vl.planning.memory import SLOTS
 from megatron_vl.training.offload.build import choose
 from megatron_vl.training.offload.pinned import cores
+from megatron_vl.training.offload.traffic import MOST_SLOTS
 from tests.support.ranks import call
 from tests.training.offload_programs import poisoned, steps_by_share
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
@@ -85,11 +88,22 @@ def test_a_rate_of_zero_gives_the_same_bits(tiny_checkpoint, rates: dict[str, fl
 @pytest.mark.ranks
 @pytest.mark.full
 def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
+    """Also what is fetched during the backward pass, and dropped when its step is skipped. Without room, only
+    the update takes memory."""
     out = call(poisoned, hf=str(tiny_checkpoint("qwen2_5_vl")))
-    assert out["device"] == out["plain"] != out["host"]
+    assert out["room"] == out["no room"] == out["plain"] != out["host"]
+    assert out["room, on the device"] == [MOST_SLOTS, MOST_SLOTS]
+    assert out["no room, on the device"] == [0, SLOTS]
 
 
 # --- Whole runs
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory, tiny_checkpoint) -> dict[str, Path]:
+    """Of a model with experts."""
+    hf = tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32)
+    return prepare(tmp_path_factory.mktemp("offload_experts") / "prepared", hf)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +157,7 @@ LAYOUTS = {
         2,
         ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]"),
     ),
+    "tower on every rank": (2, ("--parallel.pp", "2", "--vision.placement", "decoupled")),
     "frozen tower": (2, ("--model.freeze_vision", "true")),
     "frozen language": (2, ("--model.freeze_language", "true", "--parallel.pp", "2")),
 }
@@ -152,13 +167,27 @@ LAYOUTS = {
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_in_bf16_saves_the_same(prepared: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    compare(prepared, tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+@pytest.mark.parametrize("spread", ["true", "false"])
+def test_experts_have_an_optimizer_of_their_own(
+    experts: dict[str, Path], tmp_path: Path, spread: str
+) -> None:
+    gathered = ("--parallel.distributed_optimizer", spread, "--parallel.overlap_param_gather", spread)
+    compare(experts, tmp_path, 2, ("--parallel.ep", "2", *gathered))
+
+
+def compare(prepared: dict[str, Path], folder: Path, ranks: int, layout: tuple[str, ...]) -> None:
     """From none in host memory to some to all: each step and each checkpoint is that of the run without."""
-    ranks, options = LAYOUTS[layout]
-    options = (*options, *ROWS_PER_STEP, "--dtype", "bfloat16", "--checkpoint.interval", "1")
+    options = (*layout, *ROWS_PER_STEP, "--dtype", "bfloat16", "--checkpoint.interval", "1")
     for name, shares in {"plain": (0.0, 0.0, 0.0), "moved": (0.0, 0.4, 1.0)}.items():
         for count, share in enumerate(shares, 1):
-            run(prepared, tmp_path / name, share, ranks, count, *options, "--checkpoint.keep", "0")
+            run(prepared, folder / name, share, ranks, count, *options, "--checkpoint.keep", "0")
+
     for step in (1, 2, 3):
-        assert saved(tmp_path / "plain", step) == saved(tmp_path / "moved", step), step
-    lines = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("plain", "moved")]
+        assert saved(folder / "plain", step) == saved(folder / "moved", step), step
+    lines = [[line["loss"] for line in metrics(folder / name)] for name in ("plain", "moved")]
     assert lines[0] == lines[1] and len(lines[0]) == 3

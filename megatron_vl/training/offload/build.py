@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.planning.memory import CHUNK_BYTES
 from megatron_vl.platform import Platform
 from megatron_vl.training.offload.pinned import allocate
@@ -32,9 +34,25 @@ class Offload:
     def host_bytes(self) -> int:
         return sum(chunk.bytes for chunk in self.traffic.chunks)
 
+    followed: list[ReplicaDDP] = field(default_factory=list)
+    """Chunks of the model behind whose passes copies hide."""
+    hooks: list[Any] = field(default_factory=list)
+    """Handles of their modules' hooks."""
+
     def settle(self) -> None:
         """Waits until host memory holds the state of the last update."""
         self.traffic.settle()
+
+    def follow(self, chunks: list[ReplicaDDP]) -> None:
+        """Hides copies behind the passes of the model: fetches state while the last backward pass of a step
+        frees memory, and lets the next forward pass take the memory of what is on its way back."""
+        self.followed = list(chunks)
+        self.traffic.hides = True
+        for chunk in chunks:
+            chunk.when_bucket_is_ready = self.traffic.fetch
+            for module in chunk.module.modules():
+                if isinstance(module, TransformerLayer):
+                    self.hooks.append(module.register_forward_pre_hook(lambda *_: self.traffic.release()))
 
 
 def offload_of(optimizer: ChainedOptimizer) -> Offload | None:
@@ -72,7 +90,7 @@ def offload(
 
     chunks = [chunk for _, _, own in plans for chunk in own]
     allocate(chunks, pinned=platform.name == "cuda")
-    traffic = Traffic(chunks, platform.device)
+    traffic = Traffic(chunks, platform.device, platform.memory)
     begin = 0
     for part, offloaded, own in plans:
         numbers = range(begin, begin + len(own))

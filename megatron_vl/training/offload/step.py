@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.kernels.master_halves import join_master, split_master
+from megatron_vl.planning.memory import SLOTS
 from megatron_vl.training.offload.state import Chunk, Parameter, State
 from megatron_vl.training.offload.traffic import Traffic
 
@@ -32,7 +33,7 @@ class StreamedStep:
         groups = self.adam.param_groups
         everything = [group["params"] for group in groups]
         counts = [group.get("step", 0) for group in groups]
-        self.traffic.fetch()
+        self.traffic.fetch(SLOTS)
         try:
             resident = [[p for p in one if id(p) not in self._offloaded] for one in everything]
             self._step(groups, resident, counts)
