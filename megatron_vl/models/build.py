@@ -54,7 +54,7 @@ def build_chunks(
     """
     from megatron.core import parallel_state as mpu
 
-    if platform.name == "cuda" and spec.language.linear_attention is not None:
+    if platform.name == "cuda" and spec.language.linear_attention is not None and dist.get_rank() == 0:
         warnings.warn(SLOW_LINEAR_ATTENTION, stacklevel=2)
 
     torch.manual_seed(config.seed)
