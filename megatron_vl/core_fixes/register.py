@@ -499,8 +499,6 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.core_fixes.mixed_groups:number_as_listed",
         touches=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_fp32_groups",
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_float16_groups",
         ),
         why=(
             "In a group of float32 and bfloat16 parameters, core files optimizer state under the names of"
