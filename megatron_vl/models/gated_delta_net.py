@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -28,7 +27,7 @@ from megatron_vl.models.kv_cache import CacheUse
 from megatron_vl.spec.families import LinearAttentionSpec
 
 
-class GatedDeltaNet(MegatronModule):
+class GatedDeltaNet(nn.Module):
     """One layer's linear attention.
 
     Args:
@@ -47,7 +46,8 @@ class GatedDeltaNet(MegatronModule):
         pg_collection: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         self.spec, self.layer_number = spec, layer_number
         self.tp_group = pg_collection.tp
         tp = self.tp_group.size()
