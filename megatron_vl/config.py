@@ -120,6 +120,9 @@ class VisionConfig:
     backward_patches: int = 32768
     """decoupled: about how many patches a rank runs forward and backward in one call. Each keeps the tower's
     activations, which limits the memory."""
+    keep_patches: int = 0
+    """decoupled: of about how many patches a rank keeps the tower's activations while the pipeline runs. They
+    do not run forward a second time. 0: of none, the least memory."""
 
 
 @dataclass
@@ -722,7 +725,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     ),
     (1, math.inf, "parallel.ep parallel.etp eval.rows eval.max_new_tokens"),
     (1, 2**18, "vision.encode_patches vision.backward_patches"),  # kernels count elements in 32 bits
-    (0, math.inf, "eval.interval eval.samples"),
+    (0, math.inf, "eval.interval eval.samples vision.keep_patches"),
     (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps checkpoint.attempt"),
     (
         0,

@@ -3,18 +3,20 @@
 Ahead of the pipeline, the tp x pp ranks of a data-parallel replica encode the pictures of the whole step
 together, without keeping activations, and send the features to the first stage. There they are leaves of
 autograd. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each
-rank runs its pictures forward once more and then backward, and the gradients of the weights are summed over
-all ranks of the run. Kimi K2.5 was trained in this way.
+rank runs its pictures forward once more (except ``vision.keep_patches`` of them) and then backward, and the
+gradients of the weights are summed over all ranks of the run. Kimi K2.5 was trained in this way.
 
 Pictures stay within their replica: its loader holds their pixels, and ``data.balance`` evens out replicas.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -58,12 +60,18 @@ class StepVision:
         """Whether any rank of the replica has one."""
         return any(self.features_of_rank)
 
-    def calls(self, patches: int) -> Iterator[tuple[VisionInput, slice]]:
-        """The share in inputs of about ``patches`` patches, each with the place of its features in units of
-        patches."""
-        total = int(self.frames.patches.sum())
+    def frames_within(self, patches: int) -> int:
+        """How many of the share's first frames have at most so many patches together."""
+        return int(np.searchsorted(self.frames.first_patch, patches, side="right")) - 1
+
+    def calls(
+        self, patches: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[VisionInput, slice]]:
+        """Some frames of the share (all of them by default) in inputs of about ``patches`` patches, each with
+        its place in the share in patches."""
+        sizes = self.frames.patches[start:stop]
         first_patch, first_window = self.frames.first_patch, self.frames.first_window
-        bounds = cut_evenly(self.frames.patches, max(1, -(-total // patches)))
+        bounds = start + cut_evenly(sizes, max(1, -(-int(sizes.sum()) // patches)))
         for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
             if begin == end:
                 continue
@@ -105,6 +113,8 @@ class DecoupledTower:
         self.tokens: Tensor | None = None
         """Loss tokens of the global batch, known once the pipeline's gradients are complete."""
         self._step: StepVision | None = None
+        self._kept: list[tuple[list[Tensor], slice]] = []
+        """Features with their graph, and their places, of the patches that do not run forward twice."""
 
     def wrap(self, ddp_config: DistributedDataParallelConfig) -> None:
         """Reduces the gradients of the trained weights over all ranks of the run from now on."""
@@ -129,19 +139,34 @@ class DecoupledTower:
             self.ddp.zero_grad_buffer()
         if step is None:
             return
-        features = self.to_first(self.forward(step), step) if step.has_pictures else self._none(step)
+        keep = self.kept_patches if train and self._trained else 0
+        features = self._none(step)
+        if step.has_pictures:
+            features = self.to_first(self.forward(step, keep), step)
         if self.on_first_stage:
             for row, own in zip(step.rows, features.split(step.features_of_row), strict=True):
                 row.features = own.detach().requires_grad_(train and self._trained)
         self._step = step if train else None
 
-    @torch.no_grad()
-    def forward(self, step: StepVision) -> Tensor:
-        """The features of this rank's share, [n, 1 + levels, H]."""
-        parts = [
-            torch.stack(self.module.vision_model(given), 1)
-            for given, _ in step.calls(self.config.encode_patches)
-        ]
+    @property
+    def kept_patches(self) -> int:
+        """How many patches of a share keep their activations. Without a gradient in the blocks, only the
+        mergers have any, and all are kept."""
+        return sys.maxsize if self.module.vision_model.frozen else self.config.keep_patches
+
+    def forward(self, step: StepVision, keep: int) -> Tensor:
+        """The features of this rank's share, [n, 1 + levels, H].
+
+        Args:
+            keep: of how many patches the activations are kept for the backward pass.
+        """
+        frames = step.frames_within(keep)
+        for given, place in step.calls(self.config.backward_patches, stop=frames):
+            self._kept.append((self.module.vision_model(given), place))
+        parts = [torch.stack([level.detach() for level in levels], 1) for levels, _ in self._kept]
+        with torch.no_grad():
+            for given, _ in step.calls(self.config.encode_patches, start=frames):
+                parts.append(torch.stack(self.module.vision_model(given), 1))
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else self._none(step)
 
     def _none(self, step: StepVision) -> Tensor:
@@ -168,8 +193,11 @@ class DecoupledTower:
             return
         if step is not None and step.has_pictures:
             gradient = self.to_owners(self._collected(step), step)
-            for given, patches in step.calls(self.config.backward_patches):
-                self.backward_call(self.again(given), gradient, patches)
+            kept = self._kept[-1][1].stop if self._kept else 0
+            while self._kept:  # the memory of each is free before the next call
+                self.backward_call(*self._kept.pop(), gradient)
+            for given, patches in step.calls(self.config.backward_patches, start=step.frames_within(kept)):
+                self.backward_call(self.again(given), patches, gradient)
         self.reduce()
 
     def reduce(self) -> None:
@@ -180,15 +208,15 @@ class DecoupledTower:
         self.tokens = None
 
     def again(self, given: VisionInput) -> list[Tensor]:
-        """The features of one call once more, with what their backward pass needs."""
+        """The features of one call, with what their backward pass needs."""
         return self.module.vision_model(given)
 
-    def backward_call(self, features: list[Tensor], gradient: Tensor, patches: slice) -> None:
+    def backward_call(self, features: list[Tensor], patches: slice, gradient: Tensor) -> None:
         """The backward pass of one call.
 
         Args:
-            gradient: of all features of this rank.
             patches: the call's place in the rank's share.
+            gradient: of all features of this rank.
         """
         unit = self.vision.merge_unit
         levels = gradient[patches.start // unit : patches.stop // unit].unbind(1)

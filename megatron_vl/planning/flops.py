@@ -170,10 +170,15 @@ def recompute_flops(
     lengths: list[int],
     full: list[int],
     window: list[int],
+    decoupled: bool = False,
 ) -> Flops:
     """FLOPs that recomputation adds to :func:`row_flops`.
 
     They are those of the layers whose forward pass runs again during backward; the output layer's never does.
+
+    Args:
+        decoupled: whether the tower first ran without keeping activations (``vision.placement: decoupled``,
+            ``vision.keep_patches: 0``).
     """
     language = language_parts(spec.language, lengths, head_tokens=0)
     vision = vision_parts(spec.vision, full, window)
@@ -185,6 +190,8 @@ def recompute_flops(
         again = (language.attention + language.rule) * ("core_attn" in recompute.language_modules)
         again += language.mlp * ("mlp" in recompute.language_modules)
     tower = vision.blocks if recompute.vision == "full" and not model.freeze_vision else 0.0
+    if decoupled and not model.freeze_vision:
+        tower += vision.total
     return Flops(again, tower)
 
 

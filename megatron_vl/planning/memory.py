@@ -336,7 +336,12 @@ class _Sizes:
         feature = self.element * (1 + len(v.deepstack_layers)) * v.out_hidden_size / v.merge_unit
         features = feature * placed * (1 if frozen else 2)
         own = feature * self.patches
-        return features + max(0.0, own + max(encode, backward) - others)
+
+        kept = 0.0
+        if not frozen:
+            most = self.patches if self.config.model.freeze_vision else calls.keep_patches
+            kept = dataclasses.replace(self, patches=min(self.patches, most)).vision().kept
+        return features + kept + max(0.0, own + max(encode, backward) - others)
 
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
         model, tp = self.config.model, self.layout.tp

@@ -55,7 +55,15 @@ def estimate_speed(config: TrainConfig, spec: ModelSpec, world_size: int) -> Spe
     p = config.parallel
     lengths, patches, windows, head = _row(config, spec)
     needed = row_flops(spec, config.model, lengths, patches, windows, head).total
-    again = recompute_flops(spec, config.model, config.recompute, lengths, patches, windows).total
+    again = recompute_flops(
+        spec,
+        config.model,
+        config.recompute,
+        lengths,
+        patches,
+        windows,
+        config.vision.placement == "decoupled",
+    ).total
 
     passes = config.global_batch_size // dp * p.vpp
     busy = passes / (passes + p.pp - 1)

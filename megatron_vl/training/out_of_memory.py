@@ -190,6 +190,10 @@ def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tup
         if wanted != r:
             yield _options("recompute", r, wanted), dataclasses.replace(config, recompute=wanted)
 
+    calls = dataclasses.replace(config.vision, backward_patches=max(1, config.vision.backward_patches // 4))
+    if config.vision.placement == "decoupled":
+        yield _options("vision", config.vision, calls), dataclasses.replace(config, vision=calls)
+
     for offload in _offloads(config):
         optimizer = dataclasses.replace(config.optimizer, **offload)
         if optimizer != config.optimizer:

@@ -93,6 +93,7 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         case("PP2, decoupled, tied, full recompute", tied=True, pp=2, layers=[3, 1], recompute=FULL),
         case("PP2 x VPP2, decoupled, qwen3_vl", Q3, pp=2, vpp=2, patches=64, steps=[BETWEEN]),
         case("TP2, decoupled", tp=2, patches=32),
+        case("PP2, decoupled, some patches kept", pp=2, patches=32, kept_patches=100, steps=[MIXED_ROWS] * 2),
         case("TP2 + SP, decoupled", tp=2, sequence_parallel=True, steps=ONE_PICTURE),
         case("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, tp=2, sequence_parallel=True),
         case("DP2, decoupled, overlap, text-only last", steps=[TEXT_LAST, MIXED_ROWS], overlap=True),

@@ -194,7 +194,16 @@ def count(work: report.Work, live: BenchModel, data: StepData) -> None:
     for lengths, (full, window), loss_tokens in zip(
         data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True
     ):
-        work.add(live.spec, config.model, config.recompute, lengths, full, window, loss_tokens)
+        work.add(
+            live.spec,
+            config.model,
+            config.recompute,
+            lengths,
+            full,
+            window,
+            loss_tokens,
+            decoupled=config.vision.placement == "decoupled",
+        )
     work.images += data.counts.get("images", 0)
 
 

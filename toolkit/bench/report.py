@@ -56,6 +56,7 @@ class Work:
         loss_tokens: int,
         *,
         whole_head: bool = False,
+        decoupled: bool = False,
     ) -> None:
         """Counts a row with the given document, frame and window lengths.
 
@@ -71,7 +72,7 @@ class Work:
         all_tokens = row_flops(spec, model, lengths, full, window, sum(lengths))
         self.model = self.model + needed
         self.model_all_tokens = self.model_all_tokens + all_tokens
-        again = recompute_flops(spec, model, recompute, lengths, full, window)
+        again = recompute_flops(spec, model, recompute, lengths, full, window, decoupled)
         self.executed = self.executed + (all_tokens if whole_head else needed) + again
 
     def __add__(self, other: Work) -> Work:

@@ -60,6 +60,8 @@ class Case:
     """Whether every rank holds the vision tower."""
     patches: int = 0
     """With ``decoupled``, about how many patches are in a call; 0: as many as the defaults say."""
+    kept_patches: int = 0
+    """With ``decoupled``, about how many patches of a rank keep their activations."""
     distributed_optimizer: bool = True
     overlap: bool = False
     seq_len: int = 256
@@ -91,7 +93,7 @@ class Case:
         if not self.decoupled:
             return VisionConfig()
         calls = {"encode_patches": self.patches, "backward_patches": self.patches} if self.patches else {}
-        return VisionConfig(placement="decoupled", **calls)
+        return VisionConfig(placement="decoupled", keep_patches=self.kept_patches, **calls)
 
     @property
     def config(self) -> TrainConfig:
