@@ -86,8 +86,10 @@ class ParallelConfig:
     """Pipeline parallel size (stages)."""
     vpp: int = 1
     """Virtual chunks of each pipeline stage. Above 1, the schedule is interleaved 1F1B."""
-    layers: list[int] | None = None
-    """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty: spread evenly."""
+    layers: list[int] | Literal["auto"] | None = None
+    """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty or auto: the split that
+    `megatron-vl plan` finds, with which all stages take about equally long; a run that resumes keeps the one
+    that it was saved with."""
     ep: int = 1
     """Expert parallel size (ranks that share a layer's experts). Leave at 1 for models without experts."""
     etp: int = 1
@@ -332,6 +334,9 @@ class FailuresConfig:
     of a file, on any rank. Until the first step is done, and so while kernels are compiled, it is three times
     as long, and at least five minutes. A Python debugger stops the clock; for one that stops processes (gdb),
     take 0. 0: no limit of ours; the collectives' own limit of 30 minutes stays."""
+    check_memory: bool = True
+    """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start all
+    the same, with a note."""
 
 
 @dataclass
@@ -580,7 +585,8 @@ _WORDS: dict[Any, str] = {
 def _in_words(hint: Any) -> str:
     """A field's type in a user's words."""
     if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
+        words = typing.get_args(hint)
+        return f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0])
     if hint in _WORDS:
         return _WORDS[hint]
     return " or ".join(_in_words(part) for part in typing.get_args(hint))
@@ -630,7 +636,7 @@ def validate(config: TrainConfig, world_size: int) -> int:
         )
     if p.overlap_param_gather and not p.distributed_optimizer:
         raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
-    if p.layers is not None and len(p.layers) != p.pp * p.vpp:
+    if isinstance(p.layers, list) and len(p.layers) != p.pp * p.vpp:
         raise RunConfigError(
             f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs"
             f" {p.pp * p.vpp}"

@@ -57,7 +57,7 @@ def test_help_explains_every_field(capsys):
         ),
         (
             ["--parallel.layers", "[1,x]"],
-            r"field 'parallel.layers': expected a list of whole numbers or nothing",
+            r"field 'parallel.layers': expected a list of whole numbers or 'auto' or nothing",
         ),
         (["--parallel", "5"], r"field 'parallel' is a section"),
         (["--model.vision_attention", "flash"], r"model.vision_attention.*'flash_attn'"),
@@ -84,7 +84,7 @@ def test_unknown_or_ill_typed(arguments, message):
         (
             "parallel:\n  tp: 2\n  layers: [1, x]",
             3,
-            r"field 'parallel.layers': expected a list of whole numbers or nothing",
+            r"field 'parallel.layers': expected a list of whole numbers or 'auto' or nothing",
         ),
         ("seed: 3\nparallel: 2", 2, r"'parallel' is a section"),
         ("seed: 3\nparallel:\n# tp: 2\n", 2, r"'parallel' is a section"),

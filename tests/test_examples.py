@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from megatron_vl.config import validate
+from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import FAMILIES, read_spec
 from megatron_vl.spec.families.base import text_config
-from megatron_vl.spec.layout import run_layout
 from megatron_vl.weights.reader import WeightReader
 from tests.commands import logical_lines, megatron_vl_command, words_of
 from tests.examples import EXAMPLES, HF_CONFIGS, ROOT, Example, read_example
@@ -52,7 +52,7 @@ def test_every_family_and_every_released_size_has_an_example():
 def test_yaml_fits_the_released_model(example):
     config, spec = example.config, example.spec
     assert example.name.startswith(spec.family.removesuffix("_moe"))
-    run_layout(spec, config.parallel)
+    run_layout(config, spec, example.world)
     assert validate(config, example.world) >= 1
     assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]
     assert config.model.checkpoint and config.data.path and config.checkpoint.dir
@@ -155,7 +155,9 @@ def test_stated_speed_is_that_of_the_stated_mfu(example):
     assert example.tokens_per_second == pytest.approx(by_hand, rel=0.08)
 
 
-def test_stated_mfu_is_a_measured_one_less_idle_stages_and_recomputation(example):
+def test_stated_mfu_is_a_measured_one_less_what_a_layout_costs(example):
+    """Never above what was measured without idle stages and recomputation; and idle stages, uneven ones and
+    the collectives of wide tensor parallelism together cost less than half."""
     if example.measured_per_gpu:
         return
     p = example.config.parallel
@@ -163,8 +165,8 @@ def test_stated_mfu_is_a_measured_one_less_idle_stages_and_recomputation(example
     passes = p.vpp * config.global_batch_size * p.tp * p.pp // example.world
     busy = passes / (passes + p.pp - 1)
     # A whole forward pass again makes 4/3 of the work.
-    least = 3 / 4 if "full" in (config.recompute.language, config.recompute.vision) else 1
-    assert least * base_mfu(example) * busy - 0.011 <= example.mfu <= base_mfu(example) * busy + 0.011
+    again = 3 / 4 if "full" in (config.recompute.language, config.recompute.vision) else 1
+    assert 0.5 * again * base_mfu(example) * busy <= example.mfu <= base_mfu(example) * busy + 0.02
 
 
 def states_gib(example: Example, stage: int) -> float:

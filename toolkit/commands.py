@@ -30,6 +30,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("train", "TrainOptions", "train"),
+    "plan": Command("plan", "PlanOptions", "plan"),
     "convert": Command("weights", "ConvertOptions", "convert"),
     "split": Command("weights", "SplitOptions", "split"),
     "merge": Command("weights", "MergeOptions", "merge"),

@@ -22,16 +22,17 @@ leaves room for them. ``docs/log/2026-11.md`` compares the formula with measurem
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import TrainConfig, validate
+from megatron_vl.config import TrainConfig
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.families.base import MoeSpec
-from megatron_vl.spec.layout import Layout, run_layout
-from megatron_vl.spec.tensors import EMBEDDING, TensorInfo, part_of, tensor_table
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import EMBEDDING, Cut, TensorInfo, part_of, tensor_table
 
 GIB = 2**30
 GPU_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
@@ -91,26 +92,22 @@ class StageMemory:
 PARTS = ("weights", "gradients", "optimizer", "activations", "vision", "logits", "rows", "workspace")
 
 
-def estimate(
-    config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
+def stage_memories(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, patches: int | None = None
 ) -> list[StageMemory]:
-    """Estimates the peak memory of each pipeline stage, first stage first.
+    """The peak memory of each pipeline stage, first stage first.
 
     Args:
+        layout: it need not be the one that ``config`` asks for.
         patches: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
             as many as fill every token with a merged feature).
-
-    Raises:
-        RunConfigError, LayoutError: the run is impossible.
     """
-    dp = validate(config, world_size)
-    p = config.parallel
-    layout = run_layout(spec, p, config.vision)
     most = config.data.seq_len * spec.vision.merge_unit
     if patches is None:
         patches = min(most, config.data.max_patches or most)
     micro_batches = config.global_batch_size // dp
-    return [_stage(config, spec, layout, stage, dp, micro_batches, patches) for stage in range(p.pp)]
+    sizes = _Sizes(config, spec, layout, 2 if config.dtype == "bfloat16" else 4, patches)
+    return [_stage(sizes, stage, dp, micro_batches) for stage in range(layout.pp)]
 
 
 def peak_gib(stages: list[StageMemory]) -> float:
@@ -118,20 +115,12 @@ def peak_gib(stages: list[StageMemory]) -> float:
     return max(stage.total for stage in stages) / GIB
 
 
-def _stage(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    stage: int,
-    dp: int,
-    micro_batches: int,
-    patches: int,
-) -> StageMemory:
-    element = 2 if config.dtype == "bfloat16" else 4
-    sizes = _Sizes(config, spec, layout, element, patches)
+def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemory:
+    config, spec, layout, element = sizes.config, sizes.spec, sizes.layout, sizes.element
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
     vision = sizes.vision() if stage == 0 and not layout.decoupled else _Held()
-    order = play_schedule(layout.pp, layout.vpp, stage, micro_batches)
+    # What is held does not grow any more after the warm-up.
+    order = _held_at_most(layout.pp, layout.vpp, stage, min(micro_batches, 4 * layout.pp))
 
     # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
     weight = [c.kept + (vision.kept if v == 0 else 0.0) for v, c in enumerate(chunks)]
@@ -145,9 +134,11 @@ def _stage(
     tower = held[0] * vision.kept + max(0.0, vision.transient - recomputed)
     rows = micro_batches * sizes.row(stage == 0)
     if layout.decoupled:
-        share = -(-micro_batches * patches // (layout.tp * layout.pp))
+        share = -(-micro_batches * sizes.patches // (layout.tp * layout.pp))
         alone = dataclasses.replace(sizes, layout=dataclasses.replace(layout, tp=1), patches=share)
-        tower = alone.decoupled(activations + recomputed + logits, micro_batches * patches * (stage == 0))
+        tower = alone.decoupled(
+            activations + recomputed + logits, micro_batches * sizes.patches * (stage == 0)
+        )
         rows += alone.row(pixels=True)
     estimated = dataclasses.replace(
         _parameters(config, spec, layout, stage, dp, element),
@@ -177,34 +168,151 @@ def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInf
     return own
 
 
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters on one GPU."""
+
+    held: float = 0.0
+    trained: float = 0.0
+    owned: float = 0.0
+    """Trained ones whose optimizer state this GPU owns."""
+    tensors: int = 0
+    """Trained tensors; each expert's matrix is a tensor of its own."""
+
+    def __sub__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.held - other.held,
+            self.trained - other.trained,
+            self.owned - other.owned,
+            self.tensors - other.tensors,
+        )
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.held + other.held,
+            self.trained + other.trained,
+            self.owned + other.owned,
+            self.tensors + other.tensors,
+        )
+
+
+def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int) -> Parameters:
+    """The parameters of one GPU of a pipeline stage."""
+    m, p = config.model, config.parallel
+    frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
+    ranks = layout.tp * dp, layout.tp * layout.pp * dp
+    sections = _sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
+    last = stage == layout.pp - 1
+    found = Parameters()
+    if stage == 0 or layout.decoupled:
+        found += sections["vision", -1]
+    if stage == 0:
+        found += sections["embedding", -1]
+    if last:
+        found += sections["head", -1]
+    if last and layout.pp > 1 and spec.language.tied_embeddings:
+        found += sections["tied", -1]
+    for v in range(layout.vpp):
+        layers = layout.chunk_layers(stage, v)
+        found += sections["before", layers.stop] - sections["before", layers.start]
+    return found
+
+
+@functools.cache
+def _sections(
+    spec: ModelSpec, cut: Cut, ranks: tuple[int, int], distributed: bool, frozen: tuple[bool, bool, bool]
+) -> dict[tuple[str, int], Parameters]:
+    """The parameters of each section of the model on one GPU; ``ranks`` are those of a stage and of all.
+
+    ``before`` a layer are those of all decoder layers before it.
+    """
+    parts = dict(zip(("vision", "merger", "language"), frozen, strict=True))
+
+    def count(infos: tuple[TensorInfo, ...]) -> Parameters:
+        found = Parameters()
+        for info in infos:
+            # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
+            copies = ranks[0] // (cut.parts(info) if info.experts else cut.tp)
+            if cut.on_every_rank(info):
+                copies = ranks[1]
+            shape = info.shard_shape(cut)
+            n = math.prod(shape)
+            trained = 0 if parts[part_of(info.name)] else n
+            tensors = (shape[0] if info.experts else 1) * bool(trained)
+            found += Parameters(n, trained, trained / (copies if distributed else 1), tensors)
+        return found
+
+    tensors = _tensors_of(spec)
+    found = {(name, -1): count(tensors[name]) for name in ("vision", "embedding", "head", "tied")}
+    kinds = {name: count(infos) for name, infos in tensors.items() if name.startswith("layer")}
+    before = Parameters()
+    for layer in range(spec.language.num_layers):
+        found["before", layer] = before
+        before += kinds[_kind(spec, layer)]
+    found["before", spec.language.num_layers] = before
+    return found
+
+
+@functools.cache
+def _tensors_of(spec: ModelSpec) -> dict[str, tuple[TensorInfo, ...]]:
+    """The tensors of each section, and of one decoder layer of each kind."""
+    found: dict[str, list[TensorInfo]] = {"vision": [], "embedding": [], "head": [], "tied": []}
+    first: dict[str, int] = {}
+    for info in tensor_table(spec).values():
+        name = info.section
+        if name == "layer":
+            name = _kind(spec, info.layer)
+            if first.setdefault(name, info.layer) != info.layer:
+                continue
+        found.setdefault(name, []).append(info)
+        if info.name == EMBEDDING:
+            found["tied"].append(info)
+    return {name: tuple(infos) for name, infos in found.items()}
+
+
+def _kind(spec: ModelSpec, layer: int) -> str:
+    """Decoder layers of one kind have the same tensors."""
+    experts = " with experts" if spec.language.has_experts(layer) else ""
+    return f"layer{experts}" + (" and linear attention" if spec.language.is_linear(layer) else "")
+
+
+def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> float:
+    """Weights, gradients and optimizer state of one GPU of every stage together."""
+    m, p = config.model, config.parallel
+    frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
+    ranks = layout.tp * dp, layout.tp * layout.pp * dp
+    held, trained, owned = _sum_of_sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
+    element, state = (2, 12) if config.dtype == "bfloat16" else (4, 8)
+    return element * held + 4 * trained + state * owned * (1 - offloaded(config))
+
+
+@functools.cache
+def _sum_of_sections(
+    spec: ModelSpec, cut: Cut, ranks: tuple[int, int], distributed: bool, frozen: tuple[bool, bool, bool]
+) -> tuple[float, float, float]:
+    sections = _sections(spec, cut, ranks, distributed, frozen)
+    every = [sections[name, -1] for name in ("vision", "embedding", "head")]
+    every.append(sections["before", spec.language.num_layers])
+    return sum(f.held for f in every), sum(f.trained for f in every), sum(f.owned for f in every)
+
+
 def _parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, element: int
 ) -> StageMemory:
-    weights = gradients = optimizer = host = 0.0
+    found = stage_parameters(config, spec, layout, stage, dp)
     # float32 weights are their own master weights.
     state = 12 if element == 2 else 8
+    share = offloaded(config)
+    # Half of a bf16 model's master weights lies in its weights.
+    host = (state - 2 if element == 2 else state) * found.owned * share
+    here = state * found.owned * (1 - share)
+    return StageMemory(stage, element * found.held, 4 * found.trained, here, host=host)
+
+
+def offloaded(config: TrainConfig) -> float:
+    """Share of the optimizer's state in host memory; ``auto`` counts as none until it is resolved."""
     share = config.optimizer.offload_fraction
-    offloaded = share if isinstance(share, float | int) else 0.0
-    for info in stage_tensors(spec, layout, stage):
-        n = math.prod(info.shard_shape(layout.cut))
-        # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
-        copies = layout.tp * dp // layout.cut.parts(info) if info.experts else dp
-        if layout.cut.on_every_rank(info):
-            copies = layout.tp * layout.pp * dp
-        shards = copies if config.parallel.distributed_optimizer else 1
-        weights += element * n
-        if _trained(config, info.name):
-            gradients += 4 * n
-            optimizer += state * n / shards * (1 - offloaded)
-            # Half of a bf16 model's master weights lies in its weights.
-            host += (state - 2 if element == 2 else state) * n / shards * offloaded
-    return StageMemory(stage, weights, gradients, optimizer, host=host)
-
-
-def _trained(config: TrainConfig, name: str) -> bool:
-    m = config.model
-    frozen = {"vision": m.freeze_vision, "merger": m.freeze_merger, "language": m.freeze_language}
-    return not frozen[part_of(name)]
+    return share if isinstance(share, int | float) else 0.0
 
 
 # --- Activations --------------------------------------------------------------------------------------------
@@ -243,7 +351,7 @@ class _Sizes:
         last = stage == layout.pp - 1 and v == layout.vpp - 1
         token = self.element * self.config.data.seq_len
         hidden = token * m.hidden_size / self._shared
-        layers = [token * self._decoder_layer(m, layer) for layer in layout.chunk_layers(stage, v)]
+        layers = [token * self._kinds[m.has_experts(layer)] for layer in layout.chunk_layers(stage, v)]
 
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
@@ -256,7 +364,13 @@ class _Sizes:
 
         return _Held(sum(layers) + ends)
 
-    def _decoder_layer(self, m: LanguageSpec, layer: int) -> float:
+    @functools.cached_property
+    def _kinds(self) -> tuple[float, float]:
+        """Elements of one token in a decoder layer without and with experts."""
+        m = self.spec.language
+        return self._decoder_layer(m, False), self._decoder_layer(m, True)
+
+    def _decoder_layer(self, m: LanguageSpec, experts: bool) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         tp, r = self.layout.tp, self.config.recompute
         modules = set(r.language_modules) if r.language == "selective" else set()
@@ -267,7 +381,7 @@ class _Sizes:
         v = kv if self.config.model.language_attention in ("auto", "te") else heads + 2 * kv
         attention = heads + kv + v + heads + m.num_heads * 4 / self.element / tp
         norms = 4 * m.hidden_size / self._shared
-        if m.moe is not None and m.has_experts(layer):
+        if m.moe is not None and experts:
             return (
                 norms
                 + attention
@@ -371,6 +485,12 @@ class _Sizes:
 
 
 # --- Schedule -----------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _held_at_most(pp: int, vpp: int, stage: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """The different states of :func:`play_schedule`, in order."""
+    return tuple(dict.fromkeys(play_schedule(pp, vpp, stage, micro_batches)))
 
 
 def warm_up_passes(pp: int, vpp: int, stage: int, micro_batches: int) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.memory import RESERVE_GIB, estimate, peak_gib
+from megatron_vl.planning.memory import RESERVE_GIB, peak_gib
+from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import ModelSpec
 
 STEPS = 20

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import ParallelConfig, VisionConfig
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import Cut, LayoutError, TensorInfo, check_cut
 
@@ -141,23 +140,20 @@ def make_layout(
     return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled)
 
 
-def run_layout(spec: ModelSpec, parallel: ParallelConfig, vision: VisionConfig | None = None) -> Layout:
-    """The layout that a run asks for.
+def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
+    """Refuses experts under tensor parallelism alone.
 
     Args:
         vision: where the vision tower is; None: on the first stage.
 
     Raises:
-        LayoutError: the layout is impossible for this model.
+        LayoutError: the message names the fields.
     """
-    p = parallel
-    if spec.language.moe and p.tp > 1 and not p.sequence_parallel:
+    if spec.language.moe and tp > 1 and not sequence_parallel:
         raise LayoutError(
-            f"parallel.tp={p.tp} with experts needs parallel.sequence_parallel: each rank must route its"
+            f"parallel.tp={tp} with experts needs parallel.sequence_parallel: each rank must route its"
             " own tokens"
         )
-    decoupled = vision is not None and vision.placement == "decoupled"
-    return make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp, decoupled)
 
 
 def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:

@@ -45,6 +45,7 @@ from megatron_vl.training.preflight import (
     read_data,
     remarks,
     run_facts,
+    settle_split,
 )
 from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
@@ -89,6 +90,7 @@ def set_up(config: TrainConfig) -> Run:
     All checks run before a process group starts, except those of the data set, which one rank reads.
     """
     spec, layout = check(config)
+    settle_split(config, layout)
     platform = get_platform(config.platform)
     init_distributed(platform, _minutes_of_collectives(config.failures.timeout_s))
     config = resolve(config, spec, dist.get_world_size(), platform.memory_gib())

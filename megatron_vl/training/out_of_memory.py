@@ -15,9 +15,9 @@ from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.parallel.failures import LESS_HOST_MEMORY
-from megatron_vl.planning.memory import PARTS, RESERVE_GIB, StageMemory, estimate, peak_gib
+from megatron_vl.planning.memory import PARTS, RESERVE_GIB, StageMemory, peak_gib
+from megatron_vl.planning.run import estimate, run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import run_layout
 
 GIB = 2**30
 FRAGMENTED = 0.1
@@ -201,7 +201,7 @@ def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tup
             yield _options("optimizer", config.optimizer, optimizer), offloaded
 
     p = config.parallel
-    for layers in other_splits(list(run_layout(spec, p, config.vision).layers), p.vpp):
+    for layers in other_splits(list(run_layout(config, spec, world).layers), p.vpp):
         parallel = dataclasses.replace(p, layers=layers)
         yield _options("parallel", p, parallel), dataclasses.replace(config, parallel=parallel)
     more = dataclasses.replace(p, pp=2 * p.pp, layers=None)

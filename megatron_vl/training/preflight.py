@@ -16,10 +16,20 @@ from megatron_vl.config import RunConfigError, TrainConfig, validate, video_rule
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.parallel.open_files import raise_open_files
-from megatron_vl.planning.memory import estimate
+from megatron_vl.planning.calibration import Calibration
+from megatron_vl.planning.fit import check_memory
+from megatron_vl.planning.gpus import calibration_here
+from megatron_vl.planning.run import estimate, run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, run_layout
-from megatron_vl.weights.run_folder import DataRestart, Lineage, Saved, StepMissingError, choose
+from megatron_vl.spec.layout import Layout, read_layout
+from megatron_vl.weights.run_folder import (
+    DataRestart,
+    Lineage,
+    Saved,
+    StepMissingError,
+    choose,
+    read_signed,
+)
 from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
 
 OWN_FILES = 512
@@ -46,7 +56,8 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         CoreVersionError: this version of Megatron-core was never tested with this toolkit.
     """
     check_core_version()
-    dp = validate(config, launched_world_size() if world_size is None else world_size)
+    world_size = launched_world_size() if world_size is None else world_size
+    dp = validate(config, world_size)
     if not config.model.hf:
         raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
     if not (Path(config.model.hf) / "config.json").is_file():
@@ -56,12 +67,13 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         )
 
     spec = read_spec(config.model.hf)
-    layout = run_layout(spec, config.parallel, config.vision)
+    gpu = gpu_of(config)
+    layout = run_layout(config, spec, world_size, calibration=gpu)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
-    check_host_memory(config, spec, launched_world_size() if world_size is None else world_size)
+    check_host_memory(config, spec, world_size)
     if config.data.balance:
         check_open_files(dp)
     check_data_path(config.data.path)
@@ -73,6 +85,11 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     check_export(config)
 
     start = plan_start(config, dp)
+    layout = run_layout(
+        config, spec, world_size, calibration=gpu, saved=saved_layout(config, spec, start.source)
+    )
+    if gpu is not None:
+        check_memory(config, spec, layout, world_size, gpu)
     if start.source is not None:
         check_video_rule(config, spec, start.source.path)
         check_own_checkpoint(config, spec, dp, start)
@@ -81,6 +98,30 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
             f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it"
         )
     return spec, layout
+
+
+def gpu_of(config: TrainConfig) -> Calibration | None:
+    """The calibration of this machine's GPUs, if the run is for GPUs and there are any."""
+    return None if config.platform == "cpu" else calibration_here()
+
+
+def saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> Layout | None:
+    """The layout that a checkpoint was saved with, whose split a resumed run keeps; None where it needs none.
+
+    A damaged checkpoint is reported where it is checked.
+    """
+    if source is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
+        return None
+    try:
+        return read_layout(spec, read_signed(source.path, source.step)["layout"])
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError):
+        return None
+
+
+def settle_split(config: TrainConfig, layout: Layout) -> None:
+    """Writes the split that was found into the run, so that all that follows reads the same one."""
+    if layout.pp > 1:
+        config.parallel.layers = list(layout.layers)
 
 
 def check_host_memory(config: TrainConfig, spec: ModelSpec, world_size: int) -> None:
@@ -283,10 +324,15 @@ def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:
     return all(saved.get(name) == value for name, value in now.items())
 
 
+def resumed_from(config: TrainConfig) -> Saved | None:
+    """The checkpoint that this run resumes from; None if it starts from step 0."""
+    c = config.checkpoint
+    return choose(Path(c.dir) if c.dir and c.resume else None, c.step, c.branch, c.attempt).source
+
+
 def step_to_resume(config: TrainConfig) -> int | None:
     """The step whose checkpoint this run resumes from; None if it starts from step 0."""
-    c = config.checkpoint
-    source = choose(Path(c.dir) if c.dir and c.resume else None, c.step, c.branch, c.attempt).source
+    source = resumed_from(config)
     return None if source is None else source.step
 
 

@@ -20,7 +20,7 @@ from megatron_vl.config import (
     validate,
 )
 from megatron_vl.planning.flops import recompute_flops, vision_parts
-from megatron_vl.planning.memory import estimate
+from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import part_of, tensor_table
 

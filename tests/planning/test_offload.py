@@ -6,8 +6,9 @@ import pytest
 
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, estimate, peak_gib
+from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_gib
 from megatron_vl.planning.offload import advice, least_share, resolve, with_share
+from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.training.out_of_memory import candidates
 from megatron_vl.training.preflight import check_host_memory

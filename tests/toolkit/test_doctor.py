@@ -16,7 +16,8 @@ import yaml
 
 from converters.convert import convert
 from megatron_vl.config import parse_config
-from megatron_vl.planning.memory import StageMemory, estimate, peak_gib
+from megatron_vl.planning.memory import StageMemory, peak_gib
+from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import read_spec
 from tests.support.ranks import python_path
 from tests.training.small_run import prepare

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.planning.memory import RESERVE_GIB, estimate, peak_gib
+from megatron_vl.planning.memory import RESERVE_GIB, peak_gib
+from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.out_of_memory import (
     OutOfMemory,

@@ -61,11 +61,10 @@ def run(options: BenchRun) -> None:
     """Measures all workloads and reports them on rank 0. Collective."""
     config = options.config
     spec = options.spec()
-    layout = options.layout()
-
     platform = get_platform(config.platform)
     init_distributed(platform)
     options.check_ranks(dist.get_world_size())
+    layout = options.layout(dist.get_world_size())
     grid = make_grid(layout, owners=config.data.balance)
     live = build(options, spec, platform, grid, layout)
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UsageError
+from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, run_layout
+from megatron_vl.spec.layout import Layout
 from megatron_vl.training.preflight import check_data_path
 from toolkit import options as command_line
 from toolkit.options import CommandOptions, option
@@ -83,21 +84,20 @@ class BenchRun(BenchOptions):
         layers = {"language": self.language_layers, "vision": self.vision_layers}
         return read_spec(self.hf).replace_layers(**{name: n for name, n in layers.items() if n})
 
-    def layout(self) -> Layout:
-        return run_layout(self.spec(), self.config.parallel, self.config.vision)
+    def layout(self, ranks: int) -> Layout:
+        return run_layout(self.config, self.spec(), ranks)
 
     def check_ranks(self, ranks: int) -> None:
         """Raises RunConfigError or LayoutError, naming the field, if the run is impossible
         on ``ranks`` ranks."""
-        self.layout()
+        if not self.peer:
+            self.layout(ranks)
         if "data" in self.workloads:
             check_data_path(self.config.data.path)
         if self.peer and self.config.global_batch_size % ranks:
             raise RunConfigError(
                 f"global_batch_size {self.config.global_batch_size} must be a multiple of the {ranks} ranks"
             )
-        if not self.peer:
-            validate(self.config, ranks)
 
 
 def parse(argv: list[str], program: str = "python -m toolkit.bench") -> BenchRun:

@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
-from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, estimate, peak_gib
+from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, peak_gib, stage_memories
+from megatron_vl.planning.predict import Prediction, predict
+from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
-from megatron_vl.training.preflight import check, check_start_weights, read_data, remarks, step_to_resume
+from megatron_vl.training.preflight import (
+    check,
+    check_start_weights,
+    gpu_of,
+    read_data,
+    remarks,
+    step_to_resume,
+)
 from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.machine import Gpu, check_disk
 
@@ -30,6 +39,8 @@ class RunReport:
 
     findings: list[Finding] = field(default_factory=list)
     memory: list[StageMemory] = field(default_factory=list)
+    prediction: Prediction | None = None
+    """What the planner expects of the run, with the rows that it states."""
 
 
 def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> Finding:
@@ -112,17 +123,15 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
         say(ok("model and layout", f"{spec.family}, decoder layers {list(layout.layers)} on {p.pp} stages"))
     except (ValueError, OSError, RuntimeError) as error:
         say(broken("model and layout", str(error), "correct the field or path that the message names"))
-        found = _spec_alone(config)
+        found = _spec_alone(config, world_size)
         if found is None:
             return report
         spec, layout = found
 
-    try:
-        report.memory = estimate(config, spec, world_size)
-    except (LayoutError, RunConfigError):
-        return report
-
+    report.memory = stage_memories(config, spec, layout, dp)
+    report.prediction = predict(config, spec, world_size, layout, calibration=gpu_of(config))
     report.findings += _memory(config, report.memory, gpus)
+    report.findings.append(_speed(report.prediction))
     report.findings += [
         _positions(config, spec),
         _build(options, config, world_size),
@@ -133,13 +142,11 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     return report
 
 
-def _spec_alone(config: TrainConfig) -> tuple[ModelSpec, Layout] | None:
+def _spec_alone(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout] | None:
     """Reads model and layout although something else in the run is wrong."""
-    from megatron_vl.spec.layout import run_layout
-
     try:
         spec = read_spec(config.model.hf)
-        return spec, run_layout(spec, config.parallel, config.vision)
+        return spec, run_layout(config, spec, world_size, calibration=gpu_of(config))
     except (ConfigError, LayoutError, OSError, ValueError):
         return None
 
@@ -172,6 +179,16 @@ def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> 
         )
 
     return findings
+
+
+def _speed(prediction: Prediction) -> Finding:
+    """The planner's estimate of the run's speed."""
+    p = prediction
+    found = f"{p.step:.2f} s a step, {p.tokens_per_second:,.0f} tokens/s at {p.mfu:.0%} MFU estimated on"
+    found += f" {p.calibration.gpu}" + (
+        f", stages wait {p.bubble:.0%} of the time" if p.layout.pp > 1 else ""
+    )
+    return ok("speed", f"{found}; megatron-vl plan compares it with other layouts")
 
 
 def _positions(config: TrainConfig, spec: ModelSpec) -> Finding:

@@ -13,11 +13,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_vl.planning.gpus import Gpu, list_gpus, parse_gpus
 from toolkit.doctor import Finding, broken, note, ok
 
+__all__ = ["Gpu", "list_gpus", "parse_gpus"]
 GIB = 2**30
 INSTALL_GPU = "pip install -e '.[gpu]' -c constraints.txt --no-build-isolation"
 TE_PARTS = (
@@ -196,43 +197,6 @@ def _core(imports: bool, error: str) -> Finding:
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as nvidia-smi reports it; memory in MiB."""
-
-    index: int
-    name: str
-    memory: int
-    used: int
-    driver: str
-
-
-def list_gpus() -> list[Gpu]:
-    """The GPUs of this machine; empty without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = [
-        "nvidia-smi",
-        "--query-gpu=index,name,memory.total,memory.used,driver_version",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_gpus(done.stdout) if done.returncode == 0 else []
-
-
-def parse_gpus(text: str) -> list[Gpu]:
-    """Parses ``nvidia-smi``'s table; skips other lines, such as the text about a GPU that has failed."""
-    gpus = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 5 and fields[0].isdigit() and fields[2].isdigit() and fields[3].isdigit():
-            gpus.append(Gpu(int(fields[0]), fields[1], int(fields[2]), int(fields[3]), fields[4]))
-    return gpus
 
 
 def _gpu_findings(gpus: list[Gpu]) -> Iterator[Finding]:

@@ -16,11 +16,10 @@ import torch
 
 from converters.convert import convert
 from data_tools.formats import read_conversation
-from megatron_vl.config import ParallelConfig
 from megatron_vl.data.assemble import Sample
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import run_layout
+from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
@@ -135,7 +134,7 @@ def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
             f"(each rank routes its own tokens); write {sizes}sp{colon}{layers}"
         )
     try:
-        run_layout(spec, ParallelConfig(**layout.model_parallel, sequence_parallel=layout.sequence_parallel))
+        make_layout(spec, **layout.model_parallel)
     except LayoutError as error:
         raise UserError(f"--layouts {layout.text}: {error}") from error
 

@@ -1,1 +1,1 @@
-"""Builds the model of any run without memory, to check that it can be built."""
+"""``megatron-vl plan``: finds a layout, or predicts a given one."""

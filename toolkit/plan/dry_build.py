@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_vl.config import Fp8Config, TrainConfig, parse_config, validate
+from megatron_vl.planning.run import run_layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, run_layout
+from megatron_vl.spec.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,9 @@ def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[lis
         RuntimeError: modules and tensor table disagree, or a process group already exists.
     """
     validate(config, world_size)
-    p = config.parallel
-    layout = run_layout(spec, p, config.vision)
+    layout = run_layout(config, spec, world_size)
     config = without_cuda(config)
-    return [_build_rank(config, spec, layout, stage, world_size) for stage in range(p.pp)]
+    return [_build_rank(config, spec, layout, stage, world_size) for stage in range(layout.pp)]
 
 
 def without_cuda(config: TrainConfig) -> TrainConfig:

@@ -6,7 +6,7 @@ import os
 import sys
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
-from megatron_vl.errors import UsageError
+from megatron_vl.errors import UsageError, UserError
 from toolkit.launch import free_port
 
 from .environment import Surroundings, read
@@ -43,7 +43,7 @@ def train(options: TrainOptions) -> int:
 
     nnodes = options.nnodes or surroundings.nnodes
     per_node = options.nproc_per_node or _gpus_here()
-    validate(config, nnodes * per_node)  # refuse once, before any process starts
+    _refuse(config, nnodes * per_node)
     for name, value in FOR_GPUS.items():
         os.environ.setdefault(name, value)
     if nnodes * per_node == 1:
@@ -58,6 +58,26 @@ def _config(fields: list[str]) -> TrainConfig:
         return parse_config(fields)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
+
+
+def _refuse(config: TrainConfig, world: int) -> None:
+    """Refuses an impossible or too large run once, before any process starts."""
+    validate(config, world)
+    from megatron_vl.planning.fit import check_memory
+    from megatron_vl.planning.run import run_layout
+    from megatron_vl.spec.families import read_spec
+    from megatron_vl.training.preflight import gpu_of, resumed_from, saved_layout
+
+    gpu = gpu_of(config)
+    if gpu is None:
+        return
+    try:
+        spec = read_spec(config.model.hf)
+        saved = saved_layout(config, spec, resumed_from(config))
+        layout = run_layout(config, spec, world, calibration=gpu, saved=saved)
+    except (UserError, OSError, ValueError):
+        return  # the ranks say what is wrong, with all that they check before
+    check_memory(config, spec, layout, world, gpu)
 
 
 def _be_a_rank(fields: list[str], variables: object) -> int:

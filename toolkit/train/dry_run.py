@@ -1,4 +1,4 @@
-"""Plans a run without a GPU or torch: its layout, its schedule, and the memory of each pipeline stage."""
+"""Shows a run without a GPU or torch: its layout, its schedule, and the predicted memory and speed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import sys
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
-from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, estimate, peak_gib, warm_up_passes
+from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, peak_gib, warm_up_passes
 from megatron_vl.planning.offload import least_share, resolve
-from megatron_vl.planning.speed import estimate_speed
+from megatron_vl.planning.predict import Prediction, predict
+from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, run_layout
+from megatron_vl.spec.layout import Layout
+from megatron_vl.training.preflight import gpu_of, resumed_from, saved_layout
 from toolkit.doctor.machine import list_gpus
 
 
@@ -39,12 +41,15 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         )
 
     spec = read_spec(config.model.hf)
-    layout = run_layout(spec, config.parallel, config.vision)
+    gpu = gpu_of(config)
+    saved = saved_layout(config, spec, resumed_from(config))
+    layout = run_layout(config, spec, world, calibration=gpu, saved=saved)
     micro_batches = config.global_batch_size // dp
     shares = {name: least_share(config, spec, world, gib) for name, gib in GPU_GIB.items()}
     if config.optimizer.offload_fraction == "auto":
         config = resolve(config, spec, world, next(iter(GPU_GIB.values())))
-    stages = estimate(config, spec, world)
+    prediction = predict(config, spec, world, layout, calibration=gpu)
+    stages = [stage.memory for stage in prediction.stages]
     fit = [name for name, gib in GPU_GIB.items() if peak_gib(stages) + RESERVE_GIB <= gib]
 
     return {
@@ -61,7 +66,8 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "offload_fraction": config.optimizer.offload_fraction,
         "least_offload_fraction": shares,
         "host_gib_per_rank": round(max(stage.host for stage in stages) / 2**30, 1),
-        "speed": _speed(config, spec, world),
+        "split": _split_source(config, layout, saved),
+        "speed": _speed(prediction),
     }
 
 
@@ -98,14 +104,34 @@ def _schedule(layout: Layout, micro_batches: int) -> dict[str, Any]:
     }
 
 
-def _speed(config: TrainConfig, spec: ModelSpec, world: int) -> dict[str, float]:
-    """The estimated speed on H200 with image rows."""
-    speed = estimate_speed(config, spec, world)
+def _split_source(config: TrainConfig, layout: Layout, saved: Layout | None) -> str:
+    """Where the split comes from."""
+    if layout.pp == 1 or isinstance(config.parallel.layers, list):
+        return "given"
+    kept = saved is not None and (saved.pp, saved.vpp, saved.decoupled) == (
+        layout.pp,
+        layout.vpp,
+        layout.decoupled,
+    )
+    return "saved" if kept else "planned"
+
+
+def _speed(prediction: Prediction) -> dict[str, float | str]:
+    """The predicted speed with image rows."""
     return {
-        "mfu": round(speed.mfu, 3),
-        "tokens_per_second": round(speed.tokens_per_second),
-        "hours_per_billion_tokens": round(speed.hours_per_billion_tokens, 1),
+        "gpu": prediction.calibration.gpu,
+        "step_s": round(prediction.step, 3),
+        "bubble": round(prediction.bubble, 3),
+        "mfu": round(prediction.mfu, 3),
+        "tokens_per_second": round(prediction.tokens_per_second),
+        "hours_per_billion_tokens": round(prediction.hours_per_billion_tokens, 1),
     }
+
+
+SPLITS = {
+    "planned": "planned, as parallel.layers is left out",
+    "saved": "that of the checkpoint that the run resumes from",
+}
 
 
 def _print_offload(facts: dict[str, Any]) -> None:
@@ -136,13 +162,19 @@ def _print(facts: dict[str, Any]) -> None:
     for stage, contents in enumerate(facts["stages"]):
         print(f"  stage {stage}: {', '.join(contents)}")
 
+    if facts["split"] in SPLITS:
+        print(f"  split {sizes['layers']}: {SPLITS[facts['split']]}")
     print(f"step: {facts['rows_per_step']} rows, {facts['tokens_per_step']:,} tokens")
     each = f"{schedule['micro_batches']} micro-batches on each data-parallel rank"
     print(f"schedule: {schedule['kind']}, {each}")
     if sizes["pp"] > 1:
         for stage, (first, steady) in enumerate(zip(schedule["warm_up"], schedule["steady"], strict=True)):
             print(f"  stage {stage}: {first} forward, {steady} x (forward, backward), {first} backward")
-        print(f"  idle: {schedule['idle_share']:.1%} of a step, if all stages take equally long")
+        bubble = facts["speed"]["bubble"]
+        print(
+            f"  idle: {bubble:.1%} of the pipeline's time (estimate); {schedule['idle_share']:.1%} if all"
+            " stages took equally long"
+        )
 
     table = Table(
         "stage", "in flight", *PARTS, "total", title="Memory per GPU of each pipeline stage in GiB (estimate)"
@@ -159,8 +191,10 @@ def _print(facts: dict[str, Any]) -> None:
     print(f"fits: {fits}")
     _print_offload(facts)
     speed = facts["speed"]
-    rate = f"{speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
+    rate = (
+        f"{speed['step_s']:.2f} s a step, {speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
+    )
     print(
-        f"estimated speed on H200 with image rows: {rate}, "
+        f"estimated speed on {speed['gpu']} with image rows: {rate}, "
         f"{speed['hours_per_billion_tokens']} hours per billion tokens"
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.config import ParallelConfig
+from megatron_vl.config import ParallelConfig, TrainConfig
+from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.layout import run_layout
 from megatron_vl.spec.tensors import LayoutError
 from tests.models.programs import gradients_of_cases
 from tests.support.ranks import call
@@ -166,10 +166,11 @@ def test_the_balancing_loss_follows_the_config(
 def test_tensor_parallel_without_sequence_parallel_is_refused(tiny_checkpoint) -> None:
     spec = read_spec(tiny_checkpoint("qwen3_vl_moe"))
     with pytest.raises(LayoutError, match=r"parallel\.tp=2 with experts needs parallel\.sequence_parallel"):
-        run_layout(spec, ParallelConfig(tp=2))
-    assert run_layout(spec, ParallelConfig(tp=2, sequence_parallel=True, ep=4)).ep == 4
+        run_layout(TrainConfig(parallel=ParallelConfig(tp=2)), spec, 2)
+    both = ParallelConfig(tp=2, sequence_parallel=True, ep=4)
+    assert run_layout(TrainConfig(parallel=both, global_batch_size=2), spec, 4).ep == 4
     with pytest.raises(LayoutError, match="ep=3 does not divide 8 experts"):
-        run_layout(spec, ParallelConfig(ep=3))
+        run_layout(TrainConfig(parallel=ParallelConfig(ep=3), global_batch_size=3), spec, 3)
 
 
 def test_names_of_both_kinds_of_experts() -> None:

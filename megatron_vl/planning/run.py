@@ -1,0 +1,99 @@
+"""A run's own layout, memory and speed: what ``train``, ``doctor``, ``plan`` and ``bench`` all ask here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_vl.config import TrainConfig, validate
+from megatron_vl.planning.calibration import Calibration, shipped
+from megatron_vl.planning.cost import Costs, Network
+from megatron_vl.planning.memory import StageMemory, stage_memories
+from megatron_vl.planning.predict import Prediction, predict
+from megatron_vl.planning.rows import RowStatistics, stated_rows
+from megatron_vl.planning.split import planned_layers
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, check_experts, make_layout
+
+
+def run_layout(
+    config: TrainConfig,
+    spec: ModelSpec,
+    world_size: int,
+    *,
+    calibration: Calibration | None = None,
+    rows: RowStatistics | None = None,
+    network: Network | None = None,
+    saved: Layout | None = None,
+) -> Layout:
+    """The layout of a run; with a pipeline and without ``parallel.layers``, its planned split.
+
+    The split depends on the arguments alone, so that every rank and every command finds the same one.
+
+    Args:
+        saved: layout of the checkpoint that the run resumes from. Its split stays, as long as it has the same
+            stages and chunks, and the vision tower the same place.
+
+    Raises:
+        RunConfigError, LayoutError: the layout is impossible.
+    """
+    dp = validate(config, world_size)
+    p = config.parallel
+    check_experts(spec, p.tp, p.sequence_parallel)
+    layers = p.layers if isinstance(p.layers, list) else None
+    decoupled = config.vision.placement == "decoupled"
+    if layers is not None or p.pp == 1:
+        return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, decoupled)
+
+    kept = saved is not None and (saved.pp, saved.vpp, saved.decoupled) == (p.pp, p.vpp, decoupled)
+    if saved is not None and kept:
+        return make_layout(spec, p.tp, p.pp, p.vpp, saved.layers, p.ep, p.etp, decoupled)
+
+    # Any split of the right length, for checking the sizes.
+    entries = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]
+    layout = make_layout(spec, p.tp, p.pp, p.vpp, entries, p.ep, p.etp, decoupled)
+    rows = rows or stated_rows(spec, config.data.seq_len, config.data.max_patches)
+    costs = Costs(config, spec, layout, dp, rows, calibration or shipped(), network or Network())
+    return dataclasses.replace(layout, layers=planned_layers(costs))
+
+
+def estimate(
+    config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
+) -> list[StageMemory]:
+    """Estimates the peak memory of each pipeline stage of a run, first stage first.
+
+    Args:
+        patches: vision patches of the fullest row; None: as many as a row can hold.
+
+    Raises:
+        RunConfigError, LayoutError: the run is impossible.
+    """
+    layout = run_layout(config, spec, world_size)
+    return stage_memories(config, spec, layout, validate(config, world_size), patches)
+
+
+def predict_run(
+    config: TrainConfig,
+    spec: ModelSpec,
+    world_size: int,
+    *,
+    rows: RowStatistics | None = None,
+    calibration: Calibration | None = None,
+    network: Network | None = None,
+    patches: int | None = None,
+) -> Prediction:
+    """Predicts a run under its own layout.
+
+    Raises:
+        RunConfigError, LayoutError: the run is impossible.
+    """
+    layout = run_layout(config, spec, world_size, calibration=calibration, rows=rows, network=network)
+    return predict(
+        config,
+        spec,
+        world_size,
+        layout,
+        rows=rows,
+        calibration=calibration,
+        network=network,
+        patches=patches,
+    )

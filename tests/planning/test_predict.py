@@ -1,0 +1,226 @@
+"""Predicted steps against measured ones on H200 (docs/log/2026-11.md), and what must follow from the fields.
+
+The measured figures are those of the machines, never of the model of cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.planning.calibration import CalibrationError, read_calibration, shipped, write_calibration
+from megatron_vl.planning.cost import ranks_of_a_token
+from megatron_vl.planning.fit import check_memory
+from megatron_vl.planning.predict import Prediction
+from megatron_vl.planning.rows import RowShape, RowStatistics, stated_rows
+from megatron_vl.planning.run import predict_run, run_layout
+from megatron_vl.planning.split import balanced
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import make_layout
+
+CONFIGS = Path(__file__).parents[1] / "hf_configs"
+LEAN = (
+    "--recompute.vision activation --recompute.language selective --recompute.language_modules [activation]"
+)
+TP2 = f"--parallel.tp 2 --parallel.sequence_parallel true {LEAN}"
+PP4 = f"{LEAN} --recompute.vision full --global_batch_size 12 --parallel.pp 4"
+EP2 = f"--parallel.ep 2 {LEAN}"
+B7, B3, B8, A3 = "Qwen2.5-VL-7B", "Qwen2.5-VL-3B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B"
+QUARTER = {"language": 12, "vision": 7}
+
+TEXT = RowStatistics("documents of 300 to 700 tokens", (RowShape((500,) * 16, loss_tokens=8000),))
+
+MEASURED = [
+    ("DP2, 20 layers, images", 2543, B7, {"language": 20}, 2, f"--global_batch_size 8 {LEAN}"),
+    ("DP2, 20 layers, text", 1858, B7, {"language": 20}, 2, f"--global_batch_size 8 {LEAN}"),
+    ("DP4, whole", 3279, B7, {}, 4, f"--global_batch_size 16 {LEAN}"),
+    ("DP2, 10 layers", 3386, B7, {"language": 10}, 2, f"--global_batch_size 16 {LEAN}"),
+    ("3B, images", 1978, B3, {}, 1, "--global_batch_size 4"),
+    ("3B, text", 1215, B3, {}, 1, "--global_batch_size 4"),
+    ("TP2, images", 606, B7, {"language": 8, "vision": 8}, 2, f"--global_batch_size 4 {TP2}"),
+    ("TP2, text", 484, B7, {"language": 8, "vision": 8}, 2, f"--global_batch_size 4 {TP2}"),
+    ("8B, images", 883, B8, {"language": 9, "vision": 7}, 1, "--global_batch_size 4"),
+    ("8B, text", 853, B8, {"language": 9, "vision": 7}, 1, "--global_batch_size 4"),
+    ("PP2", 3647, B7, {}, 2, f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [8,20]"),
+    ("PP4, even", 5143, B7, {}, 4, f"{PP4} --parallel.layers [7,7,7,7]"),
+    ("PP4, planned", 3691, B7, {}, 4, f"{PP4} --parallel.layers [0,9,9,10]"),
+    ("EP2, rows of 32768", 1253, A3, QUARTER, 2, f"--global_batch_size 4 {EP2} --data.seq_len 32768"),
+    ("EP2, rows of 8192", 2267, A3, QUARTER, 2, f"--global_batch_size 16 {EP2}"),
+    (
+        "EP2, all computed again",
+        3137,
+        A3,
+        QUARTER,
+        2,
+        "--global_batch_size 8 --data.seq_len 32768 --parallel.ep 2 --recompute.language full"
+        " --recompute.vision full",
+    ),
+]
+"""ms a step, on the rows of `megatron-vl bench`, experts evenly loaded."""
+
+
+def config(options: str) -> TrainConfig:
+    return parse_config(["--data.seq_len", "8192", *options.split()])
+
+
+def spec_of(size: str, **layers: int) -> ModelSpec:
+    return read_spec(CONFIGS / f"{size}-Instruct.json").replace_layers(**layers)
+
+
+def run(size: str, world: int, options: str, **layers: int) -> Prediction:
+    return predict_run(config(options), spec_of(size, **layers), world)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured", "size", "layers", "world", "options"), MEASURED, ids=[m[0] for m in MEASURED]
+)
+def test_a_step_takes_what_was_measured(name, measured, size, layers, world, options) -> None:
+    rows = TEXT if name.endswith("text") else None
+    found = predict_run(config(options), spec_of(size, **layers), world, rows=rows)
+    assert 1e3 * found.step == pytest.approx(measured, rel=0.05)
+
+
+def test_the_planned_split_is_as_much_faster_as_measured() -> None:
+    """5,143 ms even, 3,691 ms with [0,9,9,10]: 1.39 times."""
+    even = run(B7, 4, f"{PP4} --parallel.layers [7,7,7,7]")
+    planned = run(B7, 4, PP4)
+    assert planned.layout.layers != (7, 7, 7, 7) and planned.layout.layers[0] == 0
+    assert even.step / planned.step == pytest.approx(5143 / 3691, rel=0.03)
+
+
+def test_an_empty_split_and_auto_are_the_planned_one() -> None:
+    spec = spec_of(B7)
+    options = f"{LEAN} --recompute.vision full --global_batch_size 8 --parallel.pp 2"
+    left_out = run_layout(config(options), spec, 2)
+    assert run_layout(config(f"{options} --parallel.layers auto"), spec, 2) == left_out
+    assert left_out.layers != (14, 14) and sum(left_out.layers) == 28
+    # The even one runs out of memory; the planned one fits.
+    assert predict_run(config(options), spec, 2).fits
+    assert not run(B7, 2, f"{LEAN} --global_batch_size 8 --parallel.pp 2 --parallel.layers [14,14]").fits
+
+
+def test_a_saved_split_stays_while_the_stages_do() -> None:
+    spec = spec_of(B7)
+    run_of_two = config("--global_batch_size 8 --parallel.pp 2")
+    saved = make_layout(spec, pp=2, layers=[3, 25])
+    assert run_layout(run_of_two, spec, 2, saved=saved).layers == (3, 25)
+    other = config("--global_batch_size 8 --parallel.pp 4")
+    assert len(run_layout(other, spec, 4, saved=saved).layers) == 4
+    given = config("--global_batch_size 8 --parallel.pp 2 --parallel.layers [10,18]")
+    assert run_layout(given, spec, 2, saved=saved).layers == (10, 18)
+
+
+def test_balanced_by_hand() -> None:
+    """Ten layers of 1 on three entries, the first of which has 4 and the last 1 besides: 5 each."""
+    assert balanced([1.0] * 10, 4.0, 1.0, 3) == (1, 5, 4)
+    assert balanced([1.0] * 8, 0.0, 0.0, 4) == (2, 2, 2, 2)
+    # A tower longer than its share leaves the rest to the others.
+    assert balanced([1.0] * 9, 30.0, 0.0, 4) == (0, 3, 3, 3)
+    # Layers that take longer are fewer.
+    assert balanced([1.0] * 4 + [2.0] * 2, 0.0, 0.0, 2) == (4, 2)
+
+
+def test_ranks_of_a_token() -> None:
+    """Counted in docs/log/2026-11.md: 8 of 128 experts are on 1.99, 3.63 and 5.34 ranks."""
+    for ep, expected in ((1, 1.0), (2, 1.99), (4, 3.63), (8, 5.34)):
+        assert ranks_of_a_token(128, 8, ep) == pytest.approx(expected, abs=0.01)
+
+
+def test_stated_rows_are_those_of_bench() -> None:
+    """docs/log/2026-11.md: 1,149 tokens with loss of 7,974, 22,208 to 23,844 patches."""
+    rows = stated_rows(spec_of(B7), 8192)
+    assert rows.tokens == pytest.approx(7974, rel=0.01)
+    assert rows.loss_tokens == pytest.approx(1149, rel=0.03)
+    assert rows.patches == pytest.approx(22588, rel=0.01)
+    assert stated_rows(spec_of(B7), 8192, max_patches=8000).most_patches <= 8000
+    # A row too short for a picture still has one document.
+    assert stated_rows(spec_of(B7), 256).tokens <= 256
+
+
+def test_more_work_takes_longer() -> None:
+    base = run(B7, 8, "--global_batch_size 64")
+    again = run(B7, 8, "--global_batch_size 64 --recompute.language full --recompute.vision full")
+    frozen = run(B7, 8, "--global_batch_size 64 --model.freeze_vision true --model.freeze_merger true")
+    assert frozen.step < base.step < again.step < 4 / 3 * base.step
+    assert again.mfu < base.mfu
+    alone = dataclasses.replace(shipped(), nvlink_gb_s=1.0)
+    slow = predict_run(config("--global_batch_size 64"), spec_of(B7), 8, calibration=alone)
+    assert slow.step > 2 * base.step
+
+
+# --- The refusal --------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
+    spec = spec_of(B7)
+    given = config("--global_batch_size 8 --parallel.pp 2 --parallel.layers [14,14]")
+    layout = run_layout(given, spec, 2)
+    with pytest.raises(
+        RunConfigError, match=r"H200 has 140\. What would fit.*--failures.check_memory"
+    ) as said:
+        check_memory(given, spec, layout, 2, shipped())
+    # The options of the message make a run that fits.
+    options = str(said.value).split("plan`: ")[1].split(" (")[0].split()
+    words = ["--data.seq_len", "8192", "--global_batch_size", "8", "--parallel.pp", "2"]
+    assert predict_run(parse_config([*words, *options]), spec, 2).fits
+
+    given.failures.check_memory = False
+    told = check_memory(given, spec, layout, 2, shipped())
+    assert told is not None and "the run may end for lack of memory" in told
+    small = config(
+        "--global_batch_size 8 --data.seq_len 1024 --recompute.language full --recompute.vision full"
+    )
+    eight = run_layout(small, spec, 8)
+    assert check_memory(small, spec, eight, 8, shipped()) is None
+
+
+def test_a_model_that_no_layout_holds_is_refused_as_such() -> None:
+    spec = spec_of("Qwen2.5-VL-72B")
+    given = config("--global_batch_size 8 --recompute.language full --recompute.vision full")
+    with pytest.raises(RunConfigError, match="No layout of 1 GPUs fits"):
+        check_memory(given, spec, run_layout(given, spec, 1), 1, shipped())
+
+
+# --- Calibrations -------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_is_stored_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "mine.json"
+    mine = dataclasses.replace(shipped(), product_tflops=500.0, provenance=("a test",))
+    write_calibration(path, mine)
+    assert read_calibration(path) == mine
+    slower = predict_run(config("--global_batch_size 8"), spec_of(B7), 8, calibration=mine)
+    assert slower.step > run(B7, 8, "--global_batch_size 8").step
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"product_tflops": 0}, "product_tflops must be above 0"),
+        ({"memory_tb_s": "fast"}, "memory_tb_s 'fast' must be a number"),
+        ({"warp_drive": 9}, "unknown field warp_drive"),
+        ({"step_s": None}, "step_s None must be a number"),
+    ],
+)
+def test_a_damaged_calibration_is_refused(change: dict, told: str, tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(shipped().as_json() | change))
+    with pytest.raises(CalibrationError, match=told):
+        read_calibration(path)
+    path.write_text("[1]")
+    with pytest.raises(CalibrationError, match="is no calibration"):
+        read_calibration(path)
+
+
+def test_other_gpus_are_scaled_and_said_to_be() -> None:
+    assert shipped("H200").measured and shipped("H200").provenance
+    for gpu in ("H100", "A100", "B200"):
+        assert not shipped(gpu).measured
+    assert shipped("A100").product_tflops == pytest.approx(718 * 312 / 989, rel=0.1)
+    with pytest.raises(CalibrationError, match="GPU Z80 is unknown; known: H200"):
+        shipped("Z80")

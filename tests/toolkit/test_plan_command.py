@@ -1,0 +1,92 @@
+"""``megatron-vl plan`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_vl.config import parse_config
+from toolkit.cli import main
+
+CONFIGS = Path(__file__).parents[1] / "hf_configs"
+B7 = ["--hf", str(CONFIGS / "Qwen2.5-VL-7B-Instruct.json"), "--gpu", "H200"]
+ROWS = ["--data.seq_len", "8192"]
+
+
+def plan(capsys: pytest.CaptureFixture, *words: str, code: int = 0) -> dict:
+    assert main(["plan", "--json", *words]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_written_run_is_one_that_train_takes(capsys, tmp_path: Path) -> None:
+    """The YAML goes through ``train --dry-run``, which finds the same layout, memory and speed."""
+    out = tmp_path / "runs" / "planned.yaml"
+    words = ["--gpus", "4", *ROWS, "--global_batch_size", "16", "--optimizer.lr", "3e-5", "--yaml", str(out)]
+    found = plan(capsys, *B7, *words)["best"]
+    assert main(["train", "--dry-run", "--json", "--config", str(out), "--nproc-per-node", "4"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {key: shown["layout"][key] for key in found["layout"]} == found["layout"]
+    assert shown["peak_gib"] == found["peak_gib"]
+    assert shown["speed"]["tokens_per_second"] == found["tokens_per_second"]
+    assert parse_config(["--config", str(out)]).optimizer.lr == 3e-5
+
+
+def test_a_given_layout_is_predicted_and_not_searched(capsys) -> None:
+    words = ["--gpus", "4", *ROWS, "--global_batch_size", "12", "--recompute.vision", "full"]
+    facts = plan(capsys, *B7, *words, "--parallel.pp", "4", "--parallel.layers", "[7,7,7,7]")
+    assert "others" not in facts and facts["best"]["layout"]["layers"] == [7, 7, 7, 7]
+    # Measured: 5,143 ms.
+    assert facts["best"]["step_s"] == pytest.approx(5.143, rel=0.05)
+    assert [stage["layers"] for stage in facts["best"]["stages"]] == [[7]] * 4
+
+
+def test_what_does_not_fit_ends_with_1_and_what_would(capsys) -> None:
+    words = [*B7, "--gpus", "2", *ROWS, "--global_batch_size", "8", "--parallel.pp", "2"]
+    facts = plan(capsys, *words, "--parallel.layers", "[14,14]", code=1)
+    assert not facts["best"]["fits"] and facts["instead"]["fits"]
+    assert main(["plan", *words, "--parallel.layers", "[14,14]"]) == 1
+    assert "what would: --parallel." in capsys.readouterr().out
+    assert main(["plan", "--hf", str(CONFIGS / "Qwen2.5-VL-72B-Instruct.json"), "--gpus", "1"]) == 1
+    assert "no layout of 1 H200 fits" in capsys.readouterr().err
+
+
+def test_the_table_says_what_a_person_decides_by(capsys) -> None:
+    assert main(["plan", *B7, "--gpus", "8", *ROWS]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "qwen2_5_vl on 8 x H200",
+        "MFU",
+        "why slower",
+        "does not fit: dp8",
+        "hours per billion tokens",
+    ):
+        assert words in said
+    assert main(["plan", B7[0], B7[1], "--gpus", "8", "--gpu", "h100", *ROWS]) == 0
+    assert "note: the rates of H100 were not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["timeline.png", "timeline.svg"])
+def test_the_timeline_is_drawn(capsys, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "pictures" / name
+    words = ["--gpus", "2", *ROWS, "--global_batch_size", "4", "--parallel.pp", "2"]
+    plan(capsys, *B7, *words, "--recompute.vision", "full", "--picture", str(path))
+    if path.suffix == ".png":
+        with Image.open(path) as image:
+            assert image.width > 1000 and len(set(image.convert("L").getdata())) > 20
+    else:
+        said = path.read_text()
+        assert said.lstrip().startswith("<?xml") and "</svg>" in said
+
+
+def test_wrong_options_are_refused(capsys) -> None:
+    for words, told in (
+        (["--gpus", "2"], "no model is given"),
+        ([*B7, "--gpus", "2", "--picture", "x.jpg"], "must end in .png or .svg"),
+        ([*B7, "--gpus", "0"], "at least 1"),
+        ([*B7[:2], "--gpus", "2", "--gpu", "Z80"], "GPU Z80 is unknown"),
+    ):
+        assert main(["plan", *words]) in (1, 2)
+        assert told in capsys.readouterr().err
