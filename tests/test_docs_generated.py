@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl import config
-from megatron_vl.spec.families import CONVERTED_ONLY, FAMILIES
+from megatron_vl.spec.families import FAMILIES
 from tests.distributed import matrix
 from tests.distributed.cases import CASES
 from tests.docs_site import docs_hooks
@@ -65,11 +65,10 @@ def test_every_case_that_the_matrix_names_is_in_the_parity_table() -> None:
 
 
 def test_the_matrix_has_every_family() -> None:
-    trained = set(FAMILIES) - set(CONVERTED_ONLY)
-    assert set(matrix.FAMILIES) == trained
+    assert set(matrix.FAMILIES) == set(FAMILIES)
     assert {
         family for proof in matrix.PROOFS for families in proof.tests.values() for family in families
-    } == trained
+    } == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

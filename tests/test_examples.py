@@ -17,7 +17,7 @@ import pytest
 
 from megatron_vl.config import validate
 from megatron_vl.planning.run import run_layout
-from megatron_vl.spec.families import CONVERTED_ONLY, FAMILIES, read_spec
+from megatron_vl.spec.families import FAMILIES, read_spec
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.weights.reader import WeightReader
 from tests.commands import logical_lines, megatron_vl_command, words_of
@@ -37,12 +37,16 @@ def example(request) -> Example:
     return read_example(request.param)
 
 
+WITHOUT_EXAMPLES = ("qwen3_5", "qwen3_5_moe")
+"""Families that were not measured on GPUs yet, so that no YAML can promise memory and speed."""
+
+
 def test_every_family_and_every_released_size_has_an_example():
     examples = [read_example(path) for path in EXAMPLES]
     sizes = {path.stem: read_spec(path).family for path in HF_CONFIGS.glob("*.json")}
-    trained = {size for size, family in sizes.items() if family not in CONVERTED_ONLY}
+    trained = {size for size, family in sizes.items() if family not in WITHOUT_EXAMPLES}
     assert {e.hf_config.stem for e in examples} == trained
-    assert {e.spec.family for e in examples} == set(FAMILIES) - set(CONVERTED_ONLY)
+    assert {e.spec.family for e in examples} == set(FAMILIES) - set(WITHOUT_EXAMPLES)
 
 
 def test_yaml_fits_the_released_model(example):

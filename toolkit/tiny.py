@@ -23,11 +23,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families for which a tiny checkpoint can be written."""
-NESTED = ("qwen3_vl", "qwen3_vl_moe")
+NESTED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families that were released with a nested config and with the tensor names that transformers
 has in memory."""
+HYBRID = ("qwen3_5", "qwen3_5_moe")
+"""Families with linear attention."""
+FLOAT32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
+"""How the names of Qwen3.5's float32 tensors end, whatever type the others have."""
+CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
+"""The classes of transformers for the families with a nested config."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
@@ -85,6 +96,20 @@ class TinySizes:
     """Neither ``hidden_size`` nor half of it, because square stacks of experts would be ambiguous."""
     dense_layers: tuple[int, ...] = ()
     """Decoder layers without experts (released: none)."""
+    shared_ffn_hidden_size: int = 40
+    """Qwen3.5-MoE only: width of the shared expert (released: that of the others)."""
+    hybrid_head_dim: int = 32
+    """Qwen3.5 only, like the fields below: head dimension of softmax attention; a quarter of it rotates."""
+    hybrid_section: tuple[int, int, int] = (2, 1, 1)
+    """The sum must be half of the quarter of ``hybrid_head_dim``."""
+    linear_key_heads: int = 4
+    linear_value_heads: int = 8
+    linear_key_dim: int = 24
+    linear_value_dim: int = 12
+    """Not ``linear_key_dim`` (as in the released models), because a square state would hide a transposed
+    one."""
+    full_attention_layers_of: int = 4
+    """Each so many-th decoder layer has softmax attention."""
     text_vocab_size: int = 400
     """Largest number of byte-pair tokens. Special tokens are added, and the embedding is rounded up to a
     multiple of 128."""
@@ -148,8 +173,10 @@ def write_tiny_checkpoint(
     tensors = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     if not (memory_names or family in NESTED):  # the released Qwen3-VL uses the in-memory names
         tensors = {_released_name(name): t for name, t in tensors.items()}
-    if released_style:
+    if released_style and family == "qwen3_vl_moe":
         tensors = {name: t.transpose(1, 2) if ".mlp.experts." in name else t for name, t in tensors.items()}
+    if released_style and family in HYBRID:
+        tensors |= prediction_tensors(config, seed)
     _write_shards(folder, tensors, shards)
     return folder
 
@@ -248,15 +275,31 @@ def _nested_config(
         "num_hidden_layers": sizes.layers,
         "num_key_value_heads": sizes.kv_heads,
         "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "mrope_interleaved": True,
-            "mrope_section": list(sizes.interleaved_section),
-            "rope_type": "default",
-        },
-        "rope_theta": 5000000,
         "use_cache": True,
         "vocab_size": (used // 128 + 1) * 128,
     }
+
+    if family in HYBRID:
+        text |= _linear_attention(sizes)
+    else:
+        text |= {
+            "rope_scaling": {
+                "mrope_interleaved": True,
+                "mrope_section": list(sizes.interleaved_section),
+                "rope_type": "default",
+            },
+            "rope_theta": 5000000,
+        }
+    if family == "qwen3_5_moe":
+        del text["intermediate_size"]
+        text |= {
+            "mlp_only_layers": [],
+            "moe_intermediate_size": sizes.expert_ffn_hidden_size,
+            "num_experts": sizes.experts,
+            "num_experts_per_tok": sizes.experts_per_token,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": sizes.shared_ffn_hidden_size,
+        }
 
     if family == "qwen3_vl_moe":
         text |= {
@@ -269,7 +312,7 @@ def _nested_config(
         }
 
     tower = {
-        "deepstack_visual_indexes": list(sizes.deepstack_layers),
+        "deepstack_visual_indexes": [] if family in HYBRID else list(sizes.deepstack_layers),
         "depth": sizes.vision_layers,
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_size": sizes.vision_hidden_size,
@@ -286,13 +329,7 @@ def _nested_config(
     }
 
     return {
-        "architectures": [
-            (
-                "Qwen3VLMoeForConditionalGeneration"
-                if family == "qwen3_vl_moe"
-                else "Qwen3VLForConditionalGeneration"
-            )
-        ],
+        "architectures": [CLASSES[family]],
         "image_token_id": ids["<|image_pad|>"],
         "model_type": family,
         "text_config": text | ({"tie_word_embeddings": True} if tied else {}),
@@ -305,6 +342,44 @@ def _nested_config(
     }
 
 
+def _linear_attention(sizes: TinySizes) -> dict[str, Any]:
+    """The fields of Qwen3.5's text config that Qwen3-VL does not have, or has otherwise."""
+    interval = sizes.full_attention_layers_of
+    return {
+        "attn_output_gate": True,
+        "full_attention_interval": interval,
+        "head_dim": sizes.hybrid_head_dim,
+        "layer_types": [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(sizes.layers)
+        ],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": sizes.linear_key_dim,
+        "linear_num_key_heads": sizes.linear_key_heads,
+        "linear_num_value_heads": sizes.linear_value_heads,
+        "linear_value_head_dim": sizes.linear_value_dim,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": list(sizes.hybrid_section),
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    }
+
+
+def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    """Some tensors of multi-token prediction, which released Qwen3.5 has beside the model."""
+    width = config["text_config"]["hidden_size"]
+    generator = torch.Generator().manual_seed(seed + 1)
+    shapes = {"fc.weight": (width, 2 * width), "norm.weight": (width,), "pre_fc_norm_hidden.weight": (width,)}
+    return {
+        f"mtp.{name}": torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+    }
+
+
 def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
     """The transformers model of a config with every parameter random, also biases and norms, so that a lost
     one is noticed."""
@@ -314,13 +389,21 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     fields = {
         name: value for name, value in config.items() if name not in ("architectures", "transformers_version")
     }
-    model = model_class(model_class.config_class(**fields))
+    # In transformers, the config's type is that of a new model's parameters, float32 ones too.
+    model = model_class(model_class.config_class(**fields)).float()
     generator = torch.Generator().manual_seed(seed)
+    hybrid = config["model_type"] in HYBRID
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if name.endswith("A_log"):
+                parameter.copy_(noise.sub(4.0))  # memories of a few to a few hundred tokens
+            elif (
+                hybrid and name.endswith("norm.weight") and "visual" not in name and "linear_attn" not in name
+            ):
+                parameter.copy_(0.1 * noise)  # these norms multiply by 1 + weight
+            elif parameter.dim() == 1:
                 # Norm weights lie around one, biases around zero.
                 parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.1 * noise)
             elif "embed_tokens" in name:
@@ -331,7 +414,26 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
                 inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
                 parameter.copy_(noise / inputs**0.5)
 
-    return model.to(dtype)
+        if hybrid:
+            _relate_keys_to_queries(model, config["text_config"])
+
+    kept = {name: p.detach().clone() for name, p in model.named_parameters() if name.endswith(FLOAT32)}
+    model = model.to(dtype)
+    for name, value in kept.items():
+        model.get_parameter(name).data = value
+    return model
+
+
+def _relate_keys_to_queries(model: torch.nn.Module, text: dict[str, Any]) -> None:
+    """Makes the queries and keys of linear attention alike, as training does.
+
+    The first token of a sequence gives the norm behind the delta rule its value times the product of query
+    and key. Of that, only the sign is left, which rounding decides where the product is near zero.
+    """
+    keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    for name, parameter in model.named_parameters():
+        if name.endswith(("in_proj_qkv.weight", "linear_attn.conv1d.weight")):
+            parameter[keys : 2 * keys].mul_(0.4).add_(0.9 * parameter[:keys])
 
 
 @cache

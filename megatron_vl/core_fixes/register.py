@@ -496,6 +496,19 @@ FIXES: tuple[Fix, ...] = (
         ),
     ),
     Fix(
+        ours="megatron_vl.core_fixes.mixed_groups:number_as_listed",
+        touches=(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
+        ),
+        why=(
+            "In a group of float32 and bfloat16 parameters, core files optimizer state under the names of"
+            " other parameters."
+        ),
+        written_for=_CORE,
+        goes_when="core numbers the parameters of a group in the order in which it lists them",
+        test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
+    ),
+    Fix(
         ours="megatron_vl.training.offload.build:offload",
         touches=(
             "torch.optim.Optimizer.step",

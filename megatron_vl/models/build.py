@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,10 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import OUTPUT, TensorInfo, part_of, tensor_table
 
+SLOW_LINEAR_ATTENTION = (
+    "linear attention (Gated DeltaNet) has no GPU kernels yet: it runs in plain torch, correct but slow"
+)
+
 
 def build_chunks(
     platform: Platform,
@@ -47,6 +53,9 @@ def build_chunks(
     Megatron-core's process groups must exist (:func:`megatron_vl.parallel.grid.make_grid`).
     """
     from megatron.core import parallel_state as mpu
+
+    if platform.name == "cuda" and spec.language.linear_attention is not None and dist.get_rank() == 0:
+        warnings.warn(SLOW_LINEAR_ATTENTION, stacklevel=2)
 
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
@@ -83,7 +92,7 @@ def build_chunks(
         chunk = VisionLanguageModel(
             core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels
         )
-        chunks.append(chunk.to(device=platform.device, dtype=dtype))
+        chunks.append(_to(chunk, platform.device, dtype))
 
     modules: list[torch.nn.Module] = [*chunks]
     if layout.decoupled:
@@ -99,6 +108,15 @@ def build_chunks(
             fuse_weight_gradients(module)
 
     return chunks
+
+
+def _to(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype) -> VisionLanguageModel:
+    """Moves a chunk to its device and type, except for parameters that stay in float32."""
+    kept = {p: p.detach().clone() for p in chunk.parameters() if getattr(p, "keep_float32", False)}
+    chunk = chunk.to(device=device, dtype=dtype)
+    for parameter, value in kept.items():
+        parameter.data = value.to(device)
+    return chunk
 
 
 def _tower_everywhere(
@@ -190,6 +208,8 @@ def _language(
             recompute_activation=recompute.language == "selective"
             and "activation" in recompute.language_modules,
             experts=[m.has_experts(layer) for layer in layers],
+            linear=[m.is_linear(layer) for layer in layers],
+            linear_attention=m.linear_attention,
         ),
         vocab_size=m.vocab_size,
         max_sequence_length=config.data.seq_len,

@@ -27,6 +27,8 @@ class KVCache:
         self.used = list(lengths)
         self.room = room
         self._kept: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
+        self.states: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
+        """By layer with linear attention and prompt: the last inputs of its convolution and its state."""
 
     def fill(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> None:
         """Keeps key and value [S, g, d] of a prompt's tokens. What follows them in the row is ignored."""

@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from megatron_vl.models.attention import PackedAttention
 from megatron_vl.models.deepstack import DeepStackLayer
 from megatron_vl.models.fused_layers import FusedMLP, TowerSelfAttention, with_bias
+from megatron_vl.models.gated_delta_net import GatedDeltaNet
 from megatron_vl.models.moe.router import moe_layer
 from megatron_vl.platform import Platform
+from megatron_vl.spec.families import LinearAttentionSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -42,13 +44,17 @@ class LocalRMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype))
         # finalize_model_grads sums the gradients of marked parameters over the tensor-parallel group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:
+            return (x32 * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * x32.to(x.dtype)
 
 
@@ -108,6 +114,8 @@ def block_spec(
     fused_windows: bool = False,
     recompute_activation: bool = False,
     experts: Sequence[bool] = (),
+    linear: Sequence[bool] = (),
+    linear_attention: LinearAttentionSpec | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of one TransformerBlock: pre-norm packed self-attention and an MLP (or experts).
 
@@ -118,6 +126,8 @@ def block_spec(
         fused_windows: whether window layers use the fused kernel (CUDA).
         recompute_activation: whether activations of the MLP are recomputed in the backward pass.
         experts: for each layer of this block, whether it has experts instead of an MLP; empty: no layer has.
+        linear: for each layer of this block, whether it has linear attention of the sizes
+            ``linear_attention``; empty: no layer has.
     """
     column, row = linears(platform)
     layer_norm: Any = local_norm(config)
@@ -171,5 +181,13 @@ def block_spec(
     if any(experts):
         submodules = replace(layer.submodules, pre_mlp_layernorm=expert_norm, mlp=moe_layer(platform))
         layers = [replace(layer, submodules=submodules) if has_experts else layer for has_experts in experts]
+    if any(linear):
+        mixer = ModuleSpec(
+            module=GatedDeltaNet, params={"spec": linear_attention, "column": column, "row": row}
+        )
+        layers = [
+            replace(layer, submodules=replace(layer.submodules, self_attention=mixer)) if is_linear else layer
+            for layer, is_linear in zip(layers, linear, strict=True)
+        ]
 
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)

@@ -21,10 +21,9 @@ from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.spec.tensors import EMBEDDING, OUTPUT
 
 _LAYER = re.compile(r"^language_model\.decoder\.layers\.(\d+)\.")
-_LOCAL_NORMS = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-)
+_ATTENTION_NORM = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+_LINEAR_ATTENTION_NORM = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
+_MLP_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 _EXPERT = re.compile(
     r"\.mlp\.experts\.(?:local_experts\.(?P<listed>\d+)\.(?P<linear>linear_fc[12])\.weight|(?P<grouped_linear>linear_fc[12])\.weight(?P<grouped>\d+))$"
 )
@@ -41,7 +40,7 @@ class LiveTensor(NamedTuple):
 
 
 def canonical_name(
-    module_name: str, first_layer: int, tied: bool, *, router: bool = False
+    module_name: str, first_layer: int, tied: bool, *, router: bool = False, linear: bool = False
 ) -> tuple[str, int | None]:
     """The canonical name of a chunk's parameter, and its local expert number (None for a dense parameter).
 
@@ -49,10 +48,12 @@ def canonical_name(
         first_layer: global number of the chunk's first decoder layer.
         tied: whether the output layer is the embedding.
         router: whether the parameter's layer has experts; the norm before them stays separate.
+        linear: whether the parameter's layer has linear attention.
     """
     name = module_name
     expert = None
-    for local, fused in _LOCAL_NORMS[: 1 if router else 2]:
+    norms = [_LINEAR_ATTENTION_NORM if linear else _ATTENTION_NORM, *([] if router else [_MLP_NORM])]
+    for local, fused in norms:
         name = name.replace(local, fused)
     if match := _EXPERT.search(name):
         expert = int(match["listed"] or match["grouped"])
@@ -71,11 +72,16 @@ def named_tensors(
         first_layer: global number of the chunk's first decoder layer.
         first_expert: number over all ranks of this rank's first expert.
     """
-    routed = {name.split(".mlp.router.")[0] for name, _ in chunk.named_parameters() if ".mlp.router." in name}
+    routed, linear = (
+        {name.split(mark)[0] for name, _ in chunk.named_parameters() if mark in name}
+        for mark in (".mlp.router.", ".self_attention.in_proj.")
+    )
     tied = chunk.share_embeddings_and_output_weights
     modules = [chunk] if chunk.decoupled is None else [chunk.decoupled.module, chunk]
     for module_name, parameter in (named for module in modules for named in module.named_parameters()):
         layer = _LAYER.match(module_name)
-        router = layer is not None and layer[0].rstrip(".") in routed
-        name, expert = canonical_name(module_name, first_layer, tied, router=router)
+        owner = layer[0].rstrip(".") if layer else ""
+        name, expert = canonical_name(
+            module_name, first_layer, tied, router=owner in routed, linear=owner in linear
+        )
         yield LiveTensor(name, parameter, None if expert is None else first_expert + expert)

@@ -23,8 +23,9 @@ class MRope(nn.Module):
 
     def __init__(self, language: LanguageSpec) -> None:
         super().__init__()
-        half = language.head_dim // 2
-        exponent = torch.arange(0, language.head_dim, 2, dtype=torch.float32) / language.head_dim
+        dim = language.rotary_dim  # core leaves the rest of a head as it is
+        half = dim // 2
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         self._inv_freq = 1.0 / language.rope_theta**exponent
         if language.mrope_interleaved:
             # t h w t h w ..., then only time when height and width have all their frequencies
@@ -38,7 +39,7 @@ class MRope(nn.Module):
     def forward(
         self, position_ids: Tensor, mrope_section: list[int] | None = None, cp_group: object = None
     ) -> Tensor:
-        """position_ids [3, 1, S] (or [3, S]) -> angles [S, 1, 1, head_dim]."""
+        """position_ids [3, 1, S] (or [3, S]) -> angles [S, 1, 1, rotary_dim]."""
         device = position_ids.device
         if self._inv_freq.device != device:
             self._inv_freq = self._inv_freq.to(device)

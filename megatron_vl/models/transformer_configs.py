@@ -64,10 +64,13 @@ def language_config(
     if tp_comm_overlap and not platform.transformer_engine:
         raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
     m = spec.language
+    if m.linear_attention is not None:
+        check_linear_attention(spec, fp8, tp_comm_overlap)
     config = TransformerConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn_hidden_size,
+        # Without dense layers core still wants a width.
+        ffn_hidden_size=m.ffn_hidden_size or m.moe_ffn_hidden_size,
         num_attention_heads=m.num_heads,
         num_query_groups=m.num_kv_heads,
         kv_channels=m.head_dim,
@@ -76,6 +79,8 @@ def language_config(
         add_bias_linear=False,
         add_qkv_bias=m.qkv_bias,
         qk_layernorm=m.qk_norm,
+        attention_output_gate=m.output_gate,
+        layernorm_zero_centered_gamma=m.zero_centered_norms,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS["silu"],
         bias_activation_fusion=platform.name == "cuda",
@@ -99,6 +104,17 @@ def language_config(
         config.overlap_p2p_comm = platform.name == "cuda"
 
     return config
+
+
+def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
+    """Raises RunConfigError for what was never tried with linear attention."""
+    if fp8.recipe != "none":
+        raise RunConfigError(
+            f"fp8.recipe {fp8.recipe}: {spec.family} (linear attention) is trained in bfloat16 or float32;"
+            " set it to none"
+        )
+    if tp_comm_overlap:
+        raise RunConfigError(f"parallel.tp_comm_overlap is not supported for {spec.family}; set it to false")
 
 
 def vision_config(

@@ -77,6 +77,8 @@ class Costs:
 
     def product(self, tokens: float, k: float, n: float) -> float:
         """Seconds of a matrix product [tokens, k] x [k, n]."""
+        if not k * n:  # a model without dense layers
+            return 0.0
         c = self.calibration
         width = math.sqrt(k * n)
         rate = c.product_tflops * 1e12 * width / (width + c.product_width)

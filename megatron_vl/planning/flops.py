@@ -8,7 +8,8 @@ columns, the tokens that fill up the output layer's) or what attention kernels r
 
 The backward pass of a matrix product costs one forward for the gradient of its weight, if the weight is
 trained, and one for the gradient of its input, if something before it is trained. The backward pass of
-attention, which has no weights, costs two.
+attention, which has no weights, costs two. So does that of the delta rule of linear attention; its
+convolution is not counted.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class LanguageForward:
     """In layers with experts: the router, and the experts that a token goes to."""
     head: float
     """The output layer over the vocabulary."""
+    rule: float = 0.0
+    """The delta rule of linear attention, token by token: a head reads the value of its key, writes the
+    correction, and reads the value of its query. The chunks of kernels compute more."""
 
     @property
     def layers(self) -> float:
-        return self.projections + self.attention + self.mlp
+        return self.projections + self.attention + self.rule + self.mlp
 
     @property
     def total(self) -> float:
@@ -79,10 +83,20 @@ class VisionForward:
 def language_parts(m: LanguageSpec, lengths: list[int], head_tokens: int) -> LanguageForward:
     """Forward FLOPs of documents of these lengths in tokens. ``head_tokens`` of the tokens get logits."""
     tokens, heads = sum(lengths), m.num_heads * m.head_dim
-    projections = m.hidden_size * (heads + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size
+    queries = heads * (2 if m.output_gate else 1)
+    projections = m.hidden_size * (queries + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size
+    a = m.linear_attention
+    linear = 0 if a is None else sum(m.is_linear(layer) for layer in range(m.num_layers))
+    full = m.num_layers - linear
+    mixing = rule = 0
+    if a is not None:
+        values = a.value_heads * a.value_dim
+        mixing = m.hidden_size * (a.conv_channels + 2 * values + 2 * a.value_heads)
+        rule = 3 * values * a.key_dim
     return LanguageForward(
-        projections=2.0 * m.num_layers * projections * tokens,
-        attention=2.0 * m.num_layers * heads * sum(n * n for n in lengths),
+        projections=2.0 * (full * projections + linear * mixing) * tokens,
+        attention=2.0 * full * heads * sum(n * n for n in lengths),
+        rule=2.0 * linear * rule * tokens,
         mlp=2.0 * sum(_mlp_weights(m, layer) for layer in range(m.num_layers)) * tokens,
         head=2.0 * m.hidden_size * m.vocab_size * head_tokens,
     )
@@ -92,7 +106,10 @@ def _mlp_weights(m: LanguageSpec, layer: int) -> int:
     """Weights of a layer's MLP that multiply one token."""
     if m.moe is None or not m.has_experts(layer):
         return 3 * m.hidden_size * m.ffn_hidden_size
-    return m.hidden_size * m.moe.num_experts + m.moe.top_k * 3 * m.hidden_size * m.moe.ffn_hidden_size
+    shared = m.moe.shared_ffn_hidden_size
+    gate = 1 if shared else 0
+    width = m.moe.top_k * m.moe.ffn_hidden_size + shared
+    return m.hidden_size * (m.moe.num_experts + gate) + 3 * m.hidden_size * width
 
 
 def vision_parts(v: VisionSpec, full: list[int], window: list[int]) -> VisionForward:
@@ -135,7 +152,8 @@ def row_flops(
     tower, merger, decoder = not model.freeze_vision, not model.freeze_merger, not model.freeze_language
     return Flops(
         # Embeddings are part of the language model, so something before its layers is always trained.
-        language=(2.0 + decoder) * (language.total - language.attention) + 3.0 * language.attention,
+        language=(2.0 + decoder) * (language.total - language.attention - language.rule)
+        + 3.0 * (language.attention + language.rule),
         # Pixels take no gradient.
         vision=(1.0 + tower) * vision.patch_embed
         + (3.0 if tower else 1.0) * vision.blocks
@@ -169,7 +187,7 @@ def recompute_flops(
     if recompute.language == "full":
         again = language.layers
     elif recompute.language == "selective":
-        again = language.attention * ("core_attn" in recompute.language_modules)
+        again = (language.attention + language.rule) * ("core_attn" in recompute.language_modules)
         again += language.mlp * ("mlp" in recompute.language_modules)
     tower = vision.blocks if recompute.vision == "full" and not model.freeze_vision else 0.0
     if decoupled and not model.freeze_vision:

@@ -12,7 +12,7 @@ from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.rows import RowStatistics, stated_rows
 from megatron_vl.planning.split import planned_layers
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, check_can_run, check_experts, make_layout
+from megatron_vl.spec.layout import Layout, check_experts, make_layout
 
 
 def run_layout(
@@ -38,7 +38,6 @@ def run_layout(
     """
     dp = validate(config, world_size)
     p = config.parallel
-    check_can_run(spec)
     check_experts(spec, p.tp, p.sequence_parallel)
     layers = p.layers if isinstance(p.layers, list) else None
     decoupled = config.vision.placement == "decoupled"

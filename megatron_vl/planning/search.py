@@ -23,7 +23,7 @@ from megatron_vl.planning.predict import Prediction, chunk_times, predict, step_
 from megatron_vl.planning.rows import RowStatistics
 from megatron_vl.planning.split import balanced_layers, planned_layers, quick_seconds
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, check_can_run, make_layout
+from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import LayoutError
 
 LARGEST_TP = 8
@@ -104,7 +104,6 @@ def search(wanted: Wanted) -> Found:
         RunConfigError: no combination of sizes is possible at all, for instance because
             ``global_batch_size`` has no divisor in common with the number of GPUs.
     """
-    check_can_run(wanted.spec)
     if wanted.config.optimizer.offload_fraction == "auto":
         optimizer = dataclasses.replace(wanted.config.optimizer, offload_fraction=0.0)
         wanted = dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, optimizer=optimizer))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.spec.families import CONVERTED_ONLY, ModelSpec
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import Cut, LayoutError, TensorInfo, check_cut
 
 
@@ -138,15 +138,6 @@ def make_layout(
         )
 
     return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled)
-
-
-def check_can_run(spec: ModelSpec) -> None:
-    """Raises :class:`LayoutError` for a family whose weights can only be converted."""
-    if spec.family in CONVERTED_ONLY:
-        raise LayoutError(
-            f"{spec.family}: weights of this family are converted, but this version cannot run or train its "
-            "models (Gated DeltaNet layers are missing)"
-        )
 
 
 def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:

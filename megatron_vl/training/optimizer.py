@@ -13,6 +13,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.core_fixes.mixed_groups import number_as_listed
 from megatron_vl.models.decoupled import groups_of_tower
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
@@ -71,6 +72,7 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Replic
         )
         parts = (optimizer, of_tower)
         optimizer = ChainedOptimizer([part for chain in parts for part in chain.chained_optimizers])
+    number_as_listed(optimizer)
     copy_weights_together(optimizer)
     moved = offload(optimizer, o.offload_fraction, platform)
     if moved is not None and tower is None:

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from converters.convert import convert, export, reshard
 from converters.hf import HfCheckpoint
-from megatron_vl.config import TrainConfig
-from megatron_vl.planning.run import run_layout
-from megatron_vl.spec.families import CONVERTED_ONLY, ConfigError, read_spec
+from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.spec.tensors import Cut, LayoutError, check_tp, tensor_table
 from megatron_vl.weights.reader import WeightReader
 from toolkit.cli import main
@@ -221,14 +219,6 @@ def test_refusals_name_what_would_be_valid() -> None:
     with pytest.raises(ConfigError, match=r"head_dim x partial_rotary_factor 0\.25/2 = 32"):
         rope = {"mrope_section": [24, 20, 20], "rope_theta": 1e7, "partial_rotary_factor": 0.25}
         read_spec(config_of("Qwen3.5-9B", rope_parameters=rope))
-
-
-@pytest.mark.parametrize("size", ["Qwen3.5-9B", "Qwen3.5-35B-A3B"])
-def test_a_run_is_refused_by_name(size: str) -> None:
-    spec = read_spec(CONFIGS / f"{size}.json")
-    assert spec.family in CONVERTED_ONLY
-    with pytest.raises(LayoutError, match=f"{spec.family}: weights of this family are converted, but"):
-        run_layout(TrainConfig(), spec, 1)
 
 
 def test_fewer_layers_keep_their_kind() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from .pairwise import pairwise
 
 FOUR = ["image", "text", "two_images", "video"]
 """Four samples, as one row or as four."""
@@ -42,11 +45,17 @@ TRAINED: dict[str, Any] = {
 }
 
 Q2, Q25, Q3, MOE = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
+Q35, MOE35 = "qwen3_5", "qwen3_5_moe"
 
-SEEDS = {MOE: 11}
+SEEDS = {MOE: 11, MOE35: 11}
 """Seeds of the random weights. If two experts are nearly tied, rounding decides which one a token goes to,
 and nothing can be compared. With this seed, the last chosen expert's logit exceeds the next one's by at least
 1.3e-4 in all cases, including training (23,440 decisions; rounding is 1e-6); with seed 0, by 1.8e-6."""
+
+
+def chosen_by_make_test(entries: Sequence[dict[str, Any]]) -> set[str]:
+    """The names of the cases that ``make test`` runs, out of those of one number of ranks."""
+    return set(pairwise([entry for entry in entries if entry["name"] not in LEFT_TO_FULL]))
 
 
 def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:
@@ -138,6 +147,170 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
 }
 """Cases of ``vision.placement: decoupled``."""
 
+
+def hybrid_cases(ranks: int) -> list[dict[str, Any]]:
+    """The cases of the families with linear attention."""
+    return [*HYBRID_QUICK[ranks], *HYBRID_FULL[ranks]]
+
+
+SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
+SEVERAL = [TEXT_LAST, MIXED_ROWS, TEXT_LAST]
+
+HYBRID_QUICK: dict[int, list[dict[str, Any]]] = {
+    1: [
+        case("one rank, qwen3_5", Q35),
+        case("selective recompute, qwen3_5", Q35, recompute=SELECTIVE, steps=[[FOUR]]),
+        case("one rank, qwen3_5 with experts", MOE35),
+    ],
+    2: [
+        case("TP2, qwen3_5", Q35, tp=2),
+        case(
+            "TP2 + SP, qwen3_5, tied, full recompute",
+            Q35,
+            tied=True,
+            tp=2,
+            sequence_parallel=True,
+            recompute=FULL,
+        ),
+        case("PP2 x VPP2, qwen3_5, empty chunk", Q35, pp=2, vpp=2, layers=[0, 1, 1, 2], overlap=True),
+        case(
+            "training, DP2, qwen3_5, overlap",
+            Q35,
+            steps=TRAINING,
+            train=True,
+            overlap=True,
+            bucket_size=10_000,
+        ),
+        case("EP2, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=SEVERAL),
+        case("TP2 + SP, ETP2, qwen3_5 with experts", MOE35, tp=2, sequence_parallel=True, etp=2),
+    ],
+    4: [
+        case("TP4 above the key/value heads + SP, qwen3_5", Q35, tp=4, sequence_parallel=True),
+    ],
+}
+"""The cases of the families with linear attention that ``make test`` chooses from."""
+
+HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
+    1: [
+        *(
+            case(f"one rank, qwen3_5, {kind}", Q35, steps=kinds(kind))
+            for kind in ("text", "image", "two_images", "image_between", "video", "video_between", "mixed")
+        ),
+        case("four samples as one row, qwen3_5", Q35, steps=[[FOUR]]),
+        case("four samples as four rows, qwen3_5", Q35, steps=[[[kind] for kind in FOUR]]),
+        case("tied, qwen3_5", Q35, tied=True),
+        case("vision frozen, qwen3_5", Q35, freeze=["vision"]),
+        case("vision and merger frozen, qwen3_5", Q35, freeze=["vision", "merger"]),
+        case("language frozen, qwen3_5", Q35, freeze=["language"]),
+        case("merger alone, qwen3_5", Q35, freeze=["vision", "language"]),
+        case("activation recompute, qwen3_5", Q35, recompute=ACTIVATION),
+        case("full recompute, qwen3_5", Q35, recompute=FULL),
+        case("training, qwen3_5", Q35, steps=TRAINING, train=True),
+        *(
+            case(f"one rank, qwen3_5 with experts, {kind}", MOE35, steps=kinds(kind))
+            for kind in ("text", "image", "video_between")
+        ),
+        case("vision frozen, qwen3_5 with experts", MOE35, freeze=["vision"]),
+        case("language frozen, qwen3_5 with experts", MOE35, freeze=["language"]),
+        case("full recompute, qwen3_5 with experts", MOE35, recompute=FULL),
+        case("selective recompute, qwen3_5 with experts", MOE35, recompute=SELECTIVE),
+        case("training, qwen3_5 with experts", MOE35, steps=TRAINING, train=True),
+    ],
+    2: [
+        case("TP2 + SP, qwen3_5", Q35, tp=2, sequence_parallel=True, steps=[BETWEEN]),
+        case("TP2, qwen3_5, selective recompute", Q35, tp=2, recompute=SELECTIVE),
+        case("TP2, qwen3_5, rows without loss, overlap", Q35, tp=2, overlap=True, steps=[WITHOUT_LOSS] * 3),
+        case("PP2, qwen3_5, linear attention alone on the first stage", Q35, pp=2),
+        case(
+            "PP2, qwen3_5, uneven, tied, full recompute", Q35, tied=True, pp=2, layers=[1, 3], recompute=FULL
+        ),
+        case("PP2, qwen3_5, no decoder layer on the first stage", Q35, pp=2, layers=[0, 4]),
+        case(
+            "DP2, qwen3_5, overlap, text-only last",
+            Q35,
+            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
+            overlap=True,
+        ),
+        case("DP2, qwen3_5, rows balanced", Q35, steps=[UNEVEN, UNEVEN], balanced=True, overlap=True),
+        case(
+            "DP2, qwen3_5, merger alone, overlap",
+            Q35,
+            steps=[TEXT_LAST],
+            overlap=True,
+            freeze=["vision", "language"],
+        ),
+        case(
+            "training, DP2, qwen3_5, no distributed optimizer",
+            Q35,
+            steps=TRAINING,
+            train=True,
+            distributed_optimizer=False,
+        ),
+        case("training, TP2, qwen3_5", Q35, tp=2, steps=TRAINING, train=True),
+        case("training, PP2, qwen3_5, tied", Q35, tied=True, pp=2, layers=[1, 3], steps=TRAINING, train=True),
+        case(
+            "TP2 + SP, EP2, qwen3_5 with experts", MOE35, tp=2, sequence_parallel=True, ep=2, steps=[BETWEEN]
+        ),
+        case(
+            "TP2 + SP, qwen3_5 with experts, full recompute",
+            MOE35,
+            tp=2,
+            sequence_parallel=True,
+            recompute=FULL,
+        ),
+        case("PP2 x VPP2, qwen3_5 with experts, empty chunk", MOE35, pp=2, vpp=2, layers=[0, 1, 1, 2]),
+        case(
+            "training, EP2, qwen3_5 with experts, overlap",
+            MOE35,
+            ep=2,
+            steps=TRAINING,
+            train=True,
+            overlap=True,
+        ),
+    ],
+    4: [
+        case("TP2 x PP2 x VPP2 + SP, qwen3_5", Q35, **(TRAINED | {"tied": False}), steps=[MIXED_ROWS] * 3),
+        case(
+            "TP2 x PP2 x VPP2 + SP, qwen3_5, uneven, tied",
+            Q35,
+            **TRAINED,
+            layers=[0, 2, 1, 1],
+            steps=[BETWEEN],
+        ),
+        case("training, TP2 x PP2 x VPP2 + SP, qwen3_5, tied", Q35, steps=TRAINING, train=True, **TRAINED),
+        case("PP4, qwen3_5", Q35, pp=4),
+        case("PP2 x DP2, qwen3_5, overlap", Q35, pp=2, layers=[1, 3], overlap=True, steps=SEVERAL),
+        case(
+            "TP2 x DP2 + SP, qwen3_5, overlap", Q35, tp=2, sequence_parallel=True, overlap=True, steps=SEVERAL
+        ),
+        case("EP2 x PP2, qwen3_5 with experts, overlap", MOE35, pp=2, ep=2, overlap=True, steps=SEVERAL),
+        case("EP4 x TP2 + SP, qwen3_5 with experts", MOE35, tp=2, sequence_parallel=True, ep=4),
+        case("EP2 x TP2 + SP, ETP2, qwen3_5 with experts", MOE35, tp=2, sequence_parallel=True, ep=2, etp=2),
+        case(
+            "training, EP2 x PP2, qwen3_5 with experts",
+            MOE35,
+            pp=2,
+            ep=2,
+            layers=[1, 3],
+            overlap=True,
+            steps=TRAINING,
+            train=True,
+        ),
+        case(
+            "training, EP2 x TP2 + SP, ETP2, qwen3_5 with experts",
+            MOE35,
+            tp=2,
+            ep=2,
+            etp=2,
+            sequence_parallel=True,
+            steps=TRAINING,
+            train=True,
+        ),
+    ],
+}
+"""The others. Most of what they hold in pairs, other families hold in the same code."""
+LEFT_TO_FULL = {entry["name"] for entries in HYBRID_FULL.values() for entry in entries}
+
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         *(case(f"one rank, {family}", family) for family in (Q25, Q2)),
@@ -198,6 +371,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
             steps=[[["text"]], [["image"]], [["text", "mixed"]]],
             overlap=True,
         ),
+        *hybrid_cases(1),
     ],
     2: [
         *(case(f"TP2, {family}", family, tp=2) for family in (Q25, Q2)),
@@ -404,6 +578,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
             train=True,
             distributed_optimizer=False,
         ),
+        *hybrid_cases(2),
     ],
     4: [
         *(
@@ -522,6 +697,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("training, TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, steps=TRAINING, train=True, **TRAINED),
         case("TP2 x PP2, full recompute", tp=2, pp=2, recompute={"language": "full", "vision": "full"}),
+        *hybrid_cases(4),
     ],
 }
 for _ranks, _cases in DECOUPLED.items():

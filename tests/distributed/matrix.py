@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from .cases import CASES, MOE, Q2, Q3, Q25
-from .pairwise import pairwise, settings
+from .cases import CASES, MOE, MOE35, Q2, Q3, Q25, Q35, chosen_by_make_test
+from .pairwise import settings
 
-FAMILIES = {Q2: "Qwen2-VL", Q25: "Qwen2.5-VL", Q3: "Qwen3-VL", MOE: "Qwen3-VL with experts"}
+FAMILIES = {
+    Q2: "Qwen2-VL",
+    Q25: "Qwen2.5-VL",
+    Q3: "Qwen3-VL",
+    MOE: "Qwen3-VL with experts",
+    Q35: "Qwen3.5",
+    MOE35: "Qwen3.5 with experts",
+}
 PARITY = "tests/distributed/test_parity.py::test_parity"
 
 
@@ -133,7 +140,7 @@ def entries() -> tuple[Entry, ...]:
     """All cases of the table."""
     found = []
     for ranks, cases in CASES.items():
-        chosen = set(pairwise(cases))
+        chosen = chosen_by_make_test(cases)
         found += [Entry(ranks, case, case["name"] in chosen) for case in cases]
     return tuple(found)
 
@@ -157,8 +164,10 @@ class Proof:
     """``file::test`` -> the families whose models it uses."""
 
 
-EVERY = (Q2, Q25, Q3, MOE)
+EVERY = (Q2, Q25, Q3, MOE, Q35, MOE35)
+WITH_EXAMPLES = (Q2, Q25, Q3, MOE)
 DENSE = (Q2, Q25, Q3)
+GENERATING = (Q25, Q3, MOE, Q35, MOE35)
 
 PROOFS = (
     Proof(
@@ -171,7 +180,7 @@ PROOFS = (
     ),
     Proof(
         "The YAML of every released size fits the model",
-        {"tests/test_examples.py::test_yaml_fits_the_released_model": EVERY},
+        {"tests/test_examples.py::test_yaml_fits_the_released_model": WITH_EXAMPLES},
     ),
     Proof(
         "Rows as the checkpoint's own processor makes them",
@@ -224,7 +233,7 @@ PROOFS = (
     ),
     Proof(
         "`generate` answers as `transformers` does",
-        {"tests/toolkit/test_generate.py::test_greedy_answers_are_those_of_transformers": (Q25, Q3, MOE)},
+        {"tests/toolkit/test_generate.py::test_greedy_answers_are_those_of_transformers": GENERATING},
     ),
     Proof(
         "`evaluate` gives the model what its own processor makes of a video",
@@ -283,7 +292,7 @@ def markdown() -> str:
 
 
 def _possible(feature: str, family: str) -> bool:
-    return family == MOE or feature not in EXPERTS_ALONE
+    return family in (MOE, MOE35) or feature not in EXPERTS_ALONE
 
 
 def _count(name: str, feature: Callable[[Entry], bool], family: str) -> str:

@@ -21,7 +21,7 @@ from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import Case, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-from .cases import CASES, SEEDS
+from .cases import CASES, SEEDS, chosen_by_make_test
 from .pairwise import pairwise
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
@@ -31,7 +31,7 @@ def table() -> list[Any]:
     """(ranks, name) of every case; those beyond the pairwise choice are marked ``full``."""
     rows = []
     for ranks, entries in CASES.items():
-        chosen = pairwise(entries)
+        chosen = chosen_by_make_test(entries)
         for entry in entries:
             marks = [] if entry["name"] in chosen else [pytest.mark.full]
             rows.append(pytest.param(ranks, entry["name"], marks=marks, id=f"{ranks}-{entry['name']}"))

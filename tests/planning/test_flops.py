@@ -7,6 +7,7 @@ is added here.
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 
 import pytest
@@ -25,7 +26,8 @@ from toolkit.bench.report import Work
 from toolkit.parity.batches import make_sample
 from toolkit.parity.reference import hf_inputs
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+HYBRID = ["qwen3_5", "qwen3_5_moe"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID]
 FREEZE = {
     "nothing": {},
     "tower": {"freeze_vision": True},
@@ -62,12 +64,26 @@ def learnt(sample: Sample) -> torch.Tensor:
 def rotary(spec: ModelSpec, tokens: int) -> float:
     """transformers computes rotary angles as a matrix product with inner dimension 1, which we
     do not count."""
-    return 2 * 3 * tokens * spec.language.head_dim / 2
+    return 2 * 3 * tokens * spec.language.rotary_dim / 2
+
+
+@pytest.fixture
+def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the delta rule and its convolution in transformers, which computes chunks and a padded
+    convolution, by something without products; gradients pass through all that is given."""
+
+    def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g, beta, **_):
+        return v * (q * k).sum(-1, keepdim=True) * (g + beta)[..., None], None
+
+    for family in HYBRID:
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", rule)
+        monkeypatch.setattr(module, "causal_conv1d_fn", lambda x, weight, *_, **__: x * weight[:, :1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["text", "two_images", "mixed"])
-def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None:
+def test_forward_equals_counted(tiny_checkpoint, elementwise_rule, family: str, kind: str) -> None:
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     sample = make_sample(kind, spec, 0)
@@ -76,13 +92,14 @@ def test_forward_equals_counted(tiny_checkpoint, family: str, kind: str) -> None
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             load(hf)(**hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=wanted)
         language = language_parts(spec.language, documents, len(wanted))
-        ours = language.total + language.attention + vision_parts(spec.vision, full, window).total
+        ours = language.total + language.attention - language.rule
+        ours += vision_parts(spec.vision, full, window).total
         assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("frozen", FREEZE)
-def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str) -> None:
+def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family: str, frozen: str) -> None:
     """Forward and backward with each part frozen alone: frozen weights get no gradients, and needless ones
     are left out."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
@@ -103,10 +120,9 @@ def test_training_step_equals_counted(tiny_checkpoint, family: str, frozen: str)
         ).logits.sum().backward()
     model.requires_grad_(True).zero_grad()
     where = lengths([sample], spec)
-    ours = (
-        row_flops(spec, freeze, *where, len(learnt(sample))).total
-        + 3 * language_parts(spec.language, where[0], 0).attention
-    )
+    language = language_parts(spec.language, where[0], 0)
+    ours = row_flops(spec, freeze, *where, len(learnt(sample))).total
+    ours += 3 * language.attention - 3 * language.rule
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -182,6 +198,22 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
             filled_up + (3 + (kind.language != "none")) * squares + (3 + (kind.vision == "full")) * padding
         )
         assert count == model + again + left_out, kind
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_the_delta_rule_is_that_of_the_recurrence(tiny_checkpoint, family: str) -> None:
+    """Torch's count for one token as matrix products: S^T k, k d^T and S^T q of each value head."""
+    m = read_spec(tiny_checkpoint(family)).language
+    a = m.linear_attention
+    assert a is not None
+    state, k, v = (torch.ones(a.value_heads, *shape) for shape in ((24, 12), (24, 1), (12, 1)))
+    with FlopCounterMode(display=False) as counter:
+        held = state.mT @ k
+        state = state + k @ (v - held).mT
+        _ = state.mT @ k
+    tokens, layers = 7, sum(m.is_linear(layer) for layer in range(m.num_layers))
+    assert layers == 3
+    assert language_parts(m, [3, 4], 0).rule == layers * tokens * counter.get_total_flops()
 
 
 def test_documents_do_not_attend_to_each_other(tiny_checkpoint) -> None:

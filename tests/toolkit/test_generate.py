@@ -31,14 +31,17 @@ IDS = ("astronaut", "two_images", "text_only", "video")
         ("qwen3_vl", ("--pp", "2", "--layers", "1,3")),
         ("qwen3_vl_moe", ("--ep", "2", "--batch", "3")),
         ("qwen3_vl_moe", ("--tp", "2", "--etp", "2", "--batch", "3")),
+        ("qwen3_5", ("--tp", "2")),
+        pytest.param("qwen3_5", ("--pp", "2", "--layers", "1,3"), marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe", ("--ep", "2", "--batch", "3"), marks=pytest.mark.full),
     ],
-    ids=["TP2", "PP2", "EP2", "TP2-ETP2"],
+    ids=["TP2", "PP2", "EP2", "TP2-ETP2", "TP2-linear", "PP2-linear", "EP2-linear"],
 )
 def test_greedy_answers_are_those_of_transformers(family, layout, tiny_checkpoint, tmp_path: Path, capsys):
     """Answers a picture, two pictures, text alone and a video together; with experts, three at a time from
     two files, and on two replicas, one of which has one prompt less in each round."""
     hf = tiny_checkpoint(family, dtype=torch.float32, max_pixels=252 * 252)
-    experts = {"ep": 4} if family == "qwen3_vl_moe" else {}
+    experts = {"ep": 4} if family.endswith("_moe") else {}
     convert(hf, tmp_path / "weights", {"tp": 1, "pp": 4} | experts)
     conversations = json.loads(write_raw_data(tmp_path / "raw").read_text())
     records = [next(record for record in conversations if record["id"] == name) for name in IDS]

@@ -26,6 +26,8 @@ CASES = [
     ("qwen3_vl", {"released_style": False}),
     ("qwen3_vl_moe", {}),
     ("qwen3_vl_moe", {"tied": True, "released_style": False, "dense_layers": (1,)}),
+    ("qwen3_5", {"tied": True}),
+    ("qwen3_5_moe", {"released_style": False}),
 ]
 
 
@@ -41,7 +43,7 @@ def test_transformers_loads_it(tiny_checkpoint, family, options):
         with safe_open(file, "pt") as shard:
             held |= {name: shard.get_tensor(name) for name in shard.keys()}
     assert ("lm_head.weight" in held) == (not options.get("tied", False))
-    in_memory = options.get("memory_names") or family.startswith("qwen3_vl")
+    in_memory = options.get("memory_names") or family.startswith("qwen3")
     in_file = "model.visual.patch_embed.proj.weight" if in_memory else "visual.patch_embed.proj.weight"
     assert torch.equal(held[in_file], model.model.visual.patch_embed.proj.weight)
     if family == "qwen3_vl_moe":
@@ -61,7 +63,7 @@ def test_transformers_loads_it(tiny_checkpoint, family, options):
         assert torch.isfinite(model(**batch, labels=batch["input_ids"]).loss)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_special_tokens_and_config_agree(tiny_checkpoint, family):
     folder = tiny_checkpoint(family)
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer

@@ -124,6 +124,24 @@ def rates_and_decays(hf: str) -> dict[str, list[float]]:
     }
 
 
+def state_of_mixed_types(hf: str) -> list[list[Any]]:
+    """For each slice of each rank's state after a step in bf16: [name, type of the parameter, whether it is
+    the parameter's own: shape of the moments, and main weights that round to the parameter]."""
+    trainer = tiny_trainer(hf, dtype="bfloat16")
+    assert trainer.step().updated
+    live = [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
+    found = []
+    for piece in optimizer_slices(trainer.optimizer, live):
+        parameter = piece.tensor.parameter
+        part = parameter.detach().view(-1)[piece.start : piece.end]
+        own = piece.main.numel() == part.numel() == piece.state["exp_avg"].numel()
+        own = own and torch.equal(piece.main.view(-1).to(part.dtype), part)
+        found.append([piece.name, str(parameter.dtype), own])
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, found)
+    return [line for lines in by_rank for line in lines]
+
+
 def weights_copied_together(hf: str) -> list[Any]:
     """[updated, optimizers, whether our copy of the main weights equals core's] after a step in bf16."""
     trainer = tiny_trainer(hf, dtype="bfloat16")

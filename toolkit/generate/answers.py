@@ -18,7 +18,7 @@ from megatron_vl.data.assemble import Sample
 from megatron_vl.data.chat import ChatError, stop_tokens
 from megatron_vl.data.pixels import PixelError
 from megatron_vl.errors import UserError
-from megatron_vl.spec.layout import check_can_run, make_layout
+from megatron_vl.spec.layout import make_layout
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
 from toolkit.launch import end_of, run_group
@@ -69,7 +69,6 @@ def run_generate(
     if spec.differences(encoder.spec):
         raise UserError(f"--checkpoint {request.checkpoint} holds a different model than --hf {request.hf}")
 
-    check_can_run(spec)
     layout = make_layout(spec, **request.layout)
     samples = _encode(encoder, request.conversations)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:

@@ -36,6 +36,7 @@ from megatron.core.transformer.moe.moe_utils import (
     switch_load_balancing_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
@@ -59,7 +60,13 @@ def moe_settings(
     cuda = platform.name == "cuda"
     assert moe is not None
     layers = sum(language.has_experts(layer) for layer in range(language.num_layers))
-    return {
+    shared: dict[str, Any] = {}
+    if moe.shared_ffn_hidden_size:
+        shared = {
+            "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+            "moe_shared_expert_gate": True,
+        }
+    return shared | {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
@@ -140,7 +147,9 @@ def moe_layer(platform: Platform) -> Any:
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import (
             TEColumnParallelGroupedLinear,
+            TEColumnParallelLinear,
             TERowParallelGroupedLinear,
+            TERowParallelLinear,
         )
         from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 
@@ -155,14 +164,26 @@ def moe_layer(platform: Platform) -> Any:
         use_fused_swiglu()
         grouped = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
         experts: Any = partial(GroupedExperts, submodules=grouped)
-        return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
+        shared = shared_expert(TEColumnParallelLinear, TERowParallelLinear)
+        return partial(
+            ExpertsLayer,
+            submodules=MoESubmodules(experts=experts, router=CountingRouter, shared_experts=shared),
+        )
 
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     experts = partial(
         SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
-    return partial(ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter))
+    shared = shared_expert(ColumnParallelLinear, RowParallelLinear)
+    return partial(
+        ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter, shared_experts=shared)
+    )
+
+
+def shared_expert(column: Any, row: Any) -> Any:
+    """The constructor of the shared expert, which core calls if the model has one."""
+    return partial(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
 
 
 def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:

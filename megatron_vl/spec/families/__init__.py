@@ -25,8 +25,6 @@ FAMILIES = {
     "qwen3_5_moe": qwen3_5_moe,
 }
 """HF ``model_type`` -> the module that reads its config."""
-CONVERTED_ONLY = ("qwen3_5", "qwen3_5_moe")
-"""Families whose weights are converted, but that cannot be trained yet."""
 MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
 
 
@@ -61,7 +59,6 @@ def _check_counts(config: dict[str, Any]) -> None:
 
 
 __all__ = [
-    "CONVERTED_ONLY",
     "FAMILIES",
     "ConfigError",
     "LanguageSpec",

@@ -173,6 +173,11 @@ class LanguageSpec:
     """The layers with linear attention; None: all layers have softmax attention."""
 
     @property
+    def moe_ffn_hidden_size(self) -> int:
+        """FFN width of one expert; 0 without experts."""
+        return self.moe.ffn_hidden_size if self.moe else 0
+
+    @property
     def rotary_dim(self) -> int:
         """Number of a head's elements that RoPE rotates."""
         return int(self.head_dim * self.rotary_fraction)

@@ -1,0 +1,142 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its convolution over packed rows, in torch.
+
+The state of a head is a matrix S [key, value]. Each token decays it and replaces what it holds for its key:
+
+    S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
+
+State and convolution begin anew at each sequence of a row. Nothing is read on the host, and shapes depend
+on the length of the row alone. Reference: ``torch_chunk_gated_delta_rule`` of transformers, which knows no
+packed rows: each sequence by itself gives what a packed row gives here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens that are computed together."""
+
+
+def segment_numbers(cu_seqlens: Tensor, length: int) -> Tensor:
+    """The number of each token's sequence, int32 [length], from the bounds int32 [sequences + 1]."""
+    tokens = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
+
+
+def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
+    """Depthwise causal convolution and SiLU.
+
+    Args:
+        x: [S, C].
+        weight: [C, W]; the last column belongs to the token itself.
+        segments: numbers of sequences [S]. A token does not see others.
+    """
+    width = weight.shape[1]
+    out = x * weight[:, -1]
+    for back in range(1, min(width, x.shape[0])):
+        same = (segments[back:] == segments[:-back])[:, None]
+        earlier = torch.where(same, x[:-back], 0.0) * weight[:, width - 1 - back]
+        out = out + F.pad(earlier, (0, 0, back, 0))
+    return F.silu(out)
+
+
+def normalized(x: Tensor) -> Tensor:
+    """x / |x| along the last axis, as transformers computes it for queries and keys."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs of a packed row and the state after its last token.
+
+    Computed in float32, or in float64 if the queries are. Each key head serves ``Vh / Kh`` value heads.
+
+    Args:
+        query, key: [S, Kh, K], not normalised.
+        value: [S, Vh, V].
+        g: logarithm of the decay, float32 [S, Vh].
+        beta: [S, Vh].
+        segments: numbers of sequences [S], ascending.
+
+    Returns:
+        [S, Vh, V] in the values' type, and the state [Vh, K, V].
+    """
+    length, kind = query.shape[0], value.dtype
+    wide = torch.promote_types(query.dtype, torch.float32)
+    repeats = value.shape[1] // key.shape[1]
+    q = normalized(query.to(wide)) * query.shape[-1] ** -0.5
+    k = normalized(key.to(wide))
+    q, k = (t.repeat_interleave(repeats, dim=1) for t in (q, k))
+
+    # The last chunk is filled with tokens that change nothing: no key, no beta, no decay.
+    room = -length % CHUNK
+    segments = torch.cat((segments, segments[-1:].expand(room)))
+    q, k, v, g, beta = (_chunks(t.to(wide), room) for t in (q, k, value, g[..., None], beta[..., None]))
+    out, state = _over_chunks(q, k, v, g, beta, segments.view(-1, CHUNK))
+    out = out.movedim(1, 2).flatten(0, 1)[:length]
+    return out.to(kind), state
+
+
+def _chunks(x: Tensor, room: int) -> Tensor:
+    """[S, heads, d] -> [chunks, heads, CHUNK, d]"""
+    return F.pad(x, (0, 0, 0, 0, 0, room)).unflatten(0, (-1, CHUNK)).movedim(2, 1)
+
+
+def _over_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor]:
+    """All [chunks, heads, CHUNK, d], d = 1 for g and beta; segments [chunks, CHUNK]."""
+    # Each token's decay since the beginning of its sequence, or of the chunk if that is later. It is summed
+    # within the sequence, so that other sequences do not change its rounding.
+    same = segments[:, :, None] == segments[:, None, :]
+    earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    keep = (same & earlier)[:, None]
+    decay = keep.to(g.dtype) @ g
+
+    # Masked before exp, so that neither values nor gradients of other pairs overflow.
+    pairs = (decay - decay.transpose(-1, -2)).masked_fill(~keep, -torch.inf).exp()
+    before = F.pad(segments[:-1, -1], (1, 0), value=-1)  # no token continues what is before the row
+    carried = (segments == before[:, None])[:, None, :, None]
+    read = decay.exp() * carried
+    last = (segments == segments[:, -1:])[:, None, :, None]
+    write = (decay[:, :, -1:] - decay).masked_fill(~last, -torch.inf).exp()
+    survives = read[:, :, -1:]
+
+    # d = beta (v - read k S - sum of earlier pairs (k_i k_j) d_j): a triangular system for all d of a chunk.
+    mixing = beta * (k @ k.transpose(-1, -2)) * pairs
+    right = torch.cat((beta * v, beta * read * k), dim=-1)
+    solved = torch.linalg.solve_triangular(mixing, right, upper=False, unitriangular=True)
+    values, keys = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = (q @ k.transpose(-1, -2)) * pairs
+    queries, written = q * read, (k * write).transpose(-1, -2)
+
+    state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
+    out = []
+    for i in range(q.shape[0]):
+        d = values[i] - keys[i] @ state
+        out.append(queries[i] @ state + scores[i] @ d)
+        state = survives[i] * state + written[i] @ d
+    return torch.stack(out), state
+
+
+def one_token(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs of one more token of each sequence, and the new states.
+
+    Args:
+        query, key: [N, Kh, K], not normalised. value: [N, Vh, V]. g, beta: [N, Vh].
+        state: float32 [N, Vh, K, V].
+    """
+    wide = state.dtype
+    repeats = value.shape[1] // key.shape[1]
+    q = (normalized(query.to(wide)) * query.shape[-1] ** -0.5).repeat_interleave(repeats, dim=1)
+    k = normalized(key.to(wide)).repeat_interleave(repeats, dim=1)
+    state = state * g.to(wide).exp()[..., None, None]
+    held = (state * k[..., None]).sum(-2)
+    d = beta.to(wide)[..., None] * (value.to(wide) - held)
+    state = state + k[..., None] * d[..., None, :]
+    return (state * q[..., None]).sum(-2).to(value.dtype), state

@@ -1,0 +1,128 @@
+"""The packed delta rule equals that of ``transformers``, sequence by sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, one_token, segment_numbers
+
+LENGTHS = [1, 63, 64, 65, 3, 200, 2, 130]
+RATES = {"as initialised": (0.01, 16.0), "slow": (0.01, 0.02), "mixed": (0.001, 4.0)}
+"""The lowest and the highest rate of the heads' decays."""
+
+
+def inputs(kind: torch.dtype, decays: str, key_heads: int = 2, value_heads: int = 6) -> list[Tensor]:
+    """query, key, value, g, beta of a packed row."""
+    generator = torch.Generator().manual_seed(0)
+    length = sum(LENGTHS)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(length, *shape, generator=generator, dtype=kind)
+
+    rates = torch.linspace(*RATES[decays], value_heads, dtype=kind)
+    g = -rates * F.softplus(draw(value_heads) + 1)
+    given = [draw(key_heads, 16), draw(key_heads, 16), draw(value_heads, 12), g, draw(value_heads).sigmoid()]
+    return [t.requires_grad_() for t in given]
+
+
+def bounds() -> list[tuple[int, int]]:
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def numbers() -> Tensor:
+    return segment_numbers(torch.tensor([0, *(end for _, end in bounds())], dtype=torch.int32), sum(LENGTHS))
+
+
+def alone(rule, given: list[Tensor]) -> Tensor:
+    """The outputs of ``rule`` for each sequence by itself."""
+    repeats = given[2].shape[1] // given[0].shape[1]
+    q, k = (t.repeat_interleave(repeats, dim=1) for t in given[:2])
+    return torch.cat(
+        [
+            rule(
+                *(t[None, start:end] for t in (q, k, *given[2:])),
+                initial_state=None,
+                output_final_state=False,
+                use_qk_l2norm_in_kernel=True,
+            )[0][0]
+            for start, end in bounds()
+        ]
+    )
+
+
+def test_numbers_of_sequences() -> None:
+    assert torch.equal(numbers().long(), torch.arange(8).repeat_interleave(torch.tensor(LENGTHS)))
+    empty = segment_numbers(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3)
+    assert empty.tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize("decays", RATES)
+def test_values_and_gradients_are_those_of_transformers(decays: str) -> None:
+    given = inputs(torch.float32, decays)
+    ours, _ = gated_delta_rule(*given, numbers())
+    theirs = alone(torch_chunk_gated_delta_rule, given)
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
+    grads = [torch.autograd.grad((out * weight).sum(), given) for out in (ours, theirs)]
+    for name, a, b in zip(
+        ("o", "q", "k", "v", "g", "beta"), (ours, *grads[0]), (theirs, *grads[1]), strict=True
+    ):
+        assert (a - b).norm() <= (3e-5 if name == "g" else 3e-6) * b.norm(), name
+
+
+def test_float64_is_that_of_the_recurrence() -> None:
+    """Token by token, in float64: what the chunks compute is exact."""
+    given = inputs(torch.float64, "mixed")
+    ours, state = gated_delta_rule(*given, numbers())
+    start, end = bounds()[-1]
+    theirs = torch.zeros(1, 6, 16, 12, dtype=torch.float64)
+    for at in range(start, end):
+        out, theirs = one_token(*(t[None, at] for t in given), theirs)
+        torch.testing.assert_close(out[0], ours[at], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(state, theirs[0], rtol=1e-11, atol=1e-13)
+    recurrent = alone(torch_recurrent_gated_delta_rule, [t.detach().float() for t in given])
+    torch.testing.assert_close(ours.float(), recurrent, rtol=1e-3, atol=1e-5)
+
+
+def test_a_sequence_changes_no_bit_of_the_others() -> None:
+    start, end = bounds()[4]
+    results = []
+    for change in (False, True):
+        given = [t.detach().clone() for t in inputs(torch.float32, "slow")]
+        if change:
+            for tensor in given:
+                tensor[start:end] *= 0.7
+        for tensor in given:
+            tensor.requires_grad_()
+        out, _ = gated_delta_rule(*given, numbers())
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), given)])
+    for before, after in zip(*results, strict=True):
+        assert torch.equal(before[:start], after[:start]) and torch.equal(before[end:], after[end:])
+        assert not torch.equal(before[start:end], after[start:end])
+
+
+def test_convolution_is_that_of_each_sequence_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(sum(LENGTHS), 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    ours = causal_conv(x, weight, numbers())
+    theirs = torch.cat(
+        [
+            F.silu(
+                F.conv1d(x[None, start:end].mT, weight[:, None], padding=3, groups=5)[0, :, : end - start].T
+            )
+            for start, end in bounds()
+        ]
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    for a, b in zip(
+        *(torch.autograd.grad(out.sin().sum(), (x, weight)) for out in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,21 @@
+"""What a model with linear attention refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import Fp8Config, RunConfigError
+from megatron_vl.models.transformer_configs import check_linear_attention
+from megatron_vl.spec.families import read_spec
+
+SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.json")
+
+
+def test_what_was_never_tried_is_refused_by_name() -> None:
+    check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=False)
+    with pytest.raises(RunConfigError, match=r"fp8\.recipe tensorwise: qwen3_5 .* set it to none"):
+        check_linear_attention(SPEC, Fp8Config(recipe="tensorwise"), tp_comm_overlap=False)
+    with pytest.raises(RunConfigError, match=r"parallel\.tp_comm_overlap is not supported for qwen3_5"):
+        check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=True)
