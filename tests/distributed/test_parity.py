@@ -21,7 +21,7 @@ from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import Case, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-from .cases import CASES, SEEDS, chosen_by_make_test
+from .cases import CASES, DECOUPLED_QUICK, SEEDS, chosen_by_make_test
 from .pairwise import pairwise
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
@@ -102,8 +102,9 @@ def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: st
     assert result["ok"], result.get("state")
 
 
-def test_names_are_unique() -> None:
+def test_names_are_unique_and_those_chosen_by_name_exist() -> None:
     assert len(set(NAMES)) == len(NAMES)
+    assert set(NAMES) >= DECOUPLED_QUICK
 
 
 def test_chosen_cases_hold_every_pair_of_settings() -> None:
