@@ -43,7 +43,7 @@ def test_help_explains_every_field(capsys):
         (["--optimizer.lrx", "3"], r"'optimizer.lrx' is unknown; did you mean optimizer.lr"),
         (["--optimizer.cpu_offload", "true"], r"'optimizer.cpu_offload' is gone; write optimizer.offload_f"),
         (["--optimizer.cpu_offload_fraction", "1"], r"is gone; write the same number as optimizer.offload_f"),
-        (["--optimizer.offload_fraction", "most"], r"expected a number or one of 'auto'"),
+        (["--optimizer.offload_fraction", "most"], r"expected a number or 'auto', got most"),
         (["--step", "3"], r"'step' is unknown; did you mean steps"),  # no abbreviations
         (["--stepz", "3"], r"'stepz' is unknown; did you mean steps"),
         (

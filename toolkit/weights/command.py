@@ -72,6 +72,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
     if options.json:
         result = dataclasses.asdict(report) | {
             "out": str(report.out),
+            "layout": report.layout and report.layout.as_dict(),
             "cast": [[*types, n] for types, n in report.cast.items()],
         }
         print(json.dumps(result))
