@@ -34,7 +34,7 @@ demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face
 quick: $(READY)  ## the tests that start no ranks: about 4 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not ranks and not full" $(ARGS)
 
-test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 18 minutes on 2 cores
+test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 25 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not full" --durations=10 $(ARGS)
 
 test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about an hour
