@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -90,9 +91,10 @@ def set_up(config: TrainConfig) -> Run:
     All checks run before a process group starts, except those of the data set, which one rank reads.
     """
     spec, layout = check(config)
-    settle_split(config, layout)
     platform = get_platform(config.platform)
     init_distributed(platform, _minutes_of_collectives(config.failures.timeout_s))
+    layout = agree_on_split(layout)
+    settle_split(config, layout)
     config = resolve(config, spec, dist.get_world_size(), platform.memory_gib())
     failures.watch(config.failures.timeout_s)
     facts = share_data(config)
@@ -126,6 +128,16 @@ def set_up(config: TrainConfig) -> Run:
 def _minutes_of_collectives(timeout_s: float) -> int:
     """How long a collective may wait: longer than our own limit, whose message says more."""
     return max(30, math.ceil(longest_s(timeout_s) / 60) + 10) if timeout_s else 30
+
+
+def agree_on_split(layout: Layout) -> Layout:
+    """The layout with the split that rank 0 has found. Collective.
+
+    Other nodes may have an older view of shared storage, and so of the checkpoint whose split stays.
+    """
+    told = [layout.layers]
+    dist.broadcast_object_list(told)
+    return dataclasses.replace(layout, layers=told[0])
 
 
 def agree_on_start(config: TrainConfig, grid: ProcessGrid) -> Start:
