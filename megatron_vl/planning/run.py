@@ -10,7 +10,7 @@ from megatron_vl.planning.cost import Costs, Network
 from megatron_vl.planning.memory import StageMemory, stage_memories
 from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.rows import RowStatistics, stated_rows
-from megatron_vl.planning.split import planned_layers
+from megatron_vl.planning.split import layout_of_sizes, planned_layers
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, check_experts, make_layout
 
@@ -44,16 +44,20 @@ def run_layout(
     if layers is not None or p.pp == 1:
         return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, decoupled)
 
-    kept = saved is not None and (saved.pp, saved.vpp, saved.decoupled) == (p.pp, p.vpp, decoupled)
-    if saved is not None and kept:
+    if saved is not None and keeps_split(config, saved):
         return make_layout(spec, p.tp, p.pp, p.vpp, saved.layers, p.ep, p.etp, decoupled)
 
-    # Any split of the right length, for checking the sizes.
-    entries = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]
-    layout = make_layout(spec, p.tp, p.pp, p.vpp, entries, p.ep, p.etp, decoupled)
+    layout = layout_of_sizes(config, spec)
     rows = rows or stated_rows(spec, config.data.seq_len, config.data.max_patches)
     costs = Costs(config, spec, layout, dp, rows, calibration or shipped(), network or Network())
     return dataclasses.replace(layout, layers=planned_layers(costs))
+
+
+def keeps_split(config: TrainConfig, saved: Layout) -> bool:
+    """Whether a run without ``parallel.layers`` keeps the split of a checkpoint's layout."""
+    p = config.parallel
+    decoupled = config.vision.placement == "decoupled"
+    return (saved.pp, saved.vpp, saved.decoupled) == (p.pp, p.vpp, decoupled)
 
 
 def estimate(

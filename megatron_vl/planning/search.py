@@ -21,9 +21,9 @@ from megatron_vl.planning.cost import Costs, Network
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, offloaded, parameter_bytes, stage_memories
 from megatron_vl.planning.predict import Prediction, chunk_times, predict, step_ends
 from megatron_vl.planning.rows import RowStatistics
-from megatron_vl.planning.split import balanced_layers, planned_layers, quick_seconds
+from megatron_vl.planning.split import balanced_layers, layout_of_sizes, planned_layers, quick_seconds
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import LayoutError
 
 LARGEST_TP = 8
@@ -219,10 +219,8 @@ def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate |
     """A combination with its quick estimate; None if the model does not allow it or its states do not fit."""
     spec, p = wanted.spec, config.parallel
     dp = wanted.world // (p.tp * p.pp)
-    entries = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]
     try:
-        decoupled = config.vision.placement == "decoupled"
-        layout = make_layout(spec, p.tp, p.pp, p.vpp, entries, p.ep, p.etp, decoupled)
+        layout = layout_of_sizes(config, spec)
     except LayoutError:
         return None
     # The parameters alone, evenly spread, are the least that any split needs.
@@ -361,16 +359,16 @@ def options_of(config: TrainConfig, found: Prediction) -> str:
     after = with_split(found.config, found.layout)
     for section in ("parallel", "recompute", "optimizer", "vision"):
         ours, theirs = getattr(config, section, None), getattr(after, section, None)
-        if ours is None or theirs is None:
-            continue
-        for item in dataclasses.fields(ours):
-            value = getattr(theirs, item.name)
-            if value != getattr(ours, item.name):
-                text = str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
-                words.append(
-                    f"--{section}.{item.name} {'null' if value is None else text.replace(chr(39), '')}"
-                )
+        if ours is not None and theirs is not None and ours != theirs:
+            words.append(changed_options(section, ours, theirs))
     return " ".join(words) or "the run as it is"
+
+
+def changed_options(section: str, before: Any, after: Any) -> str:
+    """``--section.field value`` for the fields of a section that differ."""
+    names = [field.name for field in dataclasses.fields(after)]
+    changed = [name for name in names if getattr(after, name) != getattr(before, name)]
+    return " ".join(f"--{section}.{name} {_word(getattr(after, name))}" for name in changed)
 
 
 def _word(value: Any) -> str:

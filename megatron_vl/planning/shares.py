@@ -39,9 +39,9 @@ class Frames:
         return np.searchsorted(starts(self.windows), self.first_patch)
 
 
-def starts(sizes: Array) -> Array:
-    """int64 [N + 1]: what precedes each part, and the total."""
-    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+def starts(sizes: Array, dtype: type = np.int64) -> Array:
+    """[N + 1]: what precedes each part, and the total."""
+    return np.concatenate((np.zeros(1, dtype), np.cumsum(sizes, dtype=dtype)))
 
 
 def frames_of(rows: list[tuple[list[int], list[int]]]) -> Frames:
@@ -72,14 +72,9 @@ def frame_flops(vision: VisionSpec, frames: Frames) -> Array:
 
 def cut_evenly(costs: Array, parts: int) -> Array:
     """int64 [parts + 1]: bounds of contiguous runs of about equal cost; runs may be empty."""
-    before = starts_of_costs(costs)
+    before = starts(costs, np.float64)
     wanted = before[-1] * np.arange(1, parts) / parts
     above = np.searchsorted(before, wanted)
     below = np.maximum(above - 1, 0)
     nearest = np.where(wanted - before[below] < before[above] - wanted, below, above)
     return np.concatenate(([0], nearest, [len(costs)])).astype(np.int64)
-
-
-def starts_of_costs(costs: Array) -> Array:
-    """float64 [N + 1]: the cost of what precedes each part, and of all."""
-    return np.concatenate(([0.0], np.cumsum(costs, dtype=np.float64)))

@@ -11,10 +11,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_vl.config import TrainConfig
 from megatron_vl.planning.cost import Costs, PassTime
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, stage_memories
 from megatron_vl.planning.predict import chunk_times
 from megatron_vl.planning.simulate import pipeline_seconds
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, make_layout
 
 SIMULATED = 1500
 """Up to so many passes, a split is judged by its timeline; above, by the times of its stages."""
@@ -33,6 +36,18 @@ def planned_layers(costs: Costs, *, patches: int | None = None, quick: bool = Fa
         quick: judge splits by the times of their stages, without timelines.
     """
     return _Search(costs, patches, quick).improve(balanced_layers(costs))
+
+
+def layout_of_sizes(config: TrainConfig, spec: ModelSpec) -> Layout:
+    """The layout of a run whose split is still to be found: all layers are in the last entry.
+
+    Raises:
+        LayoutError: the sizes are impossible.
+    """
+    p = config.parallel
+    layers = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]
+    decoupled = config.vision.placement == "decoupled"
+    return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, decoupled)
 
 
 def balanced_layers(costs: Costs) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.parallel.failures import LESS_HOST_MEMORY
 from megatron_vl.planning.memory import PARTS, RESERVE_GIB, StageMemory, peak_gib
 from megatron_vl.planning.run import estimate, run_layout
+from megatron_vl.planning.search import changed_options
 from megatron_vl.spec.families import ModelSpec, read_spec
 
 GIB = 2**30
@@ -188,22 +189,22 @@ def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tup
         dataclasses.replace(r, language="full", vision="full"),
     ):
         if wanted != r:
-            yield _options("recompute", r, wanted), dataclasses.replace(config, recompute=wanted)
+            yield changed_options("recompute", r, wanted), dataclasses.replace(config, recompute=wanted)
 
     calls = dataclasses.replace(config.vision, backward_patches=max(1, config.vision.backward_patches // 4))
     if config.vision.placement == "decoupled":
-        yield _options("vision", config.vision, calls), dataclasses.replace(config, vision=calls)
+        yield changed_options("vision", config.vision, calls), dataclasses.replace(config, vision=calls)
 
     for offload in _offloads(config):
         optimizer = dataclasses.replace(config.optimizer, **offload)
         if optimizer != config.optimizer:
             offloaded = dataclasses.replace(config, optimizer=optimizer)
-            yield _options("optimizer", config.optimizer, optimizer), offloaded
+            yield changed_options("optimizer", config.optimizer, optimizer), offloaded
 
     p = config.parallel
     for layers in other_splits(list(run_layout(config, spec, world).layers), p.vpp):
         parallel = dataclasses.replace(p, layers=layers)
-        yield _options("parallel", p, parallel), dataclasses.replace(config, parallel=parallel)
+        yield changed_options("parallel", p, parallel), dataclasses.replace(config, parallel=parallel)
     more = dataclasses.replace(p, pp=2 * p.pp, layers=None)
     if world % (more.pp * p.tp) == 0:
         yield f"--parallel.pp {more.pp} without parallel.layers", dataclasses.replace(config, parallel=more)
@@ -226,17 +227,6 @@ def other_splits(layers: list[int], vpp: int) -> Iterator[list[int]]:
             others = [i for i in range(len(split)) if i != source]
             split[min(others, key=lambda i: split[i])] += 1
             yield list(split)
-
-
-def _options(section: str, before: object, after: object) -> str:
-    """``--section.field value`` for what differs."""
-    words = []
-    for field in dataclasses.fields(after):  # type: ignore[arg-type]
-        value = getattr(after, field.name)
-        if value != getattr(before, field.name):
-            text = str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
-            words.append(f"--{section}.{field.name} {text.replace(chr(39), '')}")
-    return " ".join(words)
 
 
 def _first_line(said: str) -> str:

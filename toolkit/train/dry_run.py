@@ -11,7 +11,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, peak_gib, warm_up_passes
 from megatron_vl.planning.offload import least_share, resolve
 from megatron_vl.planning.predict import Prediction, predict
-from megatron_vl.planning.run import run_layout
+from megatron_vl.planning.run import keeps_split, run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.preflight import gpu_of, resumed_from, saved_layout
@@ -108,12 +108,7 @@ def _split_source(config: TrainConfig, layout: Layout, saved: Layout | None) -> 
     """Where the split comes from."""
     if layout.pp == 1 or isinstance(config.parallel.layers, list):
         return "given"
-    kept = saved is not None and (saved.pp, saved.vpp, saved.decoupled) == (
-        layout.pp,
-        layout.vpp,
-        layout.decoupled,
-    )
-    return "saved" if kept else "planned"
+    return "saved" if saved is not None and keeps_split(config, saved) else "planned"
 
 
 def _speed(prediction: Prediction) -> dict[str, float | str]:
