@@ -242,7 +242,10 @@ def test_resume_continues_with_the_same_rows(dataset, workers):
     third.close()
 
 
-@pytest.mark.parametrize("rows", [0, 4, 5])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("rows", [0, pytest.param(4, marks=SLOW), pytest.param(5, marks=SLOW)])
 def test_a_worker_that_has_not_begun_is_saved_where_it_will_begin(dataset, monkeypatch, rows):
     """Energon's command thread answers before its worker has restored its state."""
     first = loader(dataset, num_workers=2)
