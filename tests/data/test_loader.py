@@ -220,7 +220,7 @@ def test_loss_covers_the_answers_only(dataset):
             assert learnt == "".join(f"{a}<|im_end|>" for a in answers)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_resume_continues_with_the_same_rows(dataset, workers):
     first = loader(dataset, num_workers=workers)
     for _ in range(5):

@@ -132,6 +132,7 @@ def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image])
     return answers
 
 
+@pytest.mark.full
 def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, judge, tmp_path, capsys):
     url, seen = judge
     both = pair("qwen2_5_vl")
