@@ -31,7 +31,11 @@ BUCKET = "rows"
 def store(tmp_path_factory):
     """The client of a store with one bucket, which the profile ``pictures`` names."""
     patch = pytest.MonkeyPatch()
-    for name, value in {"ACCESS_KEY_ID": "id", "SECRET_ACCESS_KEY": "key", "DEFAULT_REGION": "us-east-1"}.items():
+    for name, value in {
+        "ACCESS_KEY_ID": "id",
+        "SECRET_ACCESS_KEY": "key",
+        "DEFAULT_REGION": "us-east-1",
+    }.items():
         patch.setenv(f"AWS_{name}", value)
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
