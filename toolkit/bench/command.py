@@ -62,7 +62,6 @@ def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[
             [*options, "--out", out],
             processes,
             show="errors" if quiet else "all",
-            on_cpu=cpu,
             # Without it, packed rows of changing sizes fragment the GPU's memory.
             environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | variables,
         )
