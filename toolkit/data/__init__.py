@@ -1,2 +1,2 @@
-"""``megatron-vl data convert | verify``: converts conversation files into data sets and
+"""``megatron-vl data convert | merge | verify``: converts conversation files into data sets and
 verifies data sets."""
