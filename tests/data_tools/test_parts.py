@@ -1,4 +1,4 @@
-"""Tests of a conversion that several nodes share: the data set must not depend on the division of the work."""
+"""Tests of a conversion that several nodes share: its data set must not depend on how they did."""
 
 from __future__ import annotations
 

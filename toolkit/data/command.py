@@ -1,4 +1,5 @@
-"""``megatron-vl data``: converts conversation files into data sets and verifies data sets."""
+"""``megatron-vl data``: converts conversation files into data sets, verifies them, and shows what they
+hold."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from megatron_vl.errors import UsageError
 
-from .options import DataConvertOptions, DataMergeOptions, DataVerifyOptions
+from .options import (
+    DataConvertOptions,
+    DataInspectOptions,
+    DataMergeOptions,
+    DataReportOptions,
+    DataStatsOptions,
+    DataVerifyOptions,
+)
 
 if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions, DataReport
@@ -177,13 +185,58 @@ def verify(options: DataVerifyOptions) -> int:
     from data_tools.verify import verify
 
     shards, problems = verify(options.dataset, _show)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    _end_line()
     if options.json:
         print(json.dumps({"shards": shards, "problems": problems}))
     else:
         print("\n".join(problems) or f"{shards} shards of {options.dataset} are intact")
     return 1 if problems else 0
+
+
+def stats(options: DataStatsOptions) -> int:
+    """Prints distributions of a data set."""
+    from .prepared import open_prepared
+    from .stats import as_json, print_stats
+
+    found = open_prepared(options).survey(options.samples, options.seconds, options.seed, _show)
+    _end_line()
+    if options.json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        print_stats(found)
+    return 0
+
+
+def inspect(options: DataInspectOptions) -> int:
+    """Prints one sample. Returns 1 if the loader would leave it out."""
+    from .prepared import open_prepared
+    from .sample import as_json, print_sample, view
+
+    sample = view(open_prepared(options), options.index, options.key)
+    if options.json:
+        print(json.dumps(as_json(sample), indent=2))
+    else:
+        print_sample(sample)
+    return 1 if sample.problem else 0
+
+
+def report(options: DataReportOptions) -> int:
+    """Writes the HTML page."""
+    from .prepared import open_prepared
+    from .report import write_report
+
+    prepared = open_prepared(options)
+    found = prepared.survey(options.samples, options.seconds, options.seed, _show)
+    _end_line()
+    write_report(prepared, found, options.shown, options.out)
+    print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _end_line() -> None:
+    """Removes the line of progress."""
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
 
 
 def _show(line: str) -> None:
@@ -196,8 +249,7 @@ def _show(line: str) -> None:
 
 
 def _print(report: DataReport, out: Path, quarantine: Path) -> None:
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    _end_line()
     reasons: Counter[str] = Counter()
     for counts in report.refused.values():
         reasons.update(counts)
