@@ -424,7 +424,7 @@ def _drawn(encoder: RowEncoder, sample: RawSample, source: int, index: int) -> D
         sample.__key__,
         encoded.source,
         tokens=len(encoded.token_ids),
-        learnt=int(encoded.loss_mask.sum()),
+        learnt=int(encoded.loss_mask.count_nonzero()),
         turns=sum(message["role"] == "assistant" for message in messages),
         grids=tuple(encoded.grids),
     )
