@@ -1,0 +1,825 @@
+"""The Triton kernels of :mod:`megatron_vl.kernels.gated_delta_rule`, forward and backward.
+
+A row is cut into chunks of 64 tokens wherever its sequences begin. Masks keep the sequences apart, so shapes
+depend on the length of the row alone and nothing is read on the host. Per chunk and value head, with the
+running decay c of each token within its sequence (and the chunk), P_ij = exp(c_i - c_j) for pairs i >= j of
+one sequence, read = exp(c) for tokens that continue the sequence of the chunk before, write = exp(c_last - c)
+for tokens of the chunk's last sequence, S the state [K, V] before the chunk:
+
+    T = (1 + strictly lower part of beta_i (k_i k_j) P_ij)^-1
+    d = T (beta v) - T (beta read k) S
+    out = read q S + ((q_i q_j) P) d
+    S <- read_last S + (write k)^T d
+
+Backward, with R the gradient of the state after the chunk, M = (q_i k_j) P, and e = T^T (gradient of d):
+
+    e = T^T M^T dout + T^T (write k) R
+    R <- read_last R + (read q)^T dout - (beta read k)^T e
+
+Everything else follows from S, R, d and e chunk by chunk: the gradient of the triangular system is -e d^T.
+Queries and keys enter products as they are; the lengths that normalise them scale the products in float32.
+There are no atomic operations and no tuning: results have the same bits in each run and on each rank.
+
+Triton 3.4 to 3.7.0 computes products wrongly on Hopper if their left side is the transpose of another
+product's result, so results of products are never transposed here. They are computed a second time instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 64
+_BASE = 16
+"""Rows of the diagonal blocks that are inverted row by row."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernels cut their work; fixed, so that all ranks compute the same bits.
+
+    Warps of each kernel, and the columns of the state that one program of the scan keeps.
+    """
+
+    solve: int = 4
+    scan: int = 4
+    out: int = 4
+    prepare: int = 4
+    gradients: int = 8
+    columns: int = 64
+    stages: int = 2
+    precision: str = "tf32"
+    """Of the products that invert the triangular system."""
+
+
+CONFIG = Config()
+
+
+@triton.jit
+def _tile(base, chunk, stride, head, length, C: tl.constexpr, D: tl.constexpr):
+    """[C, D] of a tensor [S, heads, D] whose tokens are ``stride`` apart; zeros after the row."""
+    token = chunk * C + tl.arange(0, C)
+    at = base + token[:, None] * stride + head * D + tl.arange(0, D)[None, :]
+    return tl.load(at, mask=(token < length)[:, None], other=0.0)
+
+
+@triton.jit
+def _inverse_length(x):
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+
+
+@triton.jit
+def _sequences(segments, chunk, length, C: tl.constexpr):
+    """The tokens' sequences [C], and that of the token before the chunk. What is after the row continues it."""
+    token = chunk * C + tl.arange(0, C)
+    segment = tl.load(segments + tl.minimum(token, length - 1))
+    before = tl.load(segments + tl.maximum(chunk * C - 1, 0))
+    return segment, tl.where(chunk > 0, before, -1)
+
+
+@triton.jit
+def _pairs(segment, C: tl.constexpr):
+    """Whether token i (row) sees token j (column)."""
+    i = tl.arange(0, C)
+    return (segment[:, None] == segment[None, :]) & (i[:, None] >= i[None, :])
+
+
+@triton.jit
+def _pairs_transposed(segment, C: tl.constexpr):
+    """Whether token j (row) is seen by token i (column)."""
+    i = tl.arange(0, C)
+    return (segment[:, None] == segment[None, :]) & (i[:, None] <= i[None, :])
+
+
+@triton.jit
+def _decay(g, keep, chunk, head, length, HEADS: tl.constexpr, C: tl.constexpr):
+    """c [C]: summed within each sequence, so that others do not change its rounding."""
+    token = chunk * C + tl.arange(0, C)
+    own = tl.load(g + token * HEADS + head, mask=token < length, other=0.0).to(tl.float32)
+    return tl.sum(tl.where(keep, own[None, :], 0.0), 1)
+
+
+@triton.jit
+def _borders(c, segment, before, C: tl.constexpr):
+    """read [C], write [C] and the part of the state that survives."""
+    i = tl.arange(0, C)
+    final = tl.sum(tl.where(i == C - 1, segment, 0), 0)
+    end = tl.sum(tl.where(i == C - 1, c, 0.0), 0)
+    read = tl.where(segment == before, tl.exp(c), 0.0)
+    write = tl.exp(tl.where(segment == final, end - c, float("-inf")))
+    return read, write, tl.where(final == before, tl.exp(end), 0.0)
+
+
+@triton.jit
+def _beta(beta, chunk, head, length, HEADS: tl.constexpr, C: tl.constexpr):
+    token = chunk * C + tl.arange(0, C)
+    return tl.load(beta + token * HEADS + head, mask=token < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _join(x, a, C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of diagonal blocks of 2 WIDTH from those of WIDTH."""
+    i = tl.arange(0, C)
+    pair, half = i // (2 * WIDTH), i // WIDTH
+    off = (pair[:, None] == pair[None, :]) & (half[:, None] != half[None, :])
+    left = tl.dot(x, tl.where(off, a, 0.0), input_precision=PRECISION)
+    return x - tl.dot(left, x, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + a)^-1 of a strictly lower triangular [C, C], C being 4 BASE.
+
+    Diagonal blocks row by row, larger ones from those: a doubling product would cancel for keys that are
+    alike.
+    """
+    B: tl.constexpr = C // BASE
+    block, row = tl.arange(0, B), tl.arange(0, BASE)
+    diagonal = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.sum(tl.where(diagonal, tl.reshape(a, (B, BASE, B, BASE)), 0.0), 2)
+    x = tl.where(row[None, :, None] == row[None, None, :], 1.0, tl.zeros((B, BASE, BASE), tl.float32))
+    for i in tl.static_range(1, BASE):
+        of_row = tl.sum(tl.where(row[None, :, None] == i, blocks, 0.0), 1)
+        change = tl.sum(of_row[:, :, None] * x, 1)
+        x = tl.where(row[None, :, None] == i, x - change[:, None, :], x)
+
+    x = tl.broadcast_to(x[:, :, None, :], (B, BASE, B, BASE))
+    x = tl.reshape(tl.where(diagonal, x, 0.0), (C, C))
+    x = _join(x, a, C, BASE, PRECISION)
+    return _join(x, a, C, 2 * BASE, PRECISION)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _solve(
+    k,
+    v,
+    g,
+    beta,
+    segments,
+    inverse,
+    w,
+    u,
+    write_scale,
+    survives,
+    length,
+    k_stride,
+    v_stride,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BASE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """T, w = T (beta read k), u = T (beta v) of a chunk and value head, and what the scan multiplies by."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = k.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    keep = _pairs(segment, C)
+    c = _decay(g, keep, chunk, head, length, HEADS, C)
+    read, write, alive = _borders(c, segment, before, C)
+    b = _beta(beta, chunk, head, length, HEADS, C)
+    keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+    scale = _inverse_length(keys)
+
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    strict = keep & (i[:, None] > i[None, :])
+    pairs = tl.exp(tl.where(strict, c[:, None] - c[None, :], float("-inf")))
+    a = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * scale[None, :] * (b * scale)[:, None] * pairs
+    t = _inverse(a, C, BASE, PRECISION)
+
+    here = (chunk * HEADS + head) * C
+    tl.store(inverse + (here + i[:, None]) * C + i[None, :], t.to(kind))
+    by_key = (t * (b * read * scale)[None, :]).to(kind)
+    wide = tl.dot(by_key, keys, input_precision=PRECISION)
+    tl.store(w + (here + i[:, None]) * K + j[None, :], wide.to(kind))
+    values = _tile(v, chunk, v_stride, head, length, C, V)
+    wide = tl.dot((t * b[None, :]).to(kind), values, input_precision=PRECISION)
+    tl.store(u + (here + i[:, None]) * V + n[None, :], wide.to(kind))
+    tl.store(write_scale + here + i, write * scale)
+    tl.store(survives + chunk * HEADS + head, alive)
+
+
+@triton.jit
+def _scan_forward(
+    k,
+    w,
+    u,
+    write_scale,
+    survives,
+    states,
+    d,
+    final,
+    head,
+    part,
+    length,
+    chunks,
+    k_stride,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The state before each chunk, and d. The state is kept as [V, K], so that products take it from
+    registers."""
+    kind: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    state = tl.zeros((COLUMNS, K), tl.float32)
+    for chunk_id in tl.range(0, chunks, num_stages=STAGES):
+        chunk = tl.cast(chunk_id, tl.int64)
+        here = (chunk * HEADS + head) * C
+        keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+        of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
+        of_values = tl.load(u + (here + i[None, :]) * V + n[:, None])
+        scale = tl.load(write_scale + here + i)
+        alive = tl.load(survives + chunk * HEADS + head)
+
+        rounded = state.to(kind)
+        tl.store(states + ((chunk * HEADS + head) * V + n[:, None]) * K + j[None, :], rounded)
+        new = of_values.to(tl.float32) - tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
+        tl.store(d + (here + i[None, :]) * V + n[:, None], new.to(kind))
+        state = state * alive
+        state = tl.dot((new * scale[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
+    tl.store(final + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state)
+
+
+@triton.jit
+def _scan_backward(
+    q,
+    k,
+    w,
+    z,
+    dout,
+    read_scale,
+    beta_scale,
+    survives,
+    states,
+    e,
+    dfinal,
+    head,
+    part,
+    length,
+    chunks,
+    q_stride,
+    k_stride,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OF_FINAL: tl.constexpr,
+):
+    """The gradient of the state after each chunk, and e."""
+    kind: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    state = tl.zeros((COLUMNS, K), tl.float32)
+    if OF_FINAL:
+        state += tl.load(dfinal + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None]).to(tl.float32)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        chunk = tl.cast(chunks - 1 - step, tl.int64)
+        here = (chunk * HEADS + head) * C
+        token = chunk * C + i
+        queries = _tile(q, chunk, q_stride, head // REPEATS, length, C, K)
+        keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+        of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
+        of_out = tl.load(z + (here + i[None, :]) * V + n[:, None])
+        at = (token[None, :] * HEADS + head) * V + n[:, None]
+        grad = tl.load(dout + at, mask=(token < length)[None, :], other=0.0)
+        by_query = tl.load(read_scale + here + i)
+        by_key = tl.load(beta_scale + here + i)
+        alive = tl.load(survives + chunk * HEADS + head)
+
+        rounded = state.to(kind)
+        tl.store(states + ((chunk * HEADS + head) * V + n[:, None]) * K + j[None, :], rounded)
+        new = of_out.to(tl.float32) + tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
+        tl.store(e + (here + i[None, :]) * V + n[:, None], new.to(kind))
+        state = state * alive
+        scaled = (grad.to(tl.float32) * by_query[None, :]).to(kind)
+        state = tl.dot(scaled, queries, acc=state, input_precision=PRECISION)
+        state = tl.dot((new * -by_key[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def _scan(
+    k,
+    w,
+    u,
+    write_scale,
+    survives,
+    states,
+    d,
+    final,
+    length,
+    chunks,
+    k_stride,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    _scan_forward(
+        k,
+        w,
+        u,
+        write_scale,
+        survives,
+        states,
+        d,
+        final,
+        tl.program_id(1),
+        tl.program_id(0),
+        length,
+        chunks,
+        k_stride,
+        HEADS,
+        REPEATS,
+        K,
+        V,
+        C,
+        COLUMNS,
+        STAGES,
+        PRECISION,
+    )
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def _both_scans(
+    q,
+    k,
+    w,
+    u,
+    w_back,
+    z,
+    dout,
+    write_scale,
+    read_scale,
+    beta_scale,
+    survives,
+    states,
+    grads,
+    d,
+    e,
+    final,
+    dfinal,
+    length,
+    chunks,
+    q_stride,
+    k_stride,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OF_FINAL: tl.constexpr,
+):
+    """The scan of the forward pass once more and that of the backward pass, which do not need each other."""
+    if tl.program_id(2) == 0:
+        _scan_forward(
+            k,
+            w,
+            u,
+            write_scale,
+            survives,
+            states,
+            d,
+            final,
+            tl.program_id(1),
+            tl.program_id(0),
+            length,
+            chunks,
+            k_stride,
+            HEADS,
+            REPEATS,
+            K,
+            V,
+            C,
+            COLUMNS,
+            STAGES,
+            PRECISION,
+        )
+    else:
+        _scan_backward(
+            q,
+            k,
+            w_back,
+            z,
+            dout,
+            read_scale,
+            beta_scale,
+            survives,
+            grads,
+            e,
+            dfinal,
+            tl.program_id(1),
+            tl.program_id(0),
+            length,
+            chunks,
+            q_stride,
+            k_stride,
+            HEADS,
+            REPEATS,
+            K,
+            V,
+            C,
+            COLUMNS,
+            STAGES,
+            PRECISION,
+            OF_FINAL,
+        )
+
+
+@triton.jit(do_not_specialize=["length"])
+def _out(
+    q,
+    k,
+    g,
+    segments,
+    states,
+    d,
+    out,
+    length,
+    q_stride,
+    k_stride,
+    SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """read q S + M d of a chunk and value head."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = q.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    keep = _pairs(segment, C)
+    c = _decay(g, keep, chunk, head, length, HEADS, C)
+    queries = _tile(q, chunk, q_stride, head // REPEATS, length, C, K)
+    keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+    of_query = _inverse_length(queries) * SCALE
+    of_key = _inverse_length(keys)
+
+    pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    scores = scores * of_query[:, None] * of_key[None, :] * pairs
+
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    here = chunk * HEADS + head
+    state = tl.load(states + (here * V + n[:, None]) * K + j[None, :])
+    new = tl.load(d + (here * C + i[:, None]) * V + n[None, :])
+    read = tl.where(segment == before, tl.exp(c), 0.0) * of_query
+    y = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * read[:, None]
+    y = tl.dot(scores.to(kind), new, acc=y, input_precision=PRECISION)
+    token = chunk * C + i
+    at = (token[:, None] * HEADS + head) * V + n[None, :]
+    tl.store(out + at, y.to(kind), mask=(token < length)[:, None])
+
+
+@triton.jit(do_not_specialize=["length"])
+def _prepare(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    segments,
+    dout,
+    inverse,
+    w,
+    u,
+    w_back,
+    z,
+    write_scale,
+    read_scale,
+    beta_scale,
+    survives,
+    length,
+    q_stride,
+    k_stride,
+    v_stride,
+    SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What both scans need: w and u again, T^T (write k), T^T M^T dout, and the factors of tokens."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = k.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    c = _decay(g, _pairs(segment, C), chunk, head, length, HEADS, C)
+    read, write, alive = _borders(c, segment, before, C)
+    b = _beta(beta, chunk, head, length, HEADS, C)
+    queries = _tile(q, chunk, q_stride, head // REPEATS, length, C, K)
+    keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+    of_query = _inverse_length(queries) * SCALE
+    of_key = _inverse_length(keys)
+
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    here = (chunk * HEADS + head) * C
+    t = tl.load(inverse + (here + i[:, None]) * C + i[None, :]).to(tl.float32)
+    wide = tl.dot((t * (b * read * of_key)[None, :]).to(kind), keys, input_precision=PRECISION)
+    tl.store(w + (here + i[:, None]) * K + j[None, :], wide.to(kind))
+    values = _tile(v, chunk, v_stride, head, length, C, V)
+    wide = tl.dot((t * b[None, :]).to(kind), values, input_precision=PRECISION)
+    tl.store(u + (here + i[:, None]) * V + n[None, :], wide.to(kind))
+
+    flipped = tl.load(inverse + (here + i[None, :]) * C + i[:, None])
+    scaled = (flipped.to(tl.float32) * (write * of_key)[None, :]).to(kind)
+    wide = tl.dot(scaled, keys, input_precision=PRECISION)
+    tl.store(w_back + (here + i[:, None]) * K + j[None, :], wide.to(kind))
+    seen = _pairs_transposed(segment, C)
+    pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
+    scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+    scores = scores * of_key[:, None] * of_query[None, :] * pairs
+    both = tl.dot(flipped, scores.to(kind), input_precision=PRECISION)
+    grad = _tile(dout, chunk, HEADS * V, head, length, C, V)
+    wide = tl.dot(both.to(kind), grad, input_precision=PRECISION)
+    tl.store(z + (here + i[:, None]) * V + n[None, :], wide.to(kind))
+
+    tl.store(write_scale + here + i, write * of_key)
+    tl.store(read_scale + here + i, read * of_query)
+    tl.store(beta_scale + here + i, b * read * of_key)
+    tl.store(survives + chunk * HEADS + head, alive)
+
+
+@triton.jit
+def _through_length(x, grad, scale, factor):
+    """The gradient of x from that of factor * x * scale, scale being 1 / |x|."""
+    unit = x.to(tl.float32) * scale[:, None]
+    along = tl.sum(unit * grad, 1)
+    return (grad - unit * along[:, None]) * (scale * factor)[:, None]
+
+
+@triton.jit(do_not_specialize=["length"])
+def _gradients(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    segments,
+    dout,
+    d,
+    e,
+    states,
+    grads,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    length,
+    q_stride,
+    k_stride,
+    v_stride,
+    dq_stride,
+    dk_stride,
+    dv_stride,
+    SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """All gradients of a chunk and key head, over the value heads that it serves."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = q.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    token = chunk * C + i
+    inside = token < length
+    keep, seen = _pairs(segment, C), _pairs_transposed(segment, C)
+    strict, strictly_seen = i[:, None] > i[None, :], i[:, None] < i[None, :]
+    queries = _tile(q, chunk, q_stride, key_head, length, C, K)
+    keys = _tile(k, chunk, k_stride, key_head, length, C, K)
+    of_query, of_key = _inverse_length(queries), _inverse_length(keys)
+    qk = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    qk = qk * (of_query * SCALE)[:, None] * of_key[None, :]
+    kk = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * of_key[:, None] * of_key[None, :]
+
+    of_queries, of_keys = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+    by_query, by_key = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    mixed = tl.zeros((C, C), tl.float32)
+    for repeat in tl.range(0, REPEATS, num_stages=1):
+        head = key_head * REPEATS + repeat
+        here = chunk * HEADS + head
+        c = _decay(g, keep, chunk, head, length, HEADS, C)
+        read, write, alive = _borders(c, segment, before, C)
+        b = _beta(beta, chunk, head, length, HEADS, C)
+        grad = _tile(dout, chunk, HEADS * V, head, length, C, V)
+        at = (here * C + i[:, None]) * V + n[None, :]
+        new, back = tl.load(d + at), tl.load(e + at)
+
+        # Pairs of tokens: through the scores, then through the triangular system.
+        pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
+        scores = tl.dot(grad, tl.trans(new), input_precision=PRECISION) * pairs
+        by_query += scores
+        change = scores * qk
+        system = tl.where(strict, tl.dot(back, tl.trans(new), input_precision=PRECISION) * -pairs, 0.0)
+        plain = system * kk
+        of_beta = tl.sum(plain, 1)
+        change += plain * b[:, None]
+        mixed += system * b[:, None]
+        of_c = tl.sum(change, 1) - tl.sum(change, 0)
+
+        pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
+        by_key += tl.dot(new, tl.trans(grad), input_precision=PRECISION) * pairs
+        system = tl.dot(new, tl.trans(back), input_precision=PRECISION) * -pairs * b[None, :]
+        mixed += tl.where(strictly_seen, system, 0.0)
+
+        # The state before the chunk, which queries and the system read.
+        at = (here * V + n[:, None]) * K + j[None, :]
+        state = tl.load(states + at)
+        wide = tl.dot(grad, state, input_precision=PRECISION)
+        of_queries += wide * read[:, None]
+        of_read = tl.sum(wide * queries.to(tl.float32), 1) * of_query * SCALE
+        wide = tl.dot(back, state, input_precision=PRECISION)
+        of_keys -= wide * (b * read)[:, None]
+        along = -tl.sum(wide * keys.to(tl.float32), 1) * of_key
+        of_beta += read * along
+        of_read += b * along
+
+        # The state after the chunk.
+        after = tl.load(grads + at)
+        wide = tl.dot(new, after, input_precision=PRECISION)
+        of_keys += wide * write[:, None]
+        of_write = tl.sum(wide * keys.to(tl.float32), 1) * of_key * write
+        of_c += of_read * read - of_write
+        kept = tl.sum(tl.sum(state.to(tl.float32) * after.to(tl.float32), 1), 0) * alive
+        of_c += tl.where(i == C - 1, tl.sum(of_write, 0) + kept, 0.0)
+
+        values = _tile(v, chunk, v_stride, head, length, C, V).to(tl.float32)
+        of_beta += tl.sum(values * back.to(tl.float32), 1)
+        at = token[:, None] * dv_stride + head * V + n[None, :]
+        tl.store(dv + at, (back.to(tl.float32) * b[:, None]).to(kind), mask=inside[:, None])
+        of_g = tl.sum(tl.where(keep, of_c[:, None], 0.0), 0)
+        tl.store(dg + token * HEADS + head, of_g.to(dg.dtype.element_ty), mask=inside)
+        tl.store(dbeta + token * HEADS + head, of_beta.to(dbeta.dtype.element_ty), mask=inside)
+
+    of_queries = tl.dot((by_query * of_key[None, :]).to(kind), keys, acc=of_queries, input_precision=PRECISION)
+    scaled = (by_key * (of_query * SCALE)[None, :]).to(kind)
+    of_keys = tl.dot(scaled, queries, acc=of_keys, input_precision=PRECISION)
+    of_keys = tl.dot((mixed * of_key[None, :]).to(kind), keys, acc=of_keys, input_precision=PRECISION)
+    x = _through_length(queries, of_queries, of_query, SCALE)
+    at = token[:, None] * dq_stride + key_head * K + j[None, :]
+    tl.store(dq + at, x.to(kind), mask=inside[:, None])
+    x = _through_length(keys, of_keys, of_key, 1.0)
+    at = token[:, None] * dk_stride + key_head * K + j[None, :]
+    tl.store(dk + at, x.to(kind), mask=inside[:, None])
+
+
+def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    heads = v.shape[1]
+    return {"HEADS": heads, "REPEATS": heads // q.shape[1], "K": q.shape[2], "V": v.shape[2], "C": CHUNK}
+
+
+def _scan_options(config: Config, v: Tensor) -> dict[str, int]:
+    return {"COLUMNS": min(config.columns, v.shape[2]), "STAGES": config.stages, "num_warps": config.scan}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor, config: Config = CONFIG
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [S, Vh, V], state float32 [Vh, K, V], what :func:`backward` needs).
+
+    Tokens of q, k and v may be any number of elements apart; their heads are not.
+    """
+    length, heads, width = v.shape
+    chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
+    tile = (chunks, heads, CHUNK)
+    inverse, w, u, d = (v.new_empty(*tile, n) for n in (CHUNK, q.shape[2], width, width))
+    states = v.new_empty(chunks, heads, width, q.shape[2])
+    write_scale, survives = (g.new_empty(shape, dtype=torch.float32) for shape in (tile, tile[:2]))
+    final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+    precision = {"PRECISION": config.precision}
+    strides = (q.stride(0), k.stride(0), v.stride(0))
+    _solve[heads, chunks](
+        k, v, g, beta, segments, inverse, w, u, write_scale, survives, length, *strides[1:],
+        BASE=_BASE, num_warps=config.solve, **sizes, **precision,
+    )  # fmt: skip
+    options = _scan_options(config, v)
+    _scan[triton.cdiv(width, options["COLUMNS"]), heads](
+        k, w, u, write_scale, survives, states, d, final, length, chunks, strides[1],
+        **sizes, **options, **precision,
+    )  # fmt: skip
+    _out[heads, chunks](
+        q, k, g, segments, states, d, out, length, *strides[:2],
+        SCALE=q.shape[2] ** -0.5, num_warps=config.out, **sizes, **precision,
+    )  # fmt: skip
+    return out, final, inverse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor,
+    inverse: Tensor,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    config: Config = CONFIG,
+) -> tuple[Tensor, Tensor]:
+    """Writes the gradients of q, k and v to ``grads`` and returns those of g and beta.
+
+    Args:
+        dout: [S, Vh, V], contiguous.
+        dfinal: of the state, float32 [Vh, K, V], contiguous, or None.
+    """
+    length, heads, width = v.shape
+    chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
+    tile = (chunks, heads, CHUNK)
+    w, w_back = (v.new_empty(*tile, q.shape[2]) for _ in range(2))
+    u, z, d, e = (v.new_empty(*tile, width) for _ in range(4))
+    states, after = (v.new_empty(chunks, heads, width, q.shape[2]) for _ in range(2))
+    write_scale, read_scale, beta_scale = (g.new_empty(tile, dtype=torch.float32) for _ in range(3))
+    survives = g.new_empty(tile[:2], dtype=torch.float32)
+    final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
+    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+
+    precision, scale = {"PRECISION": config.precision}, q.shape[2] ** -0.5
+    strides = (q.stride(0), k.stride(0), v.stride(0))
+    _prepare[heads, chunks](
+        q, k, v, g, beta, segments, dout, inverse, w, u, w_back, z,
+        write_scale, read_scale, beta_scale, survives, length, *strides,
+        SCALE=scale, num_warps=config.prepare, **sizes, **precision,
+    )  # fmt: skip
+    options = _scan_options(config, v)
+    _both_scans[triton.cdiv(width, options["COLUMNS"]), heads, 2](
+        q, k, w, u, w_back, z, dout, write_scale, read_scale, beta_scale, survives,
+        states, after, d, e, final, dfinal, length, chunks, *strides[:2],
+        OF_FINAL=dfinal is not None, **sizes, **options, **precision,
+    )  # fmt: skip
+    _gradients[q.shape[1], chunks](
+        q, k, v, g, beta, segments, dout, d, e, states, after, *grads, dg, dbeta, length, *strides,
+        *(t.stride(0) for t in grads), SCALE=scale, num_warps=config.gradients, **sizes, **precision,
+    )  # fmt: skip
+    return dg, dbeta
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, state, inverse = forward(q, k, v, g, beta, segments)
+        ctx.save_for_backward(q, k, v, g, beta, segments, inverse)
+        ctx.set_materialize_grads(False)
+        return out, state
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, dstate: Tensor | None):
+        saved = ctx.saved_tensors
+        q, k, v = saved[:3]
+        grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dout = torch.zeros_like(grads[2]) if dout is None else dout.contiguous()
+        dstate = None if dstate is None else dstate.contiguous()
+        dg, dbeta = backward(*saved, dout, dstate, grads)
+        return *grads, dg, dbeta, None
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernels compute these heads. Their widths are powers of two from 16 to 128."""
+    return all(16 <= n <= 128 and n & (n - 1) == 0 for n in (q.shape[2], v.shape[2])) and q.dtype == v.dtype
+
+
+def _close(t: Tensor) -> Tensor:
+    """Tokens may lie apart, heads not: views of one projection need no copy."""
+    return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As :func:`megatron_vl.kernels.gated_delta_rule.gated_delta_rule`."""
+    q, k, v = _close(q), _close(k), _close(v)
+    return _Rule.apply(q, k, v, g.contiguous(), beta.contiguous(), segments.contiguous())
