@@ -75,7 +75,7 @@ def _inverse_length(x):
 
 @triton.jit
 def _sequences(segments, chunk, length, C: tl.constexpr):
-    """The tokens' sequences [C], and that of the token before the chunk. What is after the row continues it."""
+    """The sequences of tokens [C] and of the token before the chunk. What is after the row continues it."""
     token = chunk * C + tl.arange(0, C)
     segment = tl.load(segments + tl.minimum(token, length - 1))
     before = tl.load(segments + tl.maximum(chunk * C - 1, 0))
@@ -97,10 +97,10 @@ def _pairs_transposed(segment, C: tl.constexpr):
 
 
 @triton.jit
-def _decay(g, keep, chunk, head, length, HEADS: tl.constexpr, C: tl.constexpr):
+def _decay(g, keep, chunk, head, length, heads, C: tl.constexpr):
     """c [C]: summed within each sequence, so that others do not change its rounding."""
     token = chunk * C + tl.arange(0, C)
-    own = tl.load(g + token * HEADS + head, mask=token < length, other=0.0).to(tl.float32)
+    own = tl.load(g + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
     return tl.sum(tl.where(keep, own[None, :], 0.0), 1)
 
 
@@ -116,9 +116,9 @@ def _borders(c, segment, before, C: tl.constexpr):
 
 
 @triton.jit
-def _beta(beta, chunk, head, length, HEADS: tl.constexpr, C: tl.constexpr):
+def _beta(beta, chunk, head, length, heads, C: tl.constexpr):
     token = chunk * C + tl.arange(0, C)
-    return tl.load(beta + token * HEADS + head, mask=token < length, other=0.0).to(tl.float32)
+    return tl.load(beta + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -169,8 +169,8 @@ def _solve(
     length,
     k_stride,
     v_stride,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    heads,
+    repeats,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -182,19 +182,24 @@ def _solve(
     kind: tl.constexpr = k.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
     keep = _pairs(segment, C)
-    c = _decay(g, keep, chunk, head, length, HEADS, C)
+    c = _decay(g, keep, chunk, head, length, heads, C)
     read, write, alive = _borders(c, segment, before, C)
-    b = _beta(beta, chunk, head, length, HEADS, C)
-    keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+    b = _beta(beta, chunk, head, length, heads, C)
+    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
     scale = _inverse_length(keys)
 
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     strict = keep & (i[:, None] > i[None, :])
     pairs = tl.exp(tl.where(strict, c[:, None] - c[None, :], float("-inf")))
-    a = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * scale[None, :] * (b * scale)[:, None] * pairs
+    a = (
+        tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        * scale[None, :]
+        * (b * scale)[:, None]
+        * pairs
+    )
     t = _inverse(a, C, BASE, PRECISION)
 
-    here = (chunk * HEADS + head) * C
+    here = (chunk * heads + head) * C
     tl.store(inverse + (here + i[:, None]) * C + i[None, :], t.to(kind))
     by_key = (t * (b * read * scale)[None, :]).to(kind)
     wide = tl.dot(by_key, keys, input_precision=PRECISION)
@@ -203,7 +208,7 @@ def _solve(
     wide = tl.dot((t * b[None, :]).to(kind), values, input_precision=PRECISION)
     tl.store(u + (here + i[:, None]) * V + n[None, :], wide.to(kind))
     tl.store(write_scale + here + i, write * scale)
-    tl.store(survives + chunk * HEADS + head, alive)
+    tl.store(survives + chunk * heads + head, alive)
 
 
 @triton.jit
@@ -221,8 +226,8 @@ def _scan_forward(
     length,
     chunks,
     k_stride,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    heads,
+    repeats,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -237,15 +242,15 @@ def _scan_forward(
     state = tl.zeros((COLUMNS, K), tl.float32)
     for chunk_id in tl.range(0, chunks, num_stages=STAGES):
         chunk = tl.cast(chunk_id, tl.int64)
-        here = (chunk * HEADS + head) * C
-        keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+        here = (chunk * heads + head) * C
+        keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
         of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
         of_values = tl.load(u + (here + i[None, :]) * V + n[:, None])
         scale = tl.load(write_scale + here + i)
-        alive = tl.load(survives + chunk * HEADS + head)
+        alive = tl.load(survives + chunk * heads + head)
 
         rounded = state.to(kind)
-        tl.store(states + ((chunk * HEADS + head) * V + n[:, None]) * K + j[None, :], rounded)
+        tl.store(states + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded)
         new = of_values.to(tl.float32) - tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
         tl.store(d + (here + i[None, :]) * V + n[:, None], new.to(kind))
         state = state * alive
@@ -272,8 +277,8 @@ def _scan_backward(
     chunks,
     q_stride,
     k_stride,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    heads,
+    repeats,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -290,20 +295,20 @@ def _scan_backward(
         state += tl.load(dfinal + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None]).to(tl.float32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = tl.cast(chunks - 1 - step, tl.int64)
-        here = (chunk * HEADS + head) * C
+        here = (chunk * heads + head) * C
         token = chunk * C + i
-        queries = _tile(q, chunk, q_stride, head // REPEATS, length, C, K)
-        keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+        queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
+        keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
         of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
         of_out = tl.load(z + (here + i[None, :]) * V + n[:, None])
-        at = (token[None, :] * HEADS + head) * V + n[:, None]
+        at = (token[None, :] * heads + head) * V + n[:, None]
         grad = tl.load(dout + at, mask=(token < length)[None, :], other=0.0)
         by_query = tl.load(read_scale + here + i)
         by_key = tl.load(beta_scale + here + i)
-        alive = tl.load(survives + chunk * HEADS + head)
+        alive = tl.load(survives + chunk * heads + head)
 
         rounded = state.to(kind)
-        tl.store(states + ((chunk * HEADS + head) * V + n[:, None]) * K + j[None, :], rounded)
+        tl.store(states + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded)
         new = of_out.to(tl.float32) + tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
         tl.store(e + (here + i[None, :]) * V + n[:, None], new.to(kind))
         state = state * alive
@@ -325,8 +330,8 @@ def _scan(
     length,
     chunks,
     k_stride,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    heads,
+    repeats,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -348,8 +353,8 @@ def _scan(
         length,
         chunks,
         k_stride,
-        HEADS,
-        REPEATS,
+        heads,
+        repeats,
         K,
         V,
         C,
@@ -382,8 +387,8 @@ def _both_scans(
     chunks,
     q_stride,
     k_stride,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    heads,
+    repeats,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -408,8 +413,8 @@ def _both_scans(
             length,
             chunks,
             k_stride,
-            HEADS,
-            REPEATS,
+            heads,
+            repeats,
             K,
             V,
             C,
@@ -436,8 +441,8 @@ def _both_scans(
             chunks,
             q_stride,
             k_stride,
-            HEADS,
-            REPEATS,
+            heads,
+            repeats,
             K,
             V,
             C,
@@ -461,8 +466,8 @@ def _out(
     q_stride,
     k_stride,
     SCALE: tl.constexpr,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    heads,
+    repeats,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -473,9 +478,9 @@ def _out(
     kind: tl.constexpr = q.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
     keep = _pairs(segment, C)
-    c = _decay(g, keep, chunk, head, length, HEADS, C)
-    queries = _tile(q, chunk, q_stride, head // REPEATS, length, C, K)
-    keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+    c = _decay(g, keep, chunk, head, length, heads, C)
+    queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
+    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
     of_query = _inverse_length(queries) * SCALE
     of_key = _inverse_length(keys)
 
@@ -484,14 +489,14 @@ def _out(
     scores = scores * of_query[:, None] * of_key[None, :] * pairs
 
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    here = chunk * HEADS + head
+    here = chunk * heads + head
     state = tl.load(states + (here * V + n[:, None]) * K + j[None, :])
     new = tl.load(d + (here * C + i[:, None]) * V + n[None, :])
     read = tl.where(segment == before, tl.exp(c), 0.0) * of_query
     y = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * read[:, None]
     y = tl.dot(scores.to(kind), new, acc=y, input_precision=PRECISION)
     token = chunk * C + i
-    at = (token[:, None] * HEADS + head) * V + n[None, :]
+    at = (token[:, None] * heads + head) * V + n[None, :]
     tl.store(out + at, y.to(kind), mask=(token < length)[:, None])
 
 
@@ -518,8 +523,8 @@ def _prepare(
     k_stride,
     v_stride,
     SCALE: tl.constexpr,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    heads,
+    repeats,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -529,16 +534,16 @@ def _prepare(
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
-    c = _decay(g, _pairs(segment, C), chunk, head, length, HEADS, C)
+    c = _decay(g, _pairs(segment, C), chunk, head, length, heads, C)
     read, write, alive = _borders(c, segment, before, C)
-    b = _beta(beta, chunk, head, length, HEADS, C)
-    queries = _tile(q, chunk, q_stride, head // REPEATS, length, C, K)
-    keys = _tile(k, chunk, k_stride, head // REPEATS, length, C, K)
+    b = _beta(beta, chunk, head, length, heads, C)
+    queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
+    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
     of_query = _inverse_length(queries) * SCALE
     of_key = _inverse_length(keys)
 
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    here = (chunk * HEADS + head) * C
+    here = (chunk * heads + head) * C
     t = tl.load(inverse + (here + i[:, None]) * C + i[None, :]).to(tl.float32)
     wide = tl.dot((t * (b * read * of_key)[None, :]).to(kind), keys, input_precision=PRECISION)
     tl.store(w + (here + i[:, None]) * K + j[None, :], wide.to(kind))
@@ -555,14 +560,14 @@ def _prepare(
     scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
     scores = scores * of_key[:, None] * of_query[None, :] * pairs
     both = tl.dot(flipped, scores.to(kind), input_precision=PRECISION)
-    grad = _tile(dout, chunk, HEADS * V, head, length, C, V)
+    grad = _tile(dout, chunk, heads * V, head, length, C, V)
     wide = tl.dot(both.to(kind), grad, input_precision=PRECISION)
     tl.store(z + (here + i[:, None]) * V + n[None, :], wide.to(kind))
 
     tl.store(write_scale + here + i, write * of_key)
     tl.store(read_scale + here + i, read * of_query)
     tl.store(beta_scale + here + i, b * read * of_key)
-    tl.store(survives + chunk * HEADS + head, alive)
+    tl.store(survives + chunk * heads + head, alive)
 
 
 @triton.jit
@@ -599,8 +604,8 @@ def _gradients(
     dk_stride,
     dv_stride,
     SCALE: tl.constexpr,
-    HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
+    heads,
+    repeats,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -623,34 +628,37 @@ def _gradients(
     kk = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * of_key[:, None] * of_key[None, :]
 
     of_queries, of_keys = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
-    by_query, by_key = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    mixed = tl.zeros((C, C), tl.float32)
-    for repeat in tl.range(0, REPEATS, num_stages=1):
-        head = key_head * REPEATS + repeat
-        here = chunk * HEADS + head
-        c = _decay(g, keep, chunk, head, length, HEADS, C)
+    for repeat in tl.range(0, repeats, num_stages=1):
+        head = key_head * repeats + repeat
+        here = chunk * heads + head
+        c = _decay(g, keep, chunk, head, length, heads, C)
         read, write, alive = _borders(c, segment, before, C)
-        b = _beta(beta, chunk, head, length, HEADS, C)
-        grad = _tile(dout, chunk, HEADS * V, head, length, C, V)
+        b = _beta(beta, chunk, head, length, heads, C)
+        grad = _tile(dout, chunk, heads * V, head, length, C, V)
         at = (here * C + i[:, None]) * V + n[None, :]
         new, back = tl.load(d + at), tl.load(e + at)
 
         # Pairs of tokens: through the scores, then through the triangular system.
         pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
         scores = tl.dot(grad, tl.trans(new), input_precision=PRECISION) * pairs
-        by_query += scores
         change = scores * qk
+        scaled = (scores * of_key[None, :]).to(kind)
+        of_queries = tl.dot(scaled, keys, acc=of_queries, input_precision=PRECISION)
         system = tl.where(strict, tl.dot(back, tl.trans(new), input_precision=PRECISION) * -pairs, 0.0)
         plain = system * kk
         of_beta = tl.sum(plain, 1)
         change += plain * b[:, None]
-        mixed += system * b[:, None]
+        scaled = (system * b[:, None] * of_key[None, :]).to(kind)
+        of_keys = tl.dot(scaled, keys, acc=of_keys, input_precision=PRECISION)
         of_c = tl.sum(change, 1) - tl.sum(change, 0)
 
         pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
-        by_key += tl.dot(new, tl.trans(grad), input_precision=PRECISION) * pairs
-        system = tl.dot(new, tl.trans(back), input_precision=PRECISION) * -pairs * b[None, :]
-        mixed += tl.where(strictly_seen, system, 0.0)
+        scores = tl.dot(new, tl.trans(grad), input_precision=PRECISION) * pairs
+        scaled = (scores * (of_query * SCALE)[None, :]).to(kind)
+        of_keys = tl.dot(scaled, queries, acc=of_keys, input_precision=PRECISION)
+        system = tl.dot(new, tl.trans(back), input_precision=PRECISION) * -pairs
+        scaled = (tl.where(strictly_seen, system, 0.0) * (b * of_key)[None, :]).to(kind)
+        of_keys = tl.dot(scaled, keys, acc=of_keys, input_precision=PRECISION)
 
         # The state before the chunk, which queries and the system read.
         at = (here * V + n[:, None]) * K + j[None, :]
@@ -670,7 +678,11 @@ def _gradients(
         of_keys += wide * write[:, None]
         of_write = tl.sum(wide * keys.to(tl.float32), 1) * of_key * write
         of_c += of_read * read - of_write
-        kept = tl.sum(tl.sum(state.to(tl.float32) * after.to(tl.float32), 1), 0) * alive
+        kept = tl.zeros((16, K), tl.float32)
+        for part in tl.range(0, V // 16, num_stages=1):
+            some = (here * V + part * 16 + tl.arange(0, 16)[:, None]) * K + j[None, :]
+            kept += tl.load(states + some).to(tl.float32) * tl.load(grads + some).to(tl.float32)
+        kept = tl.sum(tl.sum(kept, 1), 0) * alive
         of_c += tl.where(i == C - 1, tl.sum(of_write, 0) + kept, 0.0)
 
         values = _tile(v, chunk, v_stride, head, length, C, V).to(tl.float32)
@@ -678,13 +690,9 @@ def _gradients(
         at = token[:, None] * dv_stride + head * V + n[None, :]
         tl.store(dv + at, (back.to(tl.float32) * b[:, None]).to(kind), mask=inside[:, None])
         of_g = tl.sum(tl.where(keep, of_c[:, None], 0.0), 0)
-        tl.store(dg + token * HEADS + head, of_g.to(dg.dtype.element_ty), mask=inside)
-        tl.store(dbeta + token * HEADS + head, of_beta.to(dbeta.dtype.element_ty), mask=inside)
+        tl.store(dg + token * heads + head, of_g.to(dg.dtype.element_ty), mask=inside)
+        tl.store(dbeta + token * heads + head, of_beta.to(dbeta.dtype.element_ty), mask=inside)
 
-    of_queries = tl.dot((by_query * of_key[None, :]).to(kind), keys, acc=of_queries, input_precision=PRECISION)
-    scaled = (by_key * (of_query * SCALE)[None, :]).to(kind)
-    of_keys = tl.dot(scaled, queries, acc=of_keys, input_precision=PRECISION)
-    of_keys = tl.dot((mixed * of_key[None, :]).to(kind), keys, acc=of_keys, input_precision=PRECISION)
     x = _through_length(queries, of_queries, of_query, SCALE)
     at = token[:, None] * dq_stride + key_head * K + j[None, :]
     tl.store(dq + at, x.to(kind), mask=inside[:, None])
@@ -695,7 +703,7 @@ def _gradients(
 
 def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
     heads = v.shape[1]
-    return {"HEADS": heads, "REPEATS": heads // q.shape[1], "K": q.shape[2], "V": v.shape[2], "C": CHUNK}
+    return {"heads": heads, "repeats": heads // q.shape[1], "K": q.shape[2], "V": v.shape[2], "C": CHUNK}
 
 
 def _scan_options(config: Config, v: Tensor) -> dict[str, int]:
@@ -807,9 +815,10 @@ class _Rule(torch.autograd.Function):
         return *grads, dg, dbeta, None
 
 
-def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels compute these heads. Their widths are powers of two from 16 to 128."""
-    return all(16 <= n <= 128 and n & (n - 1) == 0 for n in (q.shape[2], v.shape[2])) and q.dtype == v.dtype
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels compute these heads: of one type, widths powers of two from 16 to 128."""
+    widths = all(16 <= n <= 128 and n & (n - 1) == 0 for n in (q.shape[2], v.shape[2]))
+    return widths and q.dtype == k.dtype == v.dtype and len(q) > 0
 
 
 def _close(t: Tensor) -> Tensor:
