@@ -49,7 +49,8 @@ class Config:
     scan: int = 4
     out: int = 4
     prepare: int = 4
-    gradients: int = 8
+    queries: int = 4
+    keys: int = 4
     columns: int = 64
     stages: int = 2
     precision: str = "tf32"
@@ -579,7 +580,71 @@ def _through_length(x, grad, scale, factor):
 
 
 @triton.jit(do_not_specialize=["length"])
-def _gradients(
+def _query_gradients(
+    q,
+    k,
+    g,
+    segments,
+    dout,
+    d,
+    states,
+    dq,
+    decays,
+    length,
+    q_stride,
+    k_stride,
+    dq_stride,
+    heads,
+    repeats,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq of a chunk and key head, over the value heads that it serves, and the gradient of c through
+    queries."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = q.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    token = chunk * C + i
+    keep = _pairs(segment, C)
+    queries = _tile(q, chunk, q_stride, key_head, length, C, K)
+    keys = _tile(k, chunk, k_stride, key_head, length, C, K)
+    of_query, of_key = _inverse_length(queries), _inverse_length(keys)
+
+    grads = tl.zeros((C, K), tl.float32)
+    for repeat in tl.range(0, repeats, num_stages=1):
+        head = key_head * repeats + repeat
+        here = chunk * heads + head
+        c = _decay(g, keep, chunk, head, length, heads, C)
+        read = tl.where(segment == before, tl.exp(c), 0.0)
+        grad = _tile(dout, chunk, heads * V, head, length, C, V)
+        new = tl.load(d + (here * C + i[:, None]) * V + n[None, :])
+
+        pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
+        scores = tl.dot(grad, tl.trans(new), input_precision=PRECISION) * pairs * of_key[None, :]
+        grads = tl.dot(scores.to(kind), keys, acc=grads, input_precision=PRECISION)
+        change = scores * tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        change *= (of_query * SCALE)[:, None]
+        of_c = tl.sum(change, 1) - tl.sum(change, 0)
+
+        state = tl.load(states + (here * V + n[:, None]) * K + j[None, :])
+        wide = tl.dot(grad, state, input_precision=PRECISION) * read[:, None]
+        grads += wide
+        again = _tile(q, chunk, q_stride, key_head, length, C, K).to(tl.float32)
+        of_c += tl.sum(wide * again, 1) * of_query * SCALE
+        tl.store(decays + here * C + i, of_c)
+
+    again = _tile(q, chunk, q_stride, key_head, length, C, K)
+    x = _through_length(again, grads, of_query, SCALE)
+    at = token[:, None] * dq_stride + key_head * K + j[None, :]
+    tl.store(dq + at, x.to(kind), mask=(token < length)[:, None])
+
+
+@triton.jit(do_not_specialize=["length"])
+def _key_gradients(
     q,
     k,
     v,
@@ -591,7 +656,7 @@ def _gradients(
     e,
     states,
     grads,
-    dq,
+    decays,
     dk,
     dv,
     dg,
@@ -600,34 +665,29 @@ def _gradients(
     q_stride,
     k_stride,
     v_stride,
-    dq_stride,
     dk_stride,
     dv_stride,
-    SCALE: tl.constexpr,
     heads,
     repeats,
+    SCALE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """All gradients of a chunk and key head, over the value heads that it serves."""
+    """The other gradients of a chunk and key head, over the value heads that it serves."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = q.dtype.element_ty
+    kind: tl.constexpr = k.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     token = chunk * C + i
     inside = token < length
     keep, seen = _pairs(segment, C), _pairs_transposed(segment, C)
-    strict, strictly_seen = i[:, None] > i[None, :], i[:, None] < i[None, :]
     queries = _tile(q, chunk, q_stride, key_head, length, C, K)
     keys = _tile(k, chunk, k_stride, key_head, length, C, K)
-    of_query, of_key = _inverse_length(queries), _inverse_length(keys)
-    qk = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    qk = qk * (of_query * SCALE)[:, None] * of_key[None, :]
-    kk = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * of_key[:, None] * of_key[None, :]
+    of_query, of_key = _inverse_length(queries) * SCALE, _inverse_length(keys)
 
-    of_queries, of_keys = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+    of_keys = tl.zeros((C, K), tl.float32)
     for repeat in tl.range(0, repeats, num_stages=1):
         head = key_head * repeats + repeat
         here = chunk * heads + head
@@ -638,65 +698,54 @@ def _gradients(
         at = (here * C + i[:, None]) * V + n[None, :]
         new, back = tl.load(d + at), tl.load(e + at)
 
-        # Pairs of tokens: through the scores, then through the triangular system.
-        pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
-        scores = tl.dot(grad, tl.trans(new), input_precision=PRECISION) * pairs
-        change = scores * qk
-        scaled = (scores * of_key[None, :]).to(kind)
-        of_queries = tl.dot(scaled, keys, acc=of_queries, input_precision=PRECISION)
-        system = tl.where(strict, tl.dot(back, tl.trans(new), input_precision=PRECISION) * -pairs, 0.0)
-        plain = system * kk
-        of_beta = tl.sum(plain, 1)
-        change += plain * b[:, None]
-        scaled = (system * b[:, None] * of_key[None, :]).to(kind)
+        # The triangular system, whose gradient is -e d^T.
+        strict = keep & (i[:, None] > i[None, :])
+        pairs = tl.exp(tl.where(strict, c[:, None] - c[None, :], float("-inf")))
+        system = tl.dot(back, tl.trans(new), input_precision=PRECISION) * -pairs * of_key[None, :]
+        scaled = (system * b[:, None]).to(kind)
         of_keys = tl.dot(scaled, keys, acc=of_keys, input_precision=PRECISION)
-        of_c = tl.sum(change, 1) - tl.sum(change, 0)
+        change = system * tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * of_key[:, None]
+        of_beta = tl.sum(change, 1)
+        of_c = tl.load(decays + here * C + i) + b * of_beta - tl.sum(change * b[:, None], 0)
 
+        # The other ends of the same pairs, and keys that queries have seen.
         pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
-        scores = tl.dot(new, tl.trans(grad), input_precision=PRECISION) * pairs
-        scaled = (scores * (of_query * SCALE)[None, :]).to(kind)
-        of_keys = tl.dot(scaled, queries, acc=of_keys, input_precision=PRECISION)
-        system = tl.dot(new, tl.trans(back), input_precision=PRECISION) * -pairs
-        scaled = (tl.where(strictly_seen, system, 0.0) * (b * of_key)[None, :]).to(kind)
-        of_keys = tl.dot(scaled, keys, acc=of_keys, input_precision=PRECISION)
+        scores = tl.dot(new, tl.trans(grad), input_precision=PRECISION) * pairs * of_query[None, :]
+        of_keys = tl.dot(scores.to(kind), queries, acc=of_keys, input_precision=PRECISION)
+        system = tl.dot(new, tl.trans(back), input_precision=PRECISION) * -pairs * (b * of_key)[None, :]
+        system = tl.where(i[:, None] < i[None, :], system, 0.0)
+        of_keys = tl.dot(system.to(kind), keys, acc=of_keys, input_precision=PRECISION)
 
-        # The state before the chunk, which queries and the system read.
+        # The state before the chunk, which the system reads, and the one after it.
         at = (here * V + n[:, None]) * K + j[None, :]
-        state = tl.load(states + at)
-        wide = tl.dot(grad, state, input_precision=PRECISION)
-        of_queries += wide * read[:, None]
-        of_read = tl.sum(wide * queries.to(tl.float32), 1) * of_query * SCALE
-        wide = tl.dot(back, state, input_precision=PRECISION)
+        wide = tl.dot(back, tl.load(states + at), input_precision=PRECISION)
         of_keys -= wide * (b * read)[:, None]
-        along = -tl.sum(wide * keys.to(tl.float32), 1) * of_key
-        of_beta += read * along
-        of_read += b * along
-
-        # The state after the chunk.
-        after = tl.load(grads + at)
-        wide = tl.dot(new, after, input_precision=PRECISION)
-        of_keys += wide * write[:, None]
-        of_write = tl.sum(wide * keys.to(tl.float32), 1) * of_key * write
-        of_c += of_read * read - of_write
+        again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
+        along = -tl.sum(wide * again, 1) * of_key * read
+        of_beta += along
+        of_c += along * b
+        wide = tl.dot(new, tl.load(grads + at), input_precision=PRECISION) * write[:, None]
+        of_keys += wide
+        again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
+        of_write = tl.sum(wide * again, 1) * of_key
         kept = tl.zeros((16, K), tl.float32)
         for part in tl.range(0, V // 16, num_stages=1):
             some = (here * V + part * 16 + tl.arange(0, 16)[:, None]) * K + j[None, :]
             kept += tl.load(states + some).to(tl.float32) * tl.load(grads + some).to(tl.float32)
         kept = tl.sum(tl.sum(kept, 1), 0) * alive
-        of_c += tl.where(i == C - 1, tl.sum(of_write, 0) + kept, 0.0)
+        of_c += tl.where(i == C - 1, tl.sum(of_write, 0) + kept, 0.0) - of_write
 
         values = _tile(v, chunk, v_stride, head, length, C, V).to(tl.float32)
-        of_beta += tl.sum(values * back.to(tl.float32), 1)
+        again = tl.load(e + (here * C + i[:, None]) * V + n[None, :]).to(tl.float32)
+        of_beta += tl.sum(values * again, 1)
         at = token[:, None] * dv_stride + head * V + n[None, :]
-        tl.store(dv + at, (back.to(tl.float32) * b[:, None]).to(kind), mask=inside[:, None])
+        tl.store(dv + at, (again * b[:, None]).to(kind), mask=inside[:, None])
         of_g = tl.sum(tl.where(keep, of_c[:, None], 0.0), 0)
         tl.store(dg + token * heads + head, of_g.to(dg.dtype.element_ty), mask=inside)
         tl.store(dbeta + token * heads + head, of_beta.to(dbeta.dtype.element_ty), mask=inside)
 
-    x = _through_length(queries, of_queries, of_query, SCALE)
-    at = token[:, None] * dq_stride + key_head * K + j[None, :]
-    tl.store(dq + at, x.to(kind), mask=inside[:, None])
-    x = _through_length(keys, of_keys, of_key, 1.0)
+    again = _tile(k, chunk, k_stride, key_head, length, C, K)
+    x = _through_length(again, of_keys, of_key, 1.0)
     at = token[:, None] * dk_stride + key_head * K + j[None, :]
     tl.store(dk + at, x.to(kind), mask=inside[:, None])
 
@@ -787,9 +836,15 @@ def backward(
         states, after, d, e, final, dfinal, length, chunks, *strides[:2],
         OF_FINAL=dfinal is not None, **sizes, **options, **precision,
     )  # fmt: skip
-    _gradients[q.shape[1], chunks](
-        q, k, v, g, beta, segments, dout, d, e, states, after, *grads, dg, dbeta, length, *strides,
-        *(t.stride(0) for t in grads), SCALE=scale, num_warps=config.gradients, **sizes, **precision,
+    key_heads, (dq, dk, dv) = q.shape[1], grads
+    _query_gradients[key_heads, chunks](
+        q, k, g, segments, dout, d, states, dq, write_scale, length, *strides[:2], dq.stride(0),
+        SCALE=scale, num_warps=config.queries, **sizes, **precision,
+    )  # fmt: skip
+    _key_gradients[key_heads, chunks](
+        q, k, v, g, beta, segments, dout, d, e, states, after, write_scale, dk, dv, dg, dbeta,
+        length, *strides, dk.stride(0), dv.stride(0),
+        SCALE=scale, num_warps=config.keys, **sizes, **precision,
     )  # fmt: skip
     return dg, dbeta
 
