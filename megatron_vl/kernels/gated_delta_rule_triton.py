@@ -49,10 +49,10 @@ class Config:
     scan: int = 4
     out: int = 4
     prepare: int = 4
-    queries: int = 4
-    keys: int = 4
+    queries: int = 8
+    keys: int = 8
     columns: int = 64
-    stages: int = 2
+    stages: int = 3
     precision: str = "tf32"
     """Of the products that invert the triangular system."""
 
@@ -579,6 +579,19 @@ def _through_length(x, grad, scale, factor):
     return (grad - unit * along[:, None]) * (scale * factor)[:, None]
 
 
+@triton.jit
+def _with_state(x, states, here, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """The product of x [C, V] and a state [V, K], half by half, to hold less in registers."""
+    i, j = tl.arange(0, C), tl.arange(0, K)
+    y = tl.zeros((C, K), tl.float32)
+    for part in tl.range(0, 2, num_stages=1):
+        m = part * (V // 2) + tl.arange(0, V // 2)
+        half = tl.load(x + (here * C + i[:, None]) * V + m[None, :])
+        state = tl.load(states + (here * V + m[:, None]) * K + j[None, :])
+        y = tl.dot(half, state, acc=y, input_precision=PRECISION)
+    return y
+
+
 @triton.jit(do_not_specialize=["length"])
 def _query_gradients(
     q,
@@ -630,8 +643,14 @@ def _query_gradients(
         change *= (of_query * SCALE)[:, None]
         of_c = tl.sum(change, 1) - tl.sum(change, 0)
 
-        state = tl.load(states + (here * V + n[:, None]) * K + j[None, :])
-        wide = tl.dot(grad, state, input_precision=PRECISION) * read[:, None]
+        wide = tl.zeros((C, K), tl.float32)
+        for part in tl.range(0, 2, num_stages=1):
+            m = part * (V // 2) + tl.arange(0, V // 2)
+            at = (token[:, None] * heads + head) * V + m[None, :]
+            half = tl.load(dout + at, mask=(token < length)[:, None], other=0.0)
+            state = tl.load(states + (here * V + m[:, None]) * K + j[None, :])
+            wide = tl.dot(half, state, acc=wide, input_precision=PRECISION)
+        wide *= read[:, None]
         grads += wide
         again = _tile(q, chunk, q_stride, key_head, length, C, K).to(tl.float32)
         of_c += tl.sum(wide * again, 1) * of_query * SCALE
@@ -717,14 +736,13 @@ def _key_gradients(
         of_keys = tl.dot(system.to(kind), keys, acc=of_keys, input_precision=PRECISION)
 
         # The state before the chunk, which the system reads, and the one after it.
-        at = (here * V + n[:, None]) * K + j[None, :]
-        wide = tl.dot(back, tl.load(states + at), input_precision=PRECISION)
+        wide = _with_state(e, states, here, K, V, C, PRECISION)
         of_keys -= wide * (b * read)[:, None]
         again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
         along = -tl.sum(wide * again, 1) * of_key * read
         of_beta += along
         of_c += along * b
-        wide = tl.dot(new, tl.load(grads + at), input_precision=PRECISION) * write[:, None]
+        wide = _with_state(d, grads, here, K, V, C, PRECISION) * write[:, None]
         of_keys += wide
         again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
         of_write = tl.sum(wide * again, 1) * of_key
