@@ -879,13 +879,12 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dstate: Tensor | None):
-        saved = ctx.saved_tensors
-        q, k, v = saved[:3]
-        grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        dout = torch.zeros_like(grads[2]) if dout is None else dout.contiguous()
+        q, k, v, g, beta, segments, inverse = ctx.saved_tensors
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dout = torch.zeros_like(dv) if dout is None else dout.contiguous()
         dstate = None if dstate is None else dstate.contiguous()
-        dg, dbeta = backward(*saved, dout, dstate, grads)
-        return *grads, dg, dbeta, None
+        dg, dbeta = backward(q, k, v, g, beta, segments, inverse, dout, dstate, (dq, dk, dv))
+        return dq, dk, dv, dg, dbeta, None
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
