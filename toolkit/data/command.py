@@ -48,6 +48,7 @@ def convert(given: DataConvertOptions) -> int:
         samples_per_shard=given.samples_per_shard,
         bytes_per_shard=given.shard_mb << 20,
         max_pixels=int(given.max_megapixels * 1e6),
+        format=given.format or "",
         duplicate_ids=given.duplicate_ids,
         force=given.force,
     )

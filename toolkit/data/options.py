@@ -15,7 +15,7 @@ MAX_QUARANTINED = 0.01
 
 @dataclass(kw_only=True)
 class DataConvertOptions(CommandOptions):
-    """Convert ShareGPT or OpenAI conversations into tar shards prepared for Energon.
+    """Convert conversations into tar shards prepared for Energon.
 
     Every media file is decoded once. Unusable records are counted by reason and listed with file, record and
     field in OUT/quarantine.jsonl. Run the same command again to continue an interrupted conversion. Exit code
@@ -25,6 +25,8 @@ class DataConvertOptions(CommandOptions):
 
     input: list[Path] = option(metavar="FILE", several=True, must_exist=True)
     """Read conversations from these files: JSON arrays or JSON lines."""
+    format: str | None = option(None, metavar="NAME", shown_default="the record's own")
+    """Read all records in this format (see the documentation of data for the names)."""
     media_root: Path = option(metavar="DIR", must_exist=True)
     """Resolve media paths relative to this folder; paths that leave it are refused."""
     out: Path = option(metavar="DIR")
