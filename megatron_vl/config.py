@@ -744,7 +744,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
             " data.shuffle_buffer"
         ),
     ),
-    (0, math.inf, "data.shuffle_buffer_gib failures.timeout_s"),
+    (0, math.inf, "data.shuffle_buffer_gib data.sample_timeout_s failures.timeout_s"),
     (
         0,
         math.inf,
