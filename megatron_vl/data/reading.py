@@ -123,7 +123,7 @@ class _ReadingThread:
         self.busy = True
         self.tasks.put(index)
         try:
-            result = self.results.get(timeout=timeout)
+            result = self.results.get(timeout=min(timeout, threading.TIMEOUT_MAX))
         except queue.Empty:
             self.tasks.put(-1)  # ends the thread if the read ever returns
             raise StalledError(f"it took longer than data.sample_timeout_s {timeout:g}") from None
