@@ -160,7 +160,8 @@ class DataConfig:
     """The data set, and how rows are made from it."""
 
     path: str = ""
-    """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML."""
+    """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
+    store (`msc://PROFILE/FOLDER`)."""
     seq_len: int = 4096
     """Tokens of a row."""
     pack: bool = True

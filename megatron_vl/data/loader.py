@@ -49,6 +49,7 @@ from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
 from megatron_vl.data.description import LoaderError, SplitFacts, difference, read_description
 from megatron_vl.data.early_saves import allow_early_saves
+from megatron_vl.data.location import location
 from megatron_vl.data.packing import RowPacking, fill_row, pack_greedily
 from megatron_vl.data.pixels import (
     PixelSettings,
@@ -581,7 +582,7 @@ def build_loader(
         DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    facts = facts or read_description(Path(data.path)).facts(split)
+    facts = facts or read_description(location(data.path)).facts(split)
     samples = facts.samples
     workers = max(data.num_workers, 1)
     if samples is not None and samples < dp_size * workers:
