@@ -499,7 +499,10 @@ def _check_samples(data: DataConfig, split: str, samples: int | None, deal: Deal
 
 def _sources(data: DataConfig, split: str) -> Sources:
     """The data sets of a split, and how Energon makes rows from them."""
-    common: dict[str, Any] = {"batch_size": None, "packing_buffer_size": data.packing_buffer if data.pack else 1}
+    common: dict[str, Any] = {
+        "batch_size": None,
+        "packing_buffer_size": data.packing_buffer if data.pack else 1,
+    }
     # The streams that are built later have configurations of their own.
     given: dict[str, Any] = {"worker_config": stream_config(0, 1, data.seed), "decoder": None}
     loader = load_dataset(data.path)

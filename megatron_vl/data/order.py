@@ -26,8 +26,8 @@ from megatron_vl.data.state import StateError
 class RowOrder:
     """The sequence of all rows of a run.
 
-    Successive rows go to the lanes in turn, and the rows of a lane to its streams in turn. Lanes exist so that
-    the rows of one data-parallel rank come from its own streams.
+    Successive rows go to the lanes in turn, and the rows of a lane to its streams in turn. Lanes exist so
+    that the rows of one data-parallel rank come from its own streams.
     """
 
     streams: int
@@ -108,9 +108,10 @@ class Deal:
         return found
 
     def keeper(self, stream: int, rows: int) -> int:
-        """The rank that saves a stream when ``rows`` rows of the run are taken: the one that took its last row.
+        """The rank that saves a stream when ``rows`` rows of the run are taken.
 
-        If there is none since the start of this deal, the streams are kept in equal parts.
+        It is the one that took the last row of the stream. If there is none since the start of this deal, the
+        streams are kept in equal parts.
         """
         last = self.order.last(stream, rows)
         if last < self.start:
@@ -126,8 +127,8 @@ class Deal:
     def workers_of(self, rank: int, workers: int) -> dict[int, list[int]]:
         """The processes of a rank that read each of its streams.
 
-        Each stream has one process. If there are more processes than streams, several read the same stream and
-        make its rows in turn.
+        Each stream has one process. If there are more processes than streams, several read the same stream
+        and make its rows in turn.
         """
         streams = self.streams_of(rank)
         if len(streams) >= workers:
@@ -173,8 +174,10 @@ def first_deal(streams: int, ranks: int, workers: int, rows_per_step: int) -> De
 def read_deal(value: Any) -> Deal:
     """A deal from JSON. Raises :class:`StateError` if it is none."""
     names = ("streams", "lanes", "start", "rows_per_step", "ranks")
-    given = [value.get(name) if isinstance(value, dict) else None for name in names]
-    if not all(type(number) is int and number >= (name != "start") for name, number in zip(names, given, strict=True)):
+    given: list[Any] = [value.get(name) if isinstance(value, dict) else None for name in names]
+    if not all(
+        type(number) is int and number >= (name != "start") for name, number in zip(names, given, strict=True)
+    ):
         raise StateError("the loader state is damaged: it does not say how rows were dealt")
     streams, lanes, start, rows_per_step, ranks = given
     if streams % lanes or rows_per_step % ranks:

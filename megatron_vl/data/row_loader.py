@@ -126,11 +126,14 @@ class RowLoader:
     def load_state_dict(
         self, state: dict[str, Any], read: Callable[[int], dict[str, Any]] | None = None
     ) -> None:
-        """Continues where states were saved, on any number of ranks and workers. Call it before the first row.
+        """Continues where states were saved, on any number of ranks and workers.
+
+        Call it before the first row.
 
         Args:
             state: the state of one data-parallel rank of then, best that with the number of this rank.
-            read: gives the state of another rank of then. It is needed if this rank takes rows of other streams.
+            read: gives the state of another rank of then. It is needed if this rank takes rows of other
+                streams.
 
         Raises:
             StateError: the state belongs to another data set or to other packing, or rows were already read.
@@ -207,12 +210,13 @@ class RowLoader:
         said = []
         if (before.ranks, workers) != (now.ranks, self._data.num_workers):
             said.append(
-                f"the data go on with {now.ranks} data-parallel ranks x {self._data.num_workers} workers, after"
-                f" {before.ranks} x {workers}: every step takes the rows that it would have taken there"
+                f"the data go on with {now.ranks} data-parallel ranks x {self._data.num_workers} workers,"
+                f" after {before.ranks} x {workers}: every step takes the rows that it would have taken there"
             )
         if not saved.one_loader and before.rows_per_step != now.rows_per_step:
             said.append(
-                f"each step takes {now.rows_per_step} rows, after {before.rows_per_step}: the order of rows stays"
+                f"each step takes {now.rows_per_step} rows, after {before.rows_per_step}: the order of rows"
+                " stays"
             )
         return said
 
@@ -246,8 +250,8 @@ class RowLoader:
         if bound:
             most = f"at most {bound:g} GiB a stream and {bound * copies:g} GiB a rank"
         return (
-            f"shuffle buffer: {expected} for each of {copies} streams in {workers} workers of each data-parallel"
-            f" rank, {most} (data.shuffle_buffer, data.shuffle_buffer_gib)"
+            f"shuffle buffer: {expected} for each of {copies} streams in {workers} workers of each"
+            f" data-parallel rank, {most} (data.shuffle_buffer, data.shuffle_buffer_gib)"
         )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Reads where the streams of a run stood when a checkpoint was saved.
 
-Each data-parallel rank saves some of the streams (:meth:`megatron_vl.data.order.Deal.keeper`). A run that goes
-on with other ranks reads the files that hold its own streams, and no others.
+Each data-parallel rank saves some of the streams (:meth:`megatron_vl.data.order.Deal.keeper`). A run that
+goes on with other ranks reads the files that hold its own streams, and no others.
 
 Versions before 2026-11-22 saved the state of one Energon loader for each rank. Its worker w is stream
 ``rank * workers + w`` of the present order, with the same samples, the same seed and the same turns.
@@ -115,7 +115,9 @@ class SavedStreams:
         made = sum(map(_made, loader.worker_states)) * self.deal.ranks
         late = [number for number, at in streams.items() if at.rows > self.deal.order.taken(number, made)]
         if late or len(streams) != self.workers:
-            raise StateError(f"the loader state of data-parallel rank {rank} is damaged: its workers do not fit")
+            raise StateError(
+                f"the loader state of data-parallel rank {rank} is damaged: its workers do not fit"
+            )
         return streams, made
 
 

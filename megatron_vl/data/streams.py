@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.energon import WorkerConfig
 from megatron.energon.cache import NoCachePool
 from megatron.energon.errors import reraise_exception
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_vl.data.order import Deal

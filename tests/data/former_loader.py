@@ -51,13 +51,15 @@ class FormerLoader:
             watchdog_timeout_seconds=None,
         )
         self.loader.pin_memory = False
-        self.rows: Iterator[Row] = iter(self.loader)
+        self.rows: Iterator[Row] | None = None
 
         now = build_loader(data, spec, hf, dp_rank=rank, dp_size=ranks).state_dict()["identity"]
         ranks_of_then = {"dp_rank": rank, "dp_size": ranks, "num_workers": data.num_workers}
         self.identity = {**now, "version": 2, **ranks_of_then}
 
     def __next__(self) -> Row:
+        if self.rows is None:  # Energon asks processes for a state from here on
+            self.rows = iter(self.loader)
         return next(self.rows)
 
     def state_dict(self) -> dict[str, Any]:
