@@ -394,5 +394,5 @@ def test_a_data_set_by_the_rules_of_an_older_version_is_no_success(tmp_path, fin
 
 
 def make_plan_of(options: ConversionOptions, path: Path) -> dict:
-    names = ("val_fraction", "samples_per_shard", "bytes_per_shard", "max_pixels", "duplicate_ids")
+    names = ("val_fraction", "samples_per_shard", "bytes_per_shard", "max_pixels", "duplicate_ids", "format")
     return make_plan([path], options.media_root, **{name: getattr(options, name) for name in names})
