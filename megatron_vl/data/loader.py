@@ -42,7 +42,9 @@ from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.data import assemble
 from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
 from megatron_vl.data.chat import ChatEncoder
+from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
 from megatron_vl.data.description import LoaderError, SplitFacts, read_description
+from megatron_vl.data.location import location
 from megatron_vl.data.order import Deal, first_deal
 from megatron_vl.data.packing import RowPacking, fill_row, pack_greedily
 from megatron_vl.data.pixels import (
@@ -61,6 +63,7 @@ from megatron_vl.data.saved_streams import STATE_VERSION
 from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset
 from megatron_vl.data.state import StateError
 from megatron_vl.data.streams import Sources, share_readers, stream_config
+from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
@@ -166,7 +169,7 @@ class RowEncoder(DefaultTaskEncoder):
     def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         super().__init__()
         self.data, self.spec = data, spec
-        self.chat = ChatEncoder(hf_dir, spec, data.video_prompt)
+        self.chat = ChatEncoder(hf_dir, spec, data.video_prompt, ThinkingRule.of(data))
         self.settings = read_pixel_settings(hf_dir, data)
         self.dropped: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
@@ -191,7 +194,7 @@ class RowEncoder(DefaultTaskEncoder):
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
         share_readers(built, self.readers)
-        make_tolerant(built)
+        make_tolerant(built, self.data.sample_timeout_s)
         return built
 
     def build_encode_sample(self, dataset: Any, *, worker_config: WorkerConfig) -> Any:
@@ -338,9 +341,10 @@ class RowEncoder(DefaultTaskEncoder):
 
         problem: tuple[str, str] | None = None
         items = []
+        deadline = Deadline(self.data.sample_timeout_s)
         for grid, item, data in zip(sample.grids, sample.media, sample.data, strict=True):
             try:
-                planes = self._planes(item, data, grid)
+                planes = self._planes(item, data, grid, deadline)
             except UnusableError as error:
                 problem = problem or (error.reason, str(error))
                 shape = (1, grid.h * grid.w, 3 * self.settings.patch_size**2)
@@ -355,12 +359,15 @@ class RowEncoder(DefaultTaskEncoder):
             self._log(sample, *problem)
         return DecodedSample.derive_from(sample, sample=assemble.Sample(sample.token_ids, loss_mask, items))
 
-    def _planes(self, item: dict[str, Any], data: bytes, grid: GridTHW) -> Tensor:
+    def _planes(self, item: dict[str, Any], data: bytes, grid: GridTHW, deadline: Deadline) -> Tensor:
         name = f"{item['kind']} {item['key']}"
         if item.get("crc32", zlib.crc32(data)) != zlib.crc32(data):
             raise UnusableError(f"{item['kind']} changed since conversion", f"the CRC-32 of {name} differs")
         try:
-            return planes_of(item, data, grid, self.settings)
+            deadline.check()
+            return planes_of(item, data, grid, self.settings, deadline)
+        except OutOfTimeError as error:
+            raise UnusableError("decoding takes too long", f"{name}: {error}") from error
         except Exception as error:  # decoders raise all kinds of errors on invalid bytes
             raise UnusableError(f"{item['kind']} does not decode", f"{name}: {error}") from error
 
@@ -401,17 +408,23 @@ def grid_of(item: dict[str, Any], settings: PixelSettings) -> GridTHW:
     return video_grid(VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), settings)
 
 
-def planes_of(item: dict[str, Any], data: bytes, grid: GridTHW, settings: PixelSettings) -> Tensor:
+def planes_of(
+    item: dict[str, Any],
+    data: bytes,
+    grid: GridTHW,
+    settings: PixelSettings,
+    deadline: Deadline = UNLIMITED,
+) -> Tensor:
     """Decodes a stored medium. A picture larger than its stored size is refused.
 
     Raises:
         PixelError: the medium does not decode.
+        OutOfTimeError: the deadline has passed while a video was decoded.
     """
     if item["kind"] == "image":
         return image_planes(data, grid, settings, item["height"] * item["width"])
-    return video_planes(
-        data, VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), grid, settings
-    )
+    video = VideoInfo(item["frames"], item["fps"], item["height"], item["width"])
+    return video_planes(data, video, grid, settings, deadline)
 
 
 # --- The loader
@@ -445,7 +458,7 @@ def build_loader(
         DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    facts = facts or read_description(Path(data.path)).facts(split)
+    facts = facts or read_description(location(data.path)).facts(split)
     wanted = data.streams if split == "train" else 0
     deal = first_deal(wanted, dp_size, max(data.num_workers, 1), rows_per_step or dp_size)
     if not resumes:
@@ -477,6 +490,7 @@ def build_loader(
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
         **video_rule(data, spec.vision.video_timestamps),
+        **(dataclasses.asdict(encoder.chat.thinking) if encoder.chat.writes_thinking else {}),
     }
     return RowLoader(sources, encoder, identity, facts, deal, dp_rank, data)
 

@@ -34,6 +34,8 @@ WAYS_OUT = {
     "chat_template": "give the chat template that the run began with",
     "video_positions": "resume with the rule that the run began with: set data.video_positions to that",
     "video_prompt": "resume with the rule that the run began with: set data.video_prompt to that",
+    "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
+    "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
     "version": f"resume with the version of this program that saved it, {RESTART}",
 }
 

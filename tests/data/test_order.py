@@ -22,6 +22,7 @@ from .datasets import converted
 from .former_loader import FormerLoader
 
 COUNT = 60
+SLOW = pytest.mark.slow
 
 
 # --- Arithmetic ---------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ def moved(path: Path, places: list[tuple[int, int, int]], **changes: Any) -> Ite
         states = run.stop()
 
 
-@pytest.mark.parametrize("streams", [0, 12, 5])
+@pytest.mark.parametrize("streams", [0, pytest.param(12, marks=SLOW), pytest.param(5, marks=SLOW)])
 def test_a_run_that_moves_reads_what_a_run_that_stays_reads(dataset, streams):
     """On 4, 2, 3, 4, 1, 6 and 12 ranks; the samples of a row and the rows of a step are in the same order."""
     whole = list(moved(dataset, [(4, 0, 14)], streams=streams))
@@ -230,7 +231,9 @@ def test_another_number_of_rows_in_a_step_goes_on_in_the_same_order(dataset):
     assert sorted(sum([keys for keys, _ in third.steps(4)], [])) == sorted(sum(whole[6:9], []))
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"), [(2, 0), pytest.param(1, 0, marks=SLOW), pytest.param(2, 2, marks=SLOW)]
+)
 def test_rows_and_states_of_one_energon_loader_for_each_rank(dataset, ranks, workers):
     """Earlier versions had these. The rows are the same, and a run goes on from the states on other ranks."""
     states: list[list[dict[str, Any]]] = [[] for _ in range(4)]

@@ -96,6 +96,7 @@ def killed_at(move: int, source: Path, out: Path, workers: int) -> bool:
     return process.exitcode != 0
 
 
+@pytest.mark.slow
 def test_killed_before_each_rename(source, tmp_path, undisturbed):
     """A conversion renames about 30 times; every other of these moments is tried."""
     for move in range(1, 100, 2):
