@@ -117,7 +117,7 @@ class Viewer:
         Raises:
             SurveyError: the description of the data set excludes it.
         """
-        reader = Reader(source)
+        reader = Reader(source, self.prepared.config.data.sample_timeout_s)
         try:
             raw = reader.read(index, whole=True)
         finally:
