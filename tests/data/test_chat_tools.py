@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from data_tools.formats import read_conversation
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.chat import ChatEncoder, ChatError
-from megatron_vl.training.step import token_loss
 from megatron_vl.spec.families import read_spec
+from megatron_vl.training.step import token_loss
 from tests.data.helpers import spec_of
 from tests.data_tools.test_formats import TOOL, WITH_TOOLS
 from tests.tiny import tiny_checkpoint
