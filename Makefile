@@ -31,10 +31,10 @@ help:            ## what can be made
 demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face, every step checked (.demo/)
 	$(BIN)/megatron-vl demo --dir .demo
 
-quick: $(READY)  ## the tests that start no ranks: about 5 minutes on 2 cores
-	$(PYTEST) $(SPREAD) -m "not ranks and not full" $(ARGS)
+quick: $(READY)  ## the fast tests, which start no ranks: about 3 minutes on 2 cores
+	$(PYTEST) $(SPREAD) -m "not ranks and not slow and not full" $(ARGS)
 
-test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 25 minutes on 2 cores
+test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 15 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not full" --durations=10 $(ARGS)
 
 test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about an hour

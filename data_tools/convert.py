@@ -1,4 +1,4 @@
-"""Converts ShareGPT and OpenAI files into WebDataset shards prepared for Energon.
+"""Converts files of conversations into WebDataset shards prepared for Energon.
 
 Records are read as a stream. Worker processes decode and measure their media; samples go into shards in
 the order of the input; worker processes write the shards. The main process never holds pixels. Unusable
@@ -29,7 +29,7 @@ from megatron_vl import durable
 from megatron_vl.data.pixels import MAX_PIXELS
 from megatron_vl.errors import UserError
 
-from .formats import RecordError, read_conversation
+from .formats import FORMATS, RecordError, read_conversation
 from .identities import Identities
 from .media import MediaInfo, inspect, read_media, resolve
 from .records import BadLine, read_records
@@ -104,6 +104,8 @@ class ConversionOptions:
     bytes_per_shard: int = 256 << 20
     max_pixels: int = MAX_PIXELS
     """Largest picture or video frame; larger ones are refused by their header, before decoding."""
+    format: str = ""
+    """Name of the format (:data:`data_tools.formats.FORMATS`) of all records; empty: each record's own."""
     duplicate_ids: Literal["refuse", "keep"] = "refuse"
     """What to do with a record whose ``id`` occurred in an earlier usable record."""
     force: bool = False
@@ -136,6 +138,7 @@ def convert(
         bytes_per_shard=options.bytes_per_shard,
         max_pixels=options.max_pixels,
         duplicate_ids=options.duplicate_ids,
+        format=options.format,
     )
     try:
         space = Workspace(options.out, plan, options.force)
@@ -174,7 +177,7 @@ def _convert(
     ):
         writer = _Writer(pool, root, options, report, space)
         batches = meter.mark(_batches(_records(inputs, meter)))
-        tasks = ((batch, root, options.max_pixels, next(known, None)) for batch in batches)
+        tasks = ((batch, root, options, next(known, None)) for batch in batches)
         for number, result in enumerate(pool.ordered(_verify, tasks)):
             if number >= journal.count:
                 journal.add([entry.infos if isinstance(entry, Entry) else entry for entry in result])
@@ -213,6 +216,8 @@ def _check(inputs: list[Path], options: ConversionOptions) -> None:
         raise ConvertError(f"--media-root {options.media_root} is not a folder")
     if not 0 <= options.val_fraction < 1:
         raise ConvertError(f"--val-fraction {options.val_fraction} must be at least 0 and below 1")
+    if options.format and options.format not in FORMATS:
+        raise ConvertError(f"--format {options.format} is unknown; valid: {', '.join(FORMATS)}")
     sizes = {
         "--workers": options.workers,
         "--samples-per-shard": options.samples_per_shard,
@@ -285,7 +290,7 @@ def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def _verify(
-    batch: list[tuple[int, str, int, Any]], root: Path, max_pixels: int, known: list[Any] | None
+    batch: list[tuple[int, str, int, Any]], root: Path, options: ConversionOptions, known: list[Any] | None
 ) -> list[Entry | dict[str, Any]]:
     """Returns samples ready for a shard; for an unusable record, its line of the quarantine file.
 
@@ -303,11 +308,11 @@ def _verify(
         try:
             if isinstance(record, BadLine):
                 raise RecordError(record.reason, str(record))
-            conversation = read_conversation(record)
+            conversation = read_conversation(record, options.format)
             infos = (
                 verdict
                 if verdict is not None
-                else _inspect_all(conversation.media, conversation.fields, root, max_pixels)
+                else _inspect_all(conversation.media, conversation.fields, root, options.max_pixels)
             )
         except RecordError as error:
             out.append(
@@ -324,6 +329,7 @@ def _verify(
             )
             entry.ignored = [(where, _printable(key)) for where, key in conversation.ignored]
             entry.answer_media = conversation.answer_media
+            entry.tools = conversation.tools
             out.append(entry)
 
     return out

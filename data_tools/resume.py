@@ -29,8 +29,9 @@ from megatron_vl.errors import UserError
 from .media import MediaInfo
 from .shards import WORK
 
-FORMAT = 3
-"""Of a plan: by which rules records are read. 2 (until 2026-11-22) read many records with audio as text."""
+FORMAT = 4
+"""Of a plan: by which rules records are read. 2 (until 2026-11-22) read many records with audio as text;
+3 did not read tools, loss weights and reasoning, and knew fewer formats."""
 PLAN = "plan.json"
 RECORD = "convert.json"
 """A file in ``.nv-meta`` of a complete data set: the plan by which it was made, and its shards."""
@@ -186,8 +187,8 @@ class Workspace:
             )
         raise ResumeError(
             f"--out {self.out} holds {state} of an earlier version of this program, which read some records"
-            " with audio as if they were text. Convert again into another --out, or in its place with"
-            " --force. A run that began with the old data set can resume only with that one"
+            " by other rules (audio, loss weights, tools). Convert again into another --out, or in its place"
+            " with --force. A run that began with the old data set can resume only with that one"
         )
 
     def _unmake(self) -> None:

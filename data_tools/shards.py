@@ -40,13 +40,14 @@ class Entry:
 
     key: str
     messages: list[dict[str, Any]]
-    references: list[tuple[str, str]]
+    references: list[tuple[str, Any]]
     infos: list[MediaInfo]
     source: dict[str, Any]
     identity: str = ""
     """The record's id, see :class:`~data_tools.formats.Conversation`, which also has the next two fields."""
     ignored: list[tuple[str, str]] = field(default_factory=list)
     answer_media: int = 0
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -76,7 +77,9 @@ def finish_shard(name: str, index: int, entries: list[Entry], root: Path, out: P
         OSError: the shard cannot be written.
     """
     manifest = out / WORK / f"{name}.json"
-    plan = _digest(json.dumps([[e.key, e.messages, [i.crc32 for i in e.infos]] for e in entries]).encode())
+    plan = _digest(
+        json.dumps([[e.key, e.messages, e.tools, [i.crc32 for i in e.infos]] for e in entries]).encode()
+    )
     if _is_finished(manifest, plan, out / name):
         shard = _indexed(name, index, entries, out)
         durable.sync(_idx(out / name))
@@ -163,19 +166,13 @@ def _sample_json(entry: Entry, keys: list[str]) -> bytes:
         return p if p["type"] == "text" else {"type": p["type"], p["type"]: next(names)}
 
     messages = [
-        (
-            m
-            if isinstance(m["content"], str)
-            else {"role": m["role"], "content": [part(p) for p in m["content"]]}
-        )
+        m if isinstance(m["content"], str) else {**m, "content": [part(p) for p in m["content"]]}
         for m in entry.messages
     ]
     media = [info.record(key) for key, info in zip(keys, entry.infos, strict=True)]
-    return with_crc(
-        json.dumps(
-            {"messages": messages, "media": media, "source": entry.source}, ensure_ascii=False
-        ).encode()
-    )
+    tools = {"tools": entry.tools} if entry.tools else {}
+    sample = {"messages": messages, **tools, "media": media, "source": entry.source}
+    return with_crc(json.dumps(sample, ensure_ascii=False).encode())
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -53,11 +53,12 @@ def checked_script(document: Path) -> str:
 
 
 def checked_documents() -> list[Any]:
-    """Documents with checked blocks; those whose blocks train carry the mark of tests that start ranks."""
+    """Documents with checked blocks; those whose blocks train carry the mark of tests that start ranks, the
+    others that of slow tests: each command is a process of its own."""
     found = []
     for name, document in zip(NAMES, DOCUMENTS, strict=True):
         script = checked_script(document)
-        marks = [pytest.mark.ranks] if STARTS_RANKS.search(script) else []
+        marks = [pytest.mark.ranks if STARTS_RANKS.search(script) else pytest.mark.slow]
         if script:
             found.append(pytest.param(document, id=name, marks=marks))
     return found

@@ -301,6 +301,7 @@ def run(script: str, *words: str, folder: Path, **variables: str | Path) -> subp
     )
 
 
+@pytest.mark.slow
 def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
     hf = tiny_checkpoint("qwen2_vl", layers=28)
     done = run(

@@ -38,26 +38,37 @@ class SampleEncoder:
         self.settings = read_pixel_settings(hf_dir, data)
         self.chat = ChatEncoder(hf_dir, self.spec, (data or DataConfig()).video_prompt)
 
-    def sample(self, messages: Sequence[dict[str, Any]], media: Sequence[tuple[str, str, bytes]]) -> Sample:
+    def sample(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[tuple[str, str, bytes]],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> Sample:
         """Encodes a conversation as it is trained on.
 
         Args:
             messages: HF messages; the parts ``{"type": "image"}`` and ``{"type": "video"}`` stand for
                 ``media`` in order.
             media: (kind, name for messages, file content).
+            tools: the functions that the assistant may call.
 
         Raises:
             RecordError: a medium does not decode. ChatError: the text and its media disagree.
         """
         items = [self._item(*medium) for medium in media]
-        token_ids, loss_mask = self.chat.encode(messages, [item.grid for item in items])
+        token_ids, loss_mask = self.chat.encode(messages, [item.grid for item in items], tools)
         return Sample(token_ids, loss_mask, items)
 
-    def prompt(self, messages: Sequence[dict[str, Any]], media: Sequence[tuple[str, str, bytes]]) -> Sample:
+    def prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[tuple[str, str, bytes]],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> Sample:
         """Encodes a conversation up to the header of the assistant's next turn, without loss.
         Raises like :meth:`sample`."""
         items = [self._item(*medium) for medium in media]
-        token_ids = self.chat.encode_prompt(messages, [item.grid for item in items])
+        token_ids = self.chat.encode_prompt(messages, [item.grid for item in items], tools)
         return Sample(token_ids, token_ids.new_zeros(len(token_ids)).bool(), items)
 
     def _item(self, kind: str, name: str, content: bytes) -> MediaItem:

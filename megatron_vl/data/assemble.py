@@ -50,7 +50,7 @@ class Sample:
     token_ids: Tensor
     """int64 [n]"""
     loss_mask: Tensor
-    """bool [n]: the tokens to learn (not shifted)."""
+    """[n]: the tokens to learn (not shifted), bool; or float32 if they have weights."""
     media: list[MediaItem] = field(default_factory=list)
     """In the order of the text."""
 
@@ -126,7 +126,7 @@ def pack_row(
 def _targets(samples: Sequence[Sample], seq_len: int) -> tuple[Tensor, Tensor]:
     """Labels int64 [S] and loss mask float32 [S].
 
-    A label is the next token of the same sample if it is to be learnt.
+    A label is the next token of the same sample if it is to be learnt. The mask holds the weight of its loss.
     """
     labels = torch.zeros(seq_len, dtype=torch.int64)
     mask = torch.zeros(seq_len, dtype=torch.float32)
@@ -135,7 +135,7 @@ def _targets(samples: Sequence[Sample], seq_len: int) -> tuple[Tensor, Tensor]:
         span = slice(start, start + len(sample) - 1)
         learnt = sample.loss_mask[1:]
         mask[span] = learnt.float()
-        labels[span] = sample.token_ids[1:] * learnt
+        labels[span] = sample.token_ids[1:] * (learnt != 0)
         start += len(sample)
     return labels, mask
 

@@ -17,7 +17,8 @@ header nor the newline after it. Released templates have no ``{% generation %}``
 difference of the texts rendered with and without it. A token that begins in the header is not learnt, because
 the model never has to predict it (this happens if the content starts with a newline, which merges with the
 header). Placeholders of media inside an assistant turn, and the text of a video there, are not learnt because
-the assistant did not write them.
+the assistant did not write them. A turn with the weight 0 is not learnt; the weights of others multiply the
+losses of their tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,19 @@ from megatron_vl.config import VideoPrompt
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
+
+PROBE = "look_up_the_weather"
+PROBE_TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": PROBE, "arguments": {"city": "Oslo"}}}],
+    },
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "It rains."},
+]
+"""A conversation that shows whether a template writes calls."""
 
 
 class ChatError(UserError, ValueError):
@@ -76,11 +91,18 @@ class ChatEncoder:
         pad = self.tokenizer.pad_token_id
         self.pad_token_id: int | None = pad if pad is not None and pad < spec.language.vocab_size else None
 
-    def render(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        generation_prompt: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
         """The conversation as the checkpoint's template renders it, with one placeholder for each medium."""
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
+                tools=list(tools) or None,
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -90,7 +112,9 @@ class ChatEncoder:
                 f"the chat template refuses the conversation ({type(error).__name__}: {error})"
             ) from error
 
-    def assistant_spans(self, messages: Sequence[dict[str, Any]], text: str) -> list[tuple[int, int]]:
+    def assistant_spans(
+        self, messages: Sequence[dict[str, Any]], text: str, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[tuple[int, int]]:
         """Start and end in ``text`` (the rendered conversation) of the part of each assistant turn to learn.
 
         Raises:
@@ -100,9 +124,9 @@ class ChatEncoder:
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self.render(messages[:i]) if i else ""
-            after = self.render(messages[: i + 1])
-            header = self.render(messages[: i + 1], generation_prompt=True)[len(after) :]
+            before = self.render(messages[:i], tools=tools) if i else ""
+            after = self.render(messages[: i + 1], tools=tools)
+            header = self.render(messages[: i + 1], generation_prompt=True, tools=tools)[len(after) :]
             start = after.find(header, len(before))
             if (
                 not text.startswith(after)
@@ -119,19 +143,31 @@ class ChatEncoder:
 
         return spans
 
-    def encode(self, messages: Sequence[dict[str, Any]], grids: Sequence[GridTHW]) -> tuple[Tensor, Tensor]:
-        """Token ids int64 [n] with expanded placeholders, and loss mask bool [n] (not shifted).
+    def encode(
+        self,
+        messages: Sequence[dict[str, Any]],
+        grids: Sequence[GridTHW],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids int64 [n] with expanded placeholders, and loss mask [n] (not shifted): bool, or float32
+        with the weights of the turns if a turn has ``loss_weight``.
 
         Args:
-            messages: HF messages: ``role`` and ``content`` (a string, or parts of type text, image, video).
+            messages: HF messages: ``role`` and ``content`` (a string, or parts of type text, image, video);
+                also ``reasoning_content``, ``tool_calls`` and ``loss_weight`` in the assistant's.
             grids: the media in the order of the text.
+            tools: the functions that the assistant may call.
 
         Raises:
-            ChatError: the placeholders in the text do not match the media.
+            ChatError: the placeholders in the text do not match the media, or the template does not write
+                tools, calls or reasoning that the conversation has.
         """
-        text = self.render(messages)
+        weights = [m.get("loss_weight", 1.0) for m in messages if m.get("role") == "assistant"]
+        messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
+        self._check_features(messages, tools)
+        text = self.render(messages, tools=tools)
         self._check_placeholders(text, grids)
-        spans = self.assistant_spans(messages, text)
+        spans = self.assistant_spans(messages, text, tools)
         text, spans, inserted = self._write_times(text, spans, grids)
 
         encoded = self.tokenizer(text, return_offsets_mapping=True)
@@ -145,16 +181,24 @@ class ChatEncoder:
         for start, end in inserted:
             learnt &= (offsets[:, 1] <= start) | (offsets[:, 0] >= end)
         learnt &= ~is_media
+        loss_mask = learnt if set(weights) <= {1.0} else _weighted(learnt, offsets, spans, weights)
 
         repeats = self._repeats(is_media, grids)
-        return ids.repeat_interleave(repeats), learnt.repeat_interleave(repeats)
+        return ids.repeat_interleave(repeats), loss_mask.repeat_interleave(repeats)
 
-    def encode_prompt(self, messages: Sequence[dict[str, Any]], grids: Sequence[GridTHW]) -> Tensor:
+    def encode_prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        grids: Sequence[GridTHW],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> Tensor:
         """Token ids int64 [n] with expanded placeholders, up to the header of the assistant's next turn.
 
         Arguments and errors are those of :meth:`encode`.
         """
-        text = self.render(messages, generation_prompt=True)
+        messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
+        self._check_features(messages, tools)
+        text = self.render(messages, generation_prompt=True, tools=tools)
         self._check_placeholders(text, grids)
         text, _, _ = self._write_times(text, [], grids)
         ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.int64)
@@ -206,6 +250,35 @@ class ChatEncoder:
         new_spans = [(moved(start), moved(end)) for start, end in spans]
         return "".join([*parts, text[done:]]), new_spans, inserted
 
+    def _check_features(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> None:
+        """Raises ChatError if the template would leave out a part of the conversation without a word."""
+        calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+        missing = ""
+        if tools and not self._writes_tools:
+            missing = "tools"
+        elif calls and not self._writes_calls:
+            missing = "tool calls"
+        elif any(m.get("reasoning_content") for m in messages) and "reasoning_content" not in self.template:
+            missing = "reasoning_content"
+        if missing:
+            raise ChatError(f"the checkpoint's chat template does not write {missing}")
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        function = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+        return self._shows([PROBE_TURNS[0]], [{"type": "function", "function": function}])
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        return self._shows(PROBE_TURNS, ())
+
+    def _shows(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether the rendered text has the name of the function that is looked for."""
+        try:
+            return PROBE in self.render(messages, tools=tools)
+        except ChatError:
+            return False
+
     def _check_placeholders(self, text: str, grids: Sequence[GridTHW]) -> None:
         written = [
             "image" if token == self.image_token else "video" for token in self._placeholder.findall(text)
@@ -215,6 +288,20 @@ class ChatEncoder:
             raise ChatError(
                 f"the text has placeholders for {_listed(written)}; the conversation has {_listed(given)}"
             )
+
+
+def _weighted(
+    learnt: Tensor, offsets: Tensor, spans: Sequence[tuple[int, int]], weights: Sequence[float]
+) -> Tensor:
+    """The loss mask float32 [n] of turns with weights.
+
+    Args:
+        learnt: bool [n]. offsets: [n, 2], characters of each token. spans: characters of each assistant turn.
+    """
+    mask = torch.zeros(len(learnt), dtype=torch.float32)
+    for (start, end), weight in zip(spans, weights, strict=True):
+        mask[(offsets[:, 0] >= start) & (offsets[:, 1] <= end)] = weight
+    return mask * learnt
 
 
 def _listed(kinds: list[str]) -> str:

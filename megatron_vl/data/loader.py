@@ -253,7 +253,7 @@ class RowEncoder(DefaultTaskEncoder):
             raise UnusableError("medium missing", f"the shard has no {', '.join(missing)} of the sample")
 
         grids = [grid_of(item, self.settings) for item in media]
-        token_ids, loss_mask = self.chat.encode(record["messages"], grids)
+        token_ids, loss_mask = self.chat.encode(record["messages"], grids, record.get("tools", ()))
         encoded = EncodedSample.derive_from(
             sample,
             token_ids=token_ids,

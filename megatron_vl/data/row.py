@@ -57,7 +57,9 @@ class Row:
     labels: Tensor
     """int64 [S]: the next token of the same sample; 0 where ``loss_mask`` is 0."""
     loss_mask: Tensor
-    """float32 [S]: 1 where the label is text of an assistant turn (its ``<|im_end|>`` included)."""
+    """float32 [S]: the weight of the label's loss. It is 0, or 1 where the label is text of an assistant turn
+    (its ``<|im_end|>`` included) without a weight of its own. Losses are divided by the number of labels with
+    another weight than 0."""
     position_ids: Tensor
     """int64 [3, S]: M-RoPE time, height, width; each sample starts again at 0."""
     cu_seqlens: Tensor

@@ -69,7 +69,7 @@ def _loss_index(row: Row) -> Tensor:
 _WIRE = (
     _Field("tokens", "text", lambda row: row.tokens),
     _Field("labels", "text", lambda row: row.labels),
-    _Field("loss_mask", "text", lambda row: row.loss_mask),
+    _Field("loss_mask", "text", lambda row: row.loss_mask.float().view(torch.int32)),  # the bits of weights
     _Field("position_ids", "text", lambda row: row.position_ids),
     _Field("cu_seqlens", "text", lambda row: row.cu_seqlens),
     _Field("loss_index", "text", _loss_index),
@@ -340,7 +340,7 @@ def _describe(row: Row, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         vision_lengths = (vision.cu_seqlens.diff().tolist(), vision.cu_window_seqlens.diff().tolist())
     return {
         "shapes": shapes,
-        "loss_tokens": int(row.loss_mask.sum()),
+        "loss_tokens": int(row.loss_mask.count_nonzero()),
         "max_seqlen": int(row.max_seqlen),
         "lengths": row.cu_seqlens.diff().tolist()[: row.num_samples],
         "max_seqlens": (int(vision.max_seqlen), int(vision.max_window_seqlen)),
@@ -401,7 +401,7 @@ def _device_row(described: dict[str, Any], fields: dict[str, Tensor]) -> DeviceR
     return DeviceRow(
         tokens=fields["tokens"].long(),
         labels=fields["labels"].long(),
-        loss_mask=fields["loss_mask"].float(),
+        loss_mask=fields["loss_mask"].contiguous().view(torch.float32),
         real_tokens=sum(described["lengths"]),
         position_ids=fields["position_ids"].long(),
         segments=Segments(fields["cu_seqlens"].contiguous(), described["max_seqlen"]),

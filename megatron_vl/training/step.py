@@ -106,8 +106,9 @@ def _finalize_and_tell(tower: DecoupledTower, model: Any, num_tokens: Tensor, **
 def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(loss sum, loss tokens, report) of one row from its per-token losses [1, S]."""
     total = (losses.view(-1).float() * row.loss_mask).sum()
-    tokens = row.loss_mask.sum()
-    return total, tokens.to(torch.int), {"loss": torch.stack((total.detach(), tokens))}
+    # Weights change the sum of the losses, not the number of tokens by which it is divided.
+    tokens = (row.loss_mask != 0).sum()
+    return total, tokens.to(torch.int), {"loss": torch.stack((total.detach(), tokens.float()))}
 
 
 def forward_step(rows: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:

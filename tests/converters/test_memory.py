@@ -72,6 +72,7 @@ def memory(pid: int, field: str) -> int:
     return found.rss - found.shared if field == "RssAnon" else found.rss
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not psutil.LINUX, reason="psutil tells memory with a file behind it from other memory on Linux"
 )

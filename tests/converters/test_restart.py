@@ -48,6 +48,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, work, after: int = 40) -> None:
             work()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) -> None:
     """Real processes get SIGKILL before chosen writing operations and at random times; kills.py
     compares every byte."""

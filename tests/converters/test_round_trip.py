@@ -52,7 +52,19 @@ def is_chosen(size: str, tp: int, pipeline: str) -> bool:
     return tp == sizes[-1 - turn(size, pipeline) % len(sizes)]
 
 
-LAYOUTS = [pytest.param(*case, marks=[] if is_chosen(*case) else pytest.mark.full) for case in CASES]
+FIRST = {size.split("-VL-")[0] + ("-A" * ("-A" in size)): size for size in reversed(SIZES)}.values()
+"""One size of each family."""
+
+
+def marks_of(size: str, *case: Any) -> list[pytest.MarkDecorator]:
+    """The other sizes have the same rules and other layouts."""
+    if case and not is_chosen(size, *case):
+        return [pytest.mark.full]
+    return [] if size in FIRST else [pytest.mark.slow]
+
+
+LAYOUTS = [pytest.param(*case, marks=marks_of(*case)) for case in CASES]
+BY_SIZE = [pytest.param(size, marks=marks_of(size)) for size in SIZES]
 EXPERTS = ({"ep": 8}, {"ep": 2}, {}, {"ep": 4, "etp": 2}, {"ep": 2, "etp": 4}, {"etp": 2})
 """What a model with experts adds to a layout, used in turn."""
 
@@ -86,7 +98,7 @@ def test_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str
     assert_same_folder(origin, tmp_path / "back")
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", BY_SIZE)
 def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
     """HF -> unsplit -> shards A -> shards B -> unsplit gives the same unsplit bytes; B -> HF the
     same HF bytes."""
@@ -114,7 +126,9 @@ def in_both_formats() -> list[Any]:
         for original in (True, False):
             chosen = "-A" in size or original == (number % 2 == 0)
             name = f"{size}-{'released_names' if original else 'names_in_memory'}"
-            cases.append(pytest.param(size, original, id=name, marks=[] if chosen else pytest.mark.full))
+            cases.append(
+                pytest.param(size, original, id=name, marks=marks_of(size) if chosen else pytest.mark.full)
+            )
     return cases
 
 

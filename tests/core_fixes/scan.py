@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,11 +132,20 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def modules() -> Iterator[Module]:
+def modules() -> list[tuple[Module, list[tuple[str, ast.AST]]]]:
+    """Every module with its nodes, see :func:`scoped`."""
+    return _modules(ROOT)
+
+
+@cache
+def _modules(root: Path) -> list[tuple[Module, list[tuple[str, ast.AST]]]]:
+    found = []
     for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            yield Module(name, ast.parse(path.read_text()))
+        for path in sorted((root / package).rglob("*.py")):
+            name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+            module = Module(name, ast.parse(path.read_text()))
+            found.append((module, list(scoped(module))))
+    return found
 
 
 def scoped(module: Module) -> Iterator[tuple[str, ast.AST]]:
@@ -149,8 +159,8 @@ def scoped(module: Module) -> Iterator[tuple[str, ast.AST]]:
 def subclasses() -> list[Reach]:
     """Classes that are made from classes of core, Energon and Transformer Engine."""
     found = []
-    for module in modules():
-        for scope, node in scoped(module):
+    for module, nodes in modules():
+        for scope, node in nodes:
             if not isinstance(node, ast.ClassDef):
                 continue
             bases = [module.dotted(base) for base in node.bases]
@@ -165,8 +175,8 @@ def subclasses() -> list[Reach]:
 def assignments() -> list[Reach]:
     """Attributes of the dependencies' modules, classes and objects that are set."""
     found = []
-    for module in modules():
-        for scope, node in scoped(module):
+    for module, nodes in modules():
+        for scope, node in nodes:
             target = _assigned(module, node)
             public = target.startswith(SWITCHES) or any(f".{kind}." in target for kind in SETTINGS)
             if is_foreign(target) and not public:
@@ -185,8 +195,8 @@ def _assigned(module: Module, node: ast.AST) -> str:
 def private_names() -> list[Reach]:
     """Private names that are imported, or read of what is not defined in the same module."""
     found = []
-    for module in modules():
-        for scope, node in scoped(module):
+    for module, nodes in modules():
+        for scope, node in nodes:
             target = ""
             if isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
                 target = next((f"{node.module}.{n.name}" for n in node.names if is_private(n.name)), "")
@@ -204,8 +214,8 @@ def private_names() -> list[Reach]:
 def silenced() -> list[Reach]:
     """Modules that filter warnings, or set the level of a logger."""
     found = []
-    for module in modules():
-        for scope, node in scoped(module):
+    for module, nodes in modules():
+        for scope, node in nodes:
             if isinstance(node, ast.Attribute) and node.attr in ("filterwarnings", "setLevel"):
                 found.append(Reach(module.name, node.lineno, scope, node.attr))
     return found

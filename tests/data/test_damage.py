@@ -178,7 +178,7 @@ def test_the_list_is_bounded_and_the_counts_are_not(tmp_path):
     assert row.dropped == {"longer than seq_len": 600} and len(row.dropped_samples) == LISTED_PER_ROW
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_state_whose_samples_vanished_is_restored(dataset, workers):
     """The missing samples wait in the buffer of the saved state; the rest continues, and they are counted."""
     first = loader(dataset, num_workers=workers, packing_buffer=8, shuffle_buffer=6)

@@ -220,7 +220,7 @@ def test_loss_covers_the_answers_only(dataset):
             assert learnt == "".join(f"{a}<|im_end|>" for a in answers)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_resume_continues_with_the_same_rows(dataset, workers):
     first = loader(dataset, num_workers=workers)
     for _ in range(5):
@@ -242,7 +242,10 @@ def test_resume_continues_with_the_same_rows(dataset, workers):
     third.close()
 
 
-@pytest.mark.parametrize("rows", [0, 4, 5])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("rows", [0, pytest.param(4, marks=SLOW), pytest.param(5, marks=SLOW)])
 def test_a_worker_that_has_not_begun_is_saved_where_it_will_begin(dataset, monkeypatch, rows):
     """Energon's command thread answers before its worker has restored its state."""
     first = loader(dataset, num_workers=2)

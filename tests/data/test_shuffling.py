@@ -92,7 +92,7 @@ def test_a_sample_above_the_bound_passes_straight_through(dataset):
     assert tight == keys(loader(dataset, shuffle_buffer=1), COUNT), "without a buffer: as they are read"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_bounded_buffer_resumes_exactly(dataset, workers):
     settings = {"num_workers": workers, "shuffle_buffer": COUNT, "shuffle_buffer_gib": 20_000 / GIB}
     first = loader(dataset, **settings)

@@ -125,7 +125,7 @@ BAD = [
     ({"conversations": []}, "no conversation", "conversations"),
     ({"conversations": {"from": "human"}}, "no conversation", "conversations"),
     ({"conversations": ["hi"]}, "bad turn", "conversations[0]"),
-    ({"conversations": [{"from": "tool", "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
+    ({"conversations": [{"from": "narrator", "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
     ({"conversations": [{"from": ["human"], "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
     ({"messages": [USER, {"role": None, "content": "x"}]}, "unknown role", "messages[1].role"),
     ({"conversations": [{"from": "human", "value": 3}, GPT]}, "bad text", "conversations[0].value"),
@@ -229,24 +229,24 @@ def test_keys_without_effect_and_media_in_answers_are_named():
     answer = {
         "role": "assistant",
         "content": [{"type": "image", "image": "d.png"}, {"type": "text", "text": "so"}],
-        "weight": 0,
+        "mood": "cheerful",
     }
 
     record = {
         "id": 1,
         "system": "Be brief.",
         "messages": [{"role": "user", "content": parts}, answer],
-        "tools": ["search"],
+        "licence": ["CC0"],
     }
     conversation = read_conversation(record)
 
     assert conversation.ignored == [
-        ("records", "tools"),
+        ("records", "licence"),
         ("content parts", "max_pixels"),
         ("content parts", "path"),
         ("content parts", "detail"),
         ("content parts", "cache_control"),
-        ("turns", "weight"),
+        ("turns", "mood"),
     ]
 
     assert conversation.answer_media == 1 and len(conversation.media) == 3
@@ -560,6 +560,8 @@ def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
         convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "used"))
     with pytest.raises(ConvertError, match="val-fraction 1.0"):
         convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", val_fraction=1.0))
+    with pytest.raises(ConvertError, match="--format csv is unknown; valid: .*sharegpt"):
+        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", format="csv"))
     with pytest.raises(ConvertError, match="media-root"):
         convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "nowhere", tmp_path / "out"))
     with pytest.raises(ConvertError, match="not a file"):
@@ -608,7 +610,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
     """Only samples are counted; the report of the complete data set gives the same counts again."""
     write(tmp_path / "m/a.png", encoded(30, 30))
     picture = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
-    answer = {"role": "assistant", "content": [picture, {"type": "text", "text": "That one."}], "weight": 0.5}
+    answer = {"role": "assistant", "content": [picture, {"type": "text", "text": "That one."}], "mood": 0.5}
     record = {
         "messages": [{"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}, answer]
     }
@@ -620,7 +622,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
         out = capsys.readouterr().out
         instead = "(data.max_pixels of the run applies, data.video_max_pixels for videos)"
         assert (
-            f"  ignored: max_pixels in 4 content parts {instead}\n  ignored: weight in 2 turns\n  ignored: "
+            f"  ignored: max_pixels in 4 content parts {instead}\n  ignored: mood in 2 turns\n  ignored: "
             in out
         )
         assert "and 91 more keys (see report.json)\n" in out
@@ -632,7 +634,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
     report = json.loads((tmp_path / "out/report.json").read_text())
     records = report["ignored"].pop("records")
     assert (
-        report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"weight": 2}}
+        report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"mood": 2}}
         and report["answer_media"] == 2
     )
     assert len(records) == 101 and records["other keys"] == 20 and max(map(len, records)) == 60

@@ -41,6 +41,7 @@ def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory
     assert (tmp_path / "ids.sqlite").stat().st_size > 1 << 20
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_ids(tmp_path: Path) -> None:
     grown = {}
     for kind in ("table", "dictionary"):

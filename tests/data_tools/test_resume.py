@@ -96,6 +96,7 @@ def killed_at(move: int, source: Path, out: Path, workers: int) -> bool:
     return process.exitcode != 0
 
 
+@pytest.mark.slow
 def test_killed_before_each_rename(source, tmp_path, undisturbed):
     """A conversion renames about 30 times; every other of these moments is tried."""
     for move in range(1, 100, 2):
@@ -394,5 +395,5 @@ def test_a_data_set_by_the_rules_of_an_older_version_is_no_success(tmp_path, fin
 
 
 def make_plan_of(options: ConversionOptions, path: Path) -> dict:
-    names = ("val_fraction", "samples_per_shard", "bytes_per_shard", "max_pixels", "duplicate_ids")
+    names = ("val_fraction", "samples_per_shard", "bytes_per_shard", "max_pixels", "duplicate_ids", "format")
     return make_plan([path], options.media_root, **{name: getattr(options, name) for name in names})

@@ -140,8 +140,7 @@ def entries() -> tuple[Entry, ...]:
     """All cases of the table."""
     found = []
     for ranks, cases in CASES.items():
-        chosen = chosen_by_make_test(cases)
-        found += [Entry(ranks, case, case["name"] in chosen) for case in cases]
+        found += [Entry(ranks, case, case["name"] in chosen_by_make_test()) for case in cases]
     return tuple(found)
 
 

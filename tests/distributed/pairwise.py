@@ -1,4 +1,4 @@
-"""Chooses the cases that ``make test`` runs: the fewest with every pair of settings that any case has.
+"""Chooses the cases that ``make test`` runs: cheap ones that hold every pair of settings that any case has.
 
 Most faults of a layout appear when two settings meet (such as sequence parallelism with a tied output layer),
 few only when three do. ``make test-full`` runs the whole table.
@@ -13,25 +13,33 @@ from typing import Any
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
-def pairwise(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+def pairwise(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | None = None) -> list[str]:
     """Names of the chosen cases, in the order of the table.
 
     Args:
         cases: each with a ``name``; its other fields are its settings.
+        costs: by name, what a case takes in any unit; all the same if left out.
     """
-    left = {case["name"]: set(_pairs(case)) for case in cases}
-    uncovered = set().union(*left.values()) if left else set()
+    costs = costs or dict.fromkeys((case["name"] for case in cases), 1.0)
+    held = {case["name"]: set(pairs(case)) for case in cases}
+    uncovered = set().union(*held.values()) if held else set()
 
-    chosen = set()
+    chosen: list[str] = []
     while uncovered:
-        # The first of those that cover most, so that the choice depends on the table alone.
-        name = max(left, key=lambda name: len(left[name] & uncovered))
-        uncovered -= left.pop(name)
-        chosen.add(name)
+        # The first of those that cover most for their cost, so that the choice depends on the table alone.
+        name = max(held, key=lambda name: len(held[name] & uncovered) / costs[name])
+        uncovered -= held[name]
+        chosen.append(name)
+
+    # Later choices can make an earlier one needless.
+    for name in sorted(chosen, key=lambda name: -costs[name]):
+        others = set().union(*(held[other] for other in chosen if other != name))
+        if held[name] <= others:
+            chosen.remove(name)
     return [case["name"] for case in cases if case["name"] in chosen]
 
 
-def _pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
+def pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
     """All pairs of settings of a case. If every rank holds the tower, only those with this setting count, so
     that such a case does not stand for one with the tower on the first stage."""
     for pair in combinations(sorted(settings(case)), 2):

@@ -21,8 +21,8 @@ from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import Case, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-from .cases import CASES, DECOUPLED_QUICK, SEEDS, chosen_by_make_test
-from .pairwise import pairwise
+from .cases import CASES, DECOUPLED_QUICK, LEFT_TO_FULL, SEEDS, chosen_by_make_test
+from .pairwise import pairs, pairwise
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
 
@@ -31,9 +31,8 @@ def table() -> list[Any]:
     """(ranks, name) of every case; those beyond the pairwise choice are marked ``full``."""
     rows = []
     for ranks, entries in CASES.items():
-        chosen = chosen_by_make_test(entries)
         for entry in entries:
-            marks = [] if entry["name"] in chosen else [pytest.mark.full]
+            marks = [] if entry["name"] in chosen_by_make_test() else [pytest.mark.full]
             rows.append(pytest.param(ranks, entry["name"], marks=marks, id=f"{ranks}-{entry['name']}"))
     return rows
 
@@ -117,3 +116,21 @@ def test_chosen_cases_hold_every_pair_of_settings() -> None:
         {"name": "d", "tp": 2, "tied": False, "steps": steps},
     ]
     assert pairwise(cases) == ["a", "b", "d"]
+    # The third instead of the first, where the first costs more.
+    assert pairwise(cases, {"a": 2.0, "b": 1.0, "c": 1.0, "d": 1.0}) == ["b", "c", "d"]
+
+
+def test_every_setting_and_every_pair_is_in_what_make_test_runs() -> None:
+    table = [entry for entries in CASES.values() for entry in entries]
+    run = [entry for entry in table if entry["name"] in chosen_by_make_test()]
+    layout = ("tp", "pp", "vpp", "ep", "etp", "sequence_parallel", "overlap")
+    for field in ("family", *layout, "train", "decoupled"):
+        assert {entry.get(field) for entry in run} == {entry.get(field) for entry in table}, field
+    assert {ranks for ranks, entries in CASES.items() if any(entry in run for entry in entries)} == {1, 2, 4}
+
+    considered = [entry for entry in table if entry["name"] not in LEFT_TO_FULL]
+    assert pairs_of(run) == pairs_of(considered)
+
+
+def pairs_of(entries: list[dict[str, Any]]) -> set[Any]:
+    return {pair for entry in entries for pair in pairs(entry)}

@@ -97,6 +97,7 @@ def test_forward_equals_counted(tiny_checkpoint, elementwise_rule, family: str, 
         assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("frozen", FREEZE)
 def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family: str, frozen: str) -> None:

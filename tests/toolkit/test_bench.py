@@ -8,7 +8,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +15,13 @@ from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.planning.calibration import read_calibration, shipped
 from megatron_vl.planning.flops import Flops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
-from tests.support.ranks import call, python_path
+from tests.support.ranks import call, python_path, run_module
 from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare
 from toolkit.bench import parts
 from toolkit.bench.workload import rows
 from toolkit.cli import main
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SEQ_LEN = 500
 WARM_UP = 1
 TIMED = 1
@@ -140,11 +138,7 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
 def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
     """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient."""
     folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "tests.toolkit.peer_gradients", str(tmp_path / "out.json"), *folders]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=300
-    )
+    done = run_module("tests.toolkit.peer_gradients", [tmp_path / "out.json", *folders], ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     for result in json.loads((tmp_path / "out.json").read_text()).values():
         assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5

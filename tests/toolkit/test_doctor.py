@@ -60,6 +60,7 @@ def doctor(*words: str | Path, path: Path | None = None) -> tuple[int, dict[str,
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
     """A package that fails at import, as Transformer Engine's parts do alone, is the only finding."""

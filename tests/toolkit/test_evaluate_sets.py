@@ -132,6 +132,7 @@ def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image])
     return answers
 
 
+@pytest.mark.full
 def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, judge, tmp_path, capsys):
     url, seen = judge
     both = pair("qwen2_5_vl")
@@ -269,6 +270,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
+@pytest.mark.full
 def test_videos_are_shown_as_frames_and_two_processes_answer_alike(pair, videos, tmp_path):
     """Each question is asked twice, once of each process; one has the even rows, the other the odd ones."""
     code, report = evaluate(

@@ -27,7 +27,7 @@ IDS = ("astronaut", "two_images", "text_only", "video")
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen2_5_vl", ("--tp", "2")),
+        pytest.param("qwen2_5_vl", ("--tp", "2"), marks=pytest.mark.full),
         ("qwen3_vl", ("--pp", "2", "--layers", "1,3")),
         ("qwen3_vl_moe", ("--ep", "2", "--batch", "3")),
         ("qwen3_vl_moe", ("--tp", "2", "--etp", "2", "--batch", "3")),

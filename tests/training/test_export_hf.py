@@ -122,6 +122,7 @@ def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -
     assert exporter.held() == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["released", "transformers_5_3"])
 def test_the_rule_for_videos_is_beside_the_step(steps: Steps, rule: str) -> None:
     saved = steps.save(4)
@@ -143,6 +144,7 @@ def test_the_file_that_names_the_step_stays_out_of_further_exports(steps: Steps,
     assert not (tmp_path / "out" / EXPORTED).exists()
 
 
+@pytest.mark.slow
 def test_the_same_step_of_another_branch_sets_the_earlier_folder_aside(steps: Steps, tmp_path: Path) -> None:
     exporter = steps.exporter(4, 8)
     exporter.add(steps.save(4, "a"))
@@ -165,6 +167,7 @@ def change_weights(hf: Path) -> None:
         save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_made_up_for_and_what_lost_its_checkpoint_goes(steps: Steps) -> None:
     (steps.run / "hf" / "step_00000002.partial").mkdir(parents=True)
     exporter = steps.exporter(2, 8)
@@ -173,6 +176,7 @@ def test_what_is_missing_is_made_up_for_and_what_lost_its_checkpoint_goes(steps:
     assert names(steps.run / "hf") == ["step_00000004", "step_00000006"]
 
 
+@pytest.mark.slow
 def test_an_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capfd) -> None:
     """A half folder never has the name. Stopped at any moment, the next start makes a whole one of it."""
     saved = steps.save(4)
@@ -208,6 +212,7 @@ def test_a_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: 
     assert "NOTE: step 4 could not be exported to" in said and ".safetensors" in said
 
 
+@pytest.mark.slow
 def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd, monkeypatch) -> None:
     monkeypatch.setattr("megatron_vl.training.export_hf._size", lambda path: 1 << 60)
     exporter = steps.exporter(4, 8)

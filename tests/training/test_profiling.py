@@ -98,6 +98,7 @@ def test_a_folder_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, c
     assert "could not be written" in capfd.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_trained_model_is_the_same_with_traces(tmp_path: Path, tiny_checkpoint) -> None:
     """Two ranks; stopped within the steps and started again: traces of global steps, losses bit for bit."""

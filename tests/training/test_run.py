@@ -22,8 +22,9 @@ from converters.verify import compare
 from megatron_vl.planning.calibration import shipped, stored_path, write_calibration
 from megatron_vl.spec.tensors import Cut
 from megatron_vl.weights.reader import WeightReader
+from tests.support import ranks
 from tests.support.ranks import python_path
-from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, train
+from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.demo.reference import DemoReference
 
@@ -233,7 +234,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
     """Saved under TP2 x PP2 + SP, resumed on one rank and under PP2 x VPP2: same samples,
     losses within 1e-6."""
     want = metrics(whole)
-    for name, options, ranks in (
+    for name, options, count in (
         ("one", [], 1),
         (
             "interleaved",
@@ -244,7 +245,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
         run = prepared["folder"] / f"elastic_{name}"
         shutil.copytree(resumed / "step_00000003", run / "step_00000003")
         plain = ["--parallel.overlap_param_gather", "false"] if "false" in options else []
-        done = train(prepared, run, *options, *plain, ranks=ranks)
+        done = train(prepared, run, *options, *plain, ranks=count)
         assert done.returncode == 0, done.stderr[-4000:]
         lines = metrics(run)
         assert [line["step"] for line in lines] == [4, 5, 6]
@@ -400,12 +401,13 @@ def test_a_save_that_fails_leaves_the_last_good_checkpoint(
     the checkpoint before."""
     run = prepared["folder"] / "full_disk"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "limited", *command(prepared, run, *LAYOUT)]
-    done = subprocess.run(
-        limited, env=environment(), capture_output=True, text=True, timeout=300, cwd=prepared["folder"]
+    limits = dict.fromkeys(range(4), 100 * 1024)
+    ended = ranks.run_apart(
+        "megatron_vl.train", options_of(prepared, run, *LAYOUT), 4, file_bytes=limits, one_node=True
     )
-    assert done.returncode != 0
-    assert "could not be written" in done.stderr and "File too large" in done.stderr
+    assert all(rank.code for rank in ended)
+    said = "".join(rank.stderr for rank in ended)
+    assert "could not be written" in said and "File too large" in said
     assert not (run / "step_00000006").exists() and not verify_checkpoint(run / "step_00000003")
     done = train(prepared, run, *LAYOUT)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -158,6 +158,7 @@ def test_wandb_holds_what_can_be_drawn(tmp_path: Path) -> None:
     assert any(axis.glob_name == "*" and axis.step_metric == "step" for axis in axes)
 
 
+@pytest.mark.slow
 @needs_wandb
 def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     """Unless it begins anew, belongs to another project, or its file is deleted."""
@@ -205,6 +206,7 @@ def test_losing_wandb_costs_its_curves_alone(tmp_path: Path, capfd) -> None:
     assert capfd.readouterr().err.count("NOTE: nothing more is sent to W&B") == 1
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @needs_wandb
 def test_a_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path, tiny_checkpoint) -> None:

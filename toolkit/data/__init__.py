@@ -1,2 +1,2 @@
-"""``megatron-vl data convert | verify``: converts conversation files into data sets and
-verifies data sets."""
+"""``megatron-vl data``: converts conversation files into data sets, verifies them, and shows what they
+hold."""

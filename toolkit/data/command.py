@@ -1,4 +1,5 @@
-"""``megatron-vl data``: converts conversation files into data sets and verifies data sets."""
+"""``megatron-vl data``: converts conversation files into data sets, verifies them, and shows what they
+hold."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .options import DataConvertOptions, DataVerifyOptions
+from .options import (
+    DataConvertOptions,
+    DataInspectOptions,
+    DataReportOptions,
+    DataStatsOptions,
+    DataVerifyOptions,
+)
 
 if TYPE_CHECKING:
     from data_tools.convert import DataReport
@@ -41,6 +48,7 @@ def convert(given: DataConvertOptions) -> int:
         samples_per_shard=given.samples_per_shard,
         bytes_per_shard=given.shard_mb << 20,
         max_pixels=int(given.max_megapixels * 1e6),
+        format=given.format or "",
         duplicate_ids=given.duplicate_ids,
         force=given.force,
     )
@@ -90,13 +98,58 @@ def verify(options: DataVerifyOptions) -> int:
     from data_tools.verify import verify
 
     shards, problems = verify(options.dataset, _show)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    _end_line()
     if options.json:
         print(json.dumps({"shards": shards, "problems": problems}))
     else:
         print("\n".join(problems) or f"{shards} shards of {options.dataset} are intact")
     return 1 if problems else 0
+
+
+def stats(options: DataStatsOptions) -> int:
+    """Prints distributions of a data set."""
+    from .prepared import open_prepared
+    from .stats import as_json, print_stats
+
+    found = open_prepared(options).survey(options.samples, options.seconds, options.seed, _show)
+    _end_line()
+    if options.json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        print_stats(found)
+    return 0
+
+
+def inspect(options: DataInspectOptions) -> int:
+    """Prints one sample. Returns 1 if the loader would leave it out."""
+    from .prepared import open_prepared
+    from .sample import as_json, print_sample, view
+
+    sample = view(open_prepared(options), options.index, options.key)
+    if options.json:
+        print(json.dumps(as_json(sample), indent=2))
+    else:
+        print_sample(sample)
+    return 1 if sample.problem else 0
+
+
+def report(options: DataReportOptions) -> int:
+    """Writes the HTML page."""
+    from .prepared import open_prepared
+    from .report import write_report
+
+    prepared = open_prepared(options)
+    found = prepared.survey(options.samples, options.seconds, options.seed, _show)
+    _end_line()
+    write_report(prepared, found, options.shown, options.out)
+    print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _end_line() -> None:
+    """Removes the line of progress."""
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
 
 
 def _show(line: str) -> None:
@@ -109,8 +162,7 @@ def _show(line: str) -> None:
 
 
 def _print(report: DataReport, out: Path, quarantine: Path) -> None:
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    _end_line()
     reasons: Counter[str] = Counter()
     for counts in report.refused.values():
         reasons.update(counts)

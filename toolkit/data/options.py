@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from megatron_vl.errors import UsageError
 from toolkit.options import CommandOptions, option
 
 MAX_QUARANTINED = 0.01
@@ -14,7 +15,7 @@ MAX_QUARANTINED = 0.01
 
 @dataclass(kw_only=True)
 class DataConvertOptions(CommandOptions):
-    """Convert ShareGPT or OpenAI conversations into tar shards prepared for Energon.
+    """Convert conversations into tar shards prepared for Energon.
 
     Every media file is decoded once. Unusable records are counted by reason and listed with file, record and
     field in OUT/quarantine.jsonl. Run the same command again to continue an interrupted conversion. Exit code
@@ -24,6 +25,8 @@ class DataConvertOptions(CommandOptions):
 
     input: list[Path] = option(metavar="FILE", several=True, must_exist=True)
     """Read conversations from these files: JSON arrays or JSON lines."""
+    format: str | None = option(None, metavar="NAME", shown_default="the record's own")
+    """Read all records in this format (see the documentation of data for the names)."""
     media_root: Path = option(metavar="DIR", must_exist=True)
     """Resolve media paths relative to this folder; paths that leave it are refused."""
     out: Path = option(metavar="DIR")
@@ -59,3 +62,83 @@ class DataVerifyOptions(CommandOptions):
     """Folder written by `megatron-vl data convert`."""
     json: bool = False
     """Print the result as JSON."""
+
+
+@dataclass(kw_only=True)
+class PreparedOptions(CommandOptions):
+    """A prepared data set as a run reads it."""
+
+    run_fields: ClassVar[bool] = True
+
+    data: Path | None = option(None, metavar="DIR", shown_default="data.path of the run", must_exist=True)
+    """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML."""
+    processor: Path | None = option(
+        None, metavar="HF_DIR", shown_default="model.hf of the run", must_exist=True
+    )
+    """Hugging Face folder of the config, tokenizer, chat template and image processor."""
+    split: str = option("train", metavar="NAME")
+    """Split of the data set: train or val."""
+
+
+@dataclass(kw_only=True)
+class DataStatsOptions(PreparedOptions):
+    """Show what the samples and packed rows of a data set hold: tokens, learnt tokens, patches, pictures,
+    videos and turns.
+
+    Samples are drawn at random, and each mean and quantile is printed with its 95 % interval; the numbers are
+    exact if all samples were read. Nothing is decoded. Give a run with --config, or --data and --processor.
+    """
+
+    samples: int = option(2000, metavar="N", least=0)
+    """Draw N samples. 0: read all."""
+    seconds: float = option(60.0, metavar="S", shown_default="60")
+    """Stop drawing after S seconds, and use the samples read until then."""
+    seed: int = option(0, metavar="N", least=0)
+    """Seed of the draw."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(kw_only=True)
+class DataInspectOptions(PreparedOptions):
+    """Show one sample as the model sees it: tokens, loss mask, positions, and its pictures before and after
+    resizing.
+
+    Exit code 1 if the loader would leave the sample out; the reason is printed.
+    """
+
+    index: int | None = option(None, metavar="N", least=0)
+    """Number of the sample in the split, from 0."""
+    key: str = option("", metavar="KEY")
+    """Key of the sample, or SHARD[N], as the quarantine.jsonl of a run names it."""
+    json: bool = False
+    """Print JSON."""
+
+    def check(self) -> None:
+        if self.index is not None and self.key:
+            raise UsageError("give --index or --key, not both")
+
+
+@dataclass(kw_only=True)
+class DataReportOptions(PreparedOptions):
+    """Write an HTML page about a data set: samples as the model sees them, packed rows, distributions, and
+    what was left out and why.
+
+    The page is one file without scripts, which needs no network. Numbers are drawn as by `megatron-vl data
+    stats`.
+    """
+
+    out: Path = option(metavar="FILE")
+    """The HTML file to write."""
+    samples: int = option(2000, metavar="N", least=0)
+    """Draw N samples for the distributions. 0: read all."""
+    seconds: float = option(60.0, metavar="S", shown_default="60")
+    """Stop drawing after S seconds, and use the samples read until then."""
+    shown: int = option(12, metavar="N", least=1)
+    """Show N samples with their pictures."""
+    seed: int = option(0, metavar="N", least=0)
+    """Seed of the draw."""
+
+    def check(self) -> None:
+        if self.out.suffix not in (".html", ".htm"):
+            raise UsageError(f"--out {self.out} must end in .html")

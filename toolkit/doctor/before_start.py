@@ -251,10 +251,8 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
         f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): "
         f"{row.num_samples} samples, "
     )
-    found += (
-        f"{row.num_images} pictures, {row.num_patches} patches, {int(row.loss_mask.sum())} loss tokens "
-        f"of {row.seq_len}"
-    )
+    learnt = int(row.loss_mask.count_nonzero())
+    found += f"{row.num_images} pictures, {row.num_patches} patches, {learnt} loss tokens of {row.seq_len}"
     if row.dropped:
         return note(
             "rows",

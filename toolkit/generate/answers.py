@@ -132,7 +132,7 @@ def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
     for conversation, root, source in prompts:
         try:
             media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
-            samples.append(encoder.prompt(conversation.messages, media))
+            samples.append(encoder.prompt(conversation.messages, media, conversation.tools))
         except (RecordError, ChatError, PixelError) as error:
             wrong.add(source, error)
     wrong.tell()

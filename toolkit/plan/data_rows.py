@@ -57,4 +57,6 @@ def shape_of(row: Row) -> RowShape:
     windows: list[int] = []
     if row.num_patches:
         frames, windows = row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist()
-    return RowShape(tuple(lengths), tuple(frames), tuple(windows), int(row.loss_mask.sum()), row.num_images)
+    return RowShape(
+        tuple(lengths), tuple(frames), tuple(windows), int(row.loss_mask.count_nonzero()), row.num_images
+    )

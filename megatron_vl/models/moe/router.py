@@ -215,7 +215,7 @@ def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
     mine = list(routers(chunks))
     if not mine:
         return
-    loss_tokens = torch.stack([row.loss_mask.sum() for row in rows]).sum(dtype=torch.float64)
+    loss_tokens = torch.stack([(row.loss_mask != 0).sum() for row in rows]).sum(dtype=torch.float64)
     counts = torch.stack((loss_tokens, torch.full_like(loss_tokens, sum(row.real_tokens for row in rows))))
     dist.all_reduce(counts, group=mpu.get_data_parallel_group())
     for router in mine:

@@ -33,11 +33,16 @@ def errors_of(checks: str, *arguments: str, ranks: int, **variables: str) -> dic
 
 
 @pytest.mark.parametrize(
-    "options", [[], pytest.param(["--recompute"], marks=[pytest.mark.full, needs_compiler])]
+    ("options", "checks"),
+    [
+        ([], 3),
+        pytest.param(["--all"], 6, marks=pytest.mark.full),
+        pytest.param(["--all", "--recompute"], 6, marks=[pytest.mark.full, needs_compiler]),
+    ],
 )
-def test_grouped_experts_equal_one_expert_after_another(options: list[str]) -> None:
+def test_grouped_experts_equal_one_expert_after_another(options: list[str], checks: int) -> None:
     errors = errors_of("expert_checks", *options, ranks=2, **ON_CPU)
-    assert len(errors) == 6
+    assert len(errors) == checks
     for name, error in errors.items():
         assert error < 5e-6, (name, error)
 

@@ -1,0 +1,125 @@
+"""Reads the functions that an assistant may call, its calls, and calls written as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from .canonical import Message, RecordError, shown
+
+THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+"""Reasoning in front of a call, as LLaMA-Factory has it in a turn of the role function_call."""
+
+
+def read_tools(
+    record: dict[str, Any], keys: tuple[str, ...] = ("tools", "functions")
+) -> list[dict[str, Any]]:
+    """The record's functions, each as ``{"type": "function", "function": {...}}``.
+
+    They may be a list or a JSON text of one, and each may be the function alone.
+
+    Raises:
+        RecordError: they are something else.
+    """
+    given = [(key, record[key]) for key in keys if record.get(key) not in (None, "", [], {}, "[]")]
+    if not given:
+        return []
+    if len(given) > 1:
+        raise RecordError("bad tools", "the record has both 'tools' and 'functions'", given[1][0])
+
+    where, value = given[0]
+    tools = parsed(value, where, "bad tools")
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not isinstance(tools, list):
+        raise RecordError("bad tools", f"a list of functions is required, but this is {shown(tools)}", where)
+    return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if isinstance(tool, str):
+        tool = parsed(tool, where, "bad tools")
+    if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
+        tool = {"type": "function", "function": tool}
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RecordError(
+            "bad tools", f"a function with a name is required, but this is {shown(tool)}", where
+        )
+    return tool
+
+
+def parsed(value: Any, where: str, reason: str) -> Any:
+    """A value that may be written as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(reason, f"{shown(value)} is not JSON: {error}", where) from error
+
+
+def read_call(call: Any, where: str) -> dict[str, Any]:
+    """One call: ``{"function": {"name", "arguments"}}`` or ``{"name", "arguments"}``, with arguments as
+    an object or as JSON text of one.
+
+    Raises:
+        RecordError: it is something else.
+    """
+    call = parsed(call, where, "bad tool call")
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(call, dict) and call.get("type") not in (None, "function"):
+        raise RecordError("bad tool call", f"a call of type {shown(call['type'])}; valid: function", where)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RecordError(
+            "bad tool call", f"a call with a name is required, but this is {shown(call)}", where
+        )
+
+    arguments = function.get("arguments", function.get("parameters"))
+    arguments = parsed(arguments, f"{where}.arguments", "bad tool call") if arguments != "" else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        detail = f"arguments must be an object, but these are {shown(arguments)}"
+        raise RecordError("bad tool call", detail, f"{where}.arguments")
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def read_calls(turn: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's turn: ``tool_calls``, or one ``function_call`` (OpenAI's first form)."""
+    calls = turn.get("tool_calls")
+    if calls in (None, "", []):
+        single = turn.get("function_call")
+        return [] if single in (None, "", {}) else [read_call(single, f"{prefix}function_call")]
+    calls = parsed(calls, f"{prefix}tool_calls", "bad tool call")
+    if not isinstance(calls, list):
+        detail = f"a list of calls is required, but this is {shown(calls)}"
+        raise RecordError("bad tool call", detail, f"{prefix}tool_calls")
+    return [read_call(call, f"{prefix}tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def calls_in_text(text: str, where: str) -> tuple[str, list[dict[str, Any]]]:
+    """The reasoning and the calls of a turn whose role says that its text is a call."""
+    thought = THOUGHT.match(text)
+    said = thought[0] if thought else ""
+    calls = parsed(text[len(said) :], where, "bad tool call")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls:
+        raise RecordError("bad tool call", "the turn holds no call", where)
+    return said.strip(), [read_call(call, where) for call in calls]
+
+
+def merge_calls(messages: list[Message], call: Message) -> bool:
+    """Adds the calls of a turn of calls to the assistant's turn in front of it. Returns whether it could."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or (last.get("tool_calls") and call["content"]):
+        return False
+    if last.get("loss_weight") != call.get("loss_weight"):
+        return False
+    if isinstance(last["content"], str) and call["content"]:
+        last["content"] = f"{last['content']}{call['content']}"
+    elif call["content"]:
+        return False
+    last["tool_calls"] = [*last.get("tool_calls", []), *call["tool_calls"]]
+    return True

@@ -1,0 +1,477 @@
+"""Every format: a record as its users write it, and the exact canonical messages; and one conversation in all
+formats, from the file to the loader's tokens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from data_tools.convert import ConversionOptions, convert
+from data_tools.formats import FORMATS, RecordError, format_of, read_conversation, read_prompt
+from tests.data.media import encoded, write
+
+ASK = {"role": "user", "content": "Hi"}
+SAY = {"role": "assistant", "content": "Hello"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}
+PICTURES = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [
+            {"type": "image"},
+            {"type": "text", "text": "\nFirst, "},
+            {"type": "image"},
+            {"type": "text", "text": " then?"},
+        ],
+    },
+    {"role": "assistant", "content": "A cat."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+MEDIA = [("image", "a.png"), ("image", "b.png")]
+ASKED = "<image>\nFirst, <image> then?"
+PARTS = [
+    {"type": "image_url", "image_url": {"url": "a.png"}},
+    {"type": "text", "text": "\nFirst, "},
+    {"type": "image_url", "image_url": {"url": "b.png"}},
+    {"type": "text", "text": " then?"},
+]
+SHAREGPT = [
+    {"from": "human", "value": ASKED},
+    {"from": "gpt", "value": "A cat."},
+    {"from": "human", "value": "Sure?"},
+    {"from": "gpt", "value": "Yes."},
+]
+
+SAME = {
+    "sharegpt": {"system": "Be brief.", "images": ["a.png", "b.png"], "conversations": SHAREGPT},
+    "llava": {
+        "id": "1",
+        "image": ["a.png", "b.png"],
+        "conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT],
+    },
+    "openai": {
+        "messages": [
+            {
+                "role": "developer",
+                "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+            },
+            {"role": "user", "content": PARTS},
+            {"role": "assistant", "content": "A cat."},
+            {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
+            {"role": "assistant", "content": "Yes.", "refusal": None},
+        ]
+    },
+    "messages with markers": {
+        "images": [{"path": "a.png", "bytes": None}, "b.png"],
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": ASKED},
+            {"role": "assistant", "content": "A cat."},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": "Yes."},
+        ],
+    },
+    "llamafactory v1": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "value": "Be brief."}], "loss_weight": 0.0},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "value": "a.png"},
+                    {"type": "text", "value": "\nFirst, "},
+                    {"type": "image_url", "value": "b.png"},
+                    {"type": "text", "value": " then?"},
+                ],
+                "loss_weight": 0.0,
+            },
+            {"role": "assistant", "content": [{"type": "text", "value": "A cat."}], "loss_weight": 1.0},
+            {"role": "user", "content": [{"type": "text", "value": "Sure?"}], "loss_weight": 0.0},
+            {"role": "assistant", "content": [{"type": "text", "value": "Yes."}], "loss_weight": 1.0},
+        ]
+    },
+    "alpaca": {
+        "system": "Be brief.",
+        "history": [[ASKED, "A cat."]],
+        "instruction": "Sure?",
+        "input": "",
+        "output": "Yes.",
+        "images": ["a.png", "b.png"],
+    },
+    "query": {
+        "system": "Be brief.",
+        "history": [[ASKED, "A cat."]],
+        "query": "Sure?",
+        "response": "Yes.",
+        "images": ["a.png", "b.png"],
+    },
+    "pairs": {
+        "system": "Be brief.",
+        "images": ["a.png", "b.png"],
+        "conversation": [{"human": ASKED, "assistant": "A cat."}, {"human": "Sure?", "assistant": "Yes."}],
+    },
+    "parts without a type": {
+        "messages": [
+            {"role": "system", "content": [{"text": "Be brief."}]},
+            {
+                "role": "user",
+                "content": [
+                    {"image": "a.png"},
+                    {"text": "\nFirst, "},
+                    {"image": "b.png"},
+                    {"text": " then?"},
+                ],
+            },
+            {"role": "assistant", "content": [{"text": "A cat."}]},
+            {"role": "user", "content": [{"text": "Sure?"}]},
+            {"role": "assistant", "content": [{"text": "Yes."}]},
+        ]
+    },
+}
+"""One conversation with two pictures as each format writes it."""
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_one_conversation_in_every_format_has_the_same_canonical_messages(name):
+    conversation = read_conversation(SAME[name])
+    assert conversation.messages == PICTURES
+    assert conversation.media == MEDIA
+    assert conversation.ignored == [] and conversation.tools == [] and not conversation.weighted
+
+
+def test_formats_are_recognised_by_their_fields_or_given():
+    found = {name: format_of(record).name for name, record in SAME.items()}
+    assert found == {
+        "sharegpt": "sharegpt",
+        "llava": "sharegpt",
+        "openai": "openai",
+        "messages with markers": "openai",
+        "llamafactory v1": "llamafactory-v1",
+        "alpaca": "alpaca",
+        "query": "alpaca",
+        "pairs": "pairs",
+        "parts without a type": "openai",
+    }
+    assert format_of({"conversations": SHAREGPT, "data_path": "cats"}).name == "qwen"
+    assert {*found.values(), "qwen"} == set(FORMATS)
+
+    both = {"instruction": "Hi", "output": "Hello", "messages": [ASK, SAY]}
+    assert read_conversation(both).format == "openai"
+    assert read_conversation(both, "alpaca").messages == [ASK, SAY]
+
+
+def test_qwen_strips_the_text_around_media_and_looks_in_data_path():
+    """As `_build_messages` of Qwen's fine-tuning code does, which leaves only answers as they are."""
+    turns = [{"from": "human", "value": "<image>\n<image>\n Which? \n"}, {"from": "gpt", "value": " Both. "}]
+    record = {"image": ["a.png", "/data/b.png"], "data_path": "cats/", "conversations": turns}
+    conversation = read_conversation(record)
+    assert conversation.messages == [
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which?"}],
+        },
+        {"role": "assistant", "content": " Both. "},
+    ]
+    assert conversation.media == [("image", "cats/a.png"), ("image", "/data/b.png")]
+    assert read_conversation({**record, "data_path": ""}).media[0] == ("image", "a.png")
+    alone = {"conversations": [{"from": "human", "value": " Hi "}, turns[1]]}
+    assert read_conversation(alone, "qwen").messages[0]["content"] == "Hi"
+
+
+def test_alpaca_joins_instruction_and_input_by_a_newline():
+    record = {"instruction": "Translate.", "input": "Chat", "output": "Cat"}
+    assert read_conversation(record).messages == [
+        {"role": "user", "content": "Translate.\nChat"},
+        {"role": "assistant", "content": "Cat"},
+    ]
+    assert (
+        read_conversation({"instruction": "", "input": "Chat", "output": "Cat"}).messages[0]["content"]
+        == "Chat"
+    )
+
+
+# --- Tools --------------------------------------------------------------------------------------------------
+
+CALLS = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"rain": true}'},
+    {"role": "assistant", "content": "Yes."},
+]
+WRITTEN = json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})
+WITH_TOOLS = {
+    "openai": {
+        "tools": [TOOL],
+        "messages": [
+            {"role": "user", "content": "Rain?"},
+            {
+                "role": "assistant",
+                "content": "I look.",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": '{"rain": true}'},
+            {"role": "assistant", "content": "Yes."},
+        ],
+    },
+    "openai's first form": {
+        "functions": [TOOL["function"]],
+        "messages": [
+            {"role": "user", "content": "Rain?"},
+            {
+                "role": "assistant",
+                "content": "I look.",
+                "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+            },
+            {"role": "function", "name": "weather", "content": '{"rain": true}'},
+            {"role": "assistant", "content": "Yes."},
+        ],
+    },
+    "ms-swift": {
+        "tools": json.dumps([TOOL]),
+        "messages": [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": "I look."},
+            {"role": "tool_call", "content": WRITTEN},
+            {"role": "tool_response", "content": '{"rain": true}'},
+            {"role": "assistant", "content": "Yes."},
+        ],
+    },
+    "llamafactory": {
+        "tools": json.dumps([TOOL["function"]]),
+        "conversations": [
+            {"from": "human", "value": "Rain?"},
+            {"from": "gpt", "value": "I look."},
+            {"from": "function_call", "value": WRITTEN},
+            {"from": "observation", "value": '{"rain": true}'},
+            {"from": "gpt", "value": "Yes."},
+        ],
+    },
+    "llamafactory v1": {
+        "tools": json.dumps([TOOL]),
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "value": "Rain?"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "value": "I look."}, {"type": "tool_call", "value": WRITTEN}],
+            },
+            {"role": "tool", "content": [{"type": "text", "value": '{"rain": true}'}]},
+            {"role": "assistant", "content": [{"type": "text", "value": "Yes."}]},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_in_every_format_become_the_same_messages(name):
+    conversation = read_conversation(WITH_TOOLS[name])
+    assert conversation.messages == CALLS
+    assert conversation.tools == [TOOL]
+    assert conversation.ignored == []
+
+
+def test_parallel_calls_and_a_thought_in_front_of_a_call():
+    thought = "<think>\nWhich city?\n</think>\n\n" + WRITTEN
+    turns = [
+        {"from": "human", "value": "Rain?"},
+        {"from": "function_call", "value": thought},
+        {"from": "observation", "value": "a"},
+        {"from": "observation", "value": "b"},
+        {"from": "gpt", "value": "Yes."},
+    ]
+    messages = read_conversation({"conversations": turns}).messages
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "<think>\nWhich city?\n</think>",
+        "tool_calls": [CALL],
+    }
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+
+    two = {"from": "function_call", "value": f"[{WRITTEN}, {WRITTEN}]"}
+    assert read_conversation({"conversations": [turns[0], two, *turns[2:]]}).messages[1]["tool_calls"] == [
+        CALL,
+        CALL,
+    ]
+
+
+# --- Reasoning and weights ----------------------------------------------------------------------------------
+
+
+def test_reasoning_is_carried_beside_the_answer():
+    answer = {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."}
+    for spelled in (
+        {**SAY, "reasoning_content": "A greeting."},
+        {**SAY, "reasoning": "A greeting."},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "A greeting."}, {"type": "text", "text": "Hello"}],
+        },
+        {
+            "role": "assistant",
+            "content": [{"type": "reasoning", "value": "A greeting."}, {"type": "text", "value": "Hello"}],
+        },
+    ):
+        assert read_conversation({"messages": [ASK, spelled]}).messages == [ASK, answer]
+    within = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello"}
+    assert read_conversation({"messages": [ASK, within]}).messages == [ASK, within]
+
+
+@pytest.mark.parametrize(
+    "spelling,weight",
+    [
+        ({"weight": 0.5}, 0.5),
+        ({"loss_weight": 2}, 2.0),
+        ({"loss": False}, 0.0),
+        ({"loss": 0.25}, 0.25),
+        ({"loss_scale": 3.0}, 3.0),
+        ({"train": False}, 0.0),
+        ({"loss": True}, None),
+        ({"weight": 1}, None),
+        ({"loss": None, "weight": ""}, None),
+    ],
+)
+def test_the_weight_of_a_turn_as_peers_spell_it(spelling, weight):
+    conversation = read_conversation({"messages": [ASK, {**SAY, **spelling}, ASK, SAY]})
+    assert conversation.messages[1].get("loss_weight") == weight and conversation.ignored == []
+    assert "loss_weight" not in conversation.messages[3] and conversation.weighted == (weight is not None)
+
+
+def test_the_weight_of_a_record_multiplies_those_of_its_turns():
+    record = {"weight": 0.5, "messages": [{**ASK, "weight": 0}, {**SAY, "weight": 3}, ASK, SAY]}
+    weights = [m.get("loss_weight") for m in read_conversation(record).messages]
+    assert weights == [None, 1.5, None, 0.5]
+    assert read_conversation({"weight": 1, "messages": [ASK, SAY]}).messages == [ASK, SAY]
+
+
+# --- What is refused ----------------------------------------------------------------------------------------
+
+IMAGES = {"type": "image", "image": "a.png"}
+
+
+def call_of(arguments):
+    """An answer with one call, whose arguments are as given."""
+    return {**SAY, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def asks(part):
+    """A conversation whose question is one content part."""
+    return {"messages": [{"role": "user", "content": [part]}, SAY]}
+
+
+WEIGHT, PART = "bad loss weight", "unknown content part"
+ARGUMENTS = "messages[1].tool_calls[0].arguments"
+REFUSED = [
+    ({"messages": [ASK, {**SAY, "weight": -1}]}, WEIGHT, "messages[1].weight"),
+    ({"messages": [ASK, {**SAY, "weight": "high"}]}, WEIGHT, "messages[1].weight"),
+    ({"messages": [ASK, {**SAY, "weight": float("nan")}]}, WEIGHT, "messages[1].weight"),
+    ({"messages": [ASK, {**SAY, "weight": 1, "loss": 0}]}, WEIGHT, "messages[1].loss"),
+    ({"messages": [{**ASK, "weight": 0.5}, SAY]}, "loss on a prompt", "messages[0].weight"),
+    ({"weight": 0, "messages": [ASK, SAY]}, "no loss", "messages"),
+    ({"messages": [ASK, {**SAY, "loss": False}]}, "no loss", "messages"),
+    ({"messages": [ASK, SAY], "objects": {"bbox": [[1, 2]]}}, "not supervised text", "objects"),
+    ({"messages": [ASK, SAY], "rejected_response": "No"}, "not supervised text", "rejected_response"),
+    ({"instruction": "a", "output": "b", "kto_tag": True}, "not supervised text", "kto_tag"),
+    ({"messages": [ASK, SAY], "label": False}, "not supervised text", "label"),
+    ({"instruction": "a", "query": "b", "output": "c"}, "two conversations", "query"),
+    ({"instruction": "a", "output": "b", "history": ["c"]}, "bad history", "history[0]"),
+    ({"instruction": "<image>", "output": "b"}, "markers and media differ", "instruction"),
+    ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
+    ({"conversation": [{"human": "a"}]}, "bad turn", "conversation[0]"),
+    (
+        {"messages": [{"role": "user", "content": [{**IMAGES, "video": "b.mp4"}]}, SAY]},
+        "two media in a part",
+        "messages[0].content[0].video",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"image": "a", "text": "b"}]}, SAY]},
+        "unknown content part",
+        "messages[0].content[0]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "b"}]}, SAY]},
+        "unknown content part",
+        "messages[0].content[0]",
+    ),
+    ({"tools": "weather", "messages": [ASK, SAY]}, "bad tools", "tools"),
+    ({"tools": [{"type": "function"}], "messages": [ASK, SAY]}, "bad tools", "tools[0]"),
+    (
+        {"messages": [ASK, {**SAY, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "bad tool call",
+        "messages[1].tool_calls[0].arguments",
+    ),
+    (
+        {"messages": [ASK, {**SAY, "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+        "bad tool call",
+        "messages[1].tool_calls[0].arguments",
+    ),
+    ({"messages": [ASK, SAY, {"role": "tool", "content": "x"}]}, "wrong role order", "messages"),
+    ({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, ASK]}, "wrong role order", "messages"),
+    (
+        {"messages": [ASK, SAY | {"reasoning": "a", "thinking": "b"}]},
+        "two reasonings",
+        "messages[1].thinking",
+    ),
+    ([{"conversations": SHAREGPT}], "not an object", ""),
+]
+
+
+@pytest.mark.parametrize(
+    "record,reason,field", REFUSED, ids=[f"{i} {r}" for i, (_, r, _) in enumerate(REFUSED)]
+)
+def test_what_the_model_cannot_see_or_learn_is_refused(record, reason, field):
+    with pytest.raises(RecordError) as error:
+        read_conversation(record)
+    assert (error.value.reason, error.value.field) == (reason, field)
+
+
+def test_a_prompt_may_end_with_the_result_of_a_tool():
+    assert read_prompt({"messages": CALLS}).messages == CALLS[:3]
+
+
+# --- From the file to the loader ----------------------------------------------------------------------------
+
+
+def samples_of(folder, records, hf):
+    """Token ids and loss mask of each record, as the loader computes them from the shards."""
+    from megatron_vl.config import DataConfig
+    from megatron_vl.data.loader import build_loader
+    from megatron_vl.spec.families import read_spec
+
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
+    report = convert([folder / "in.jsonl"], ConversionOptions(folder / "media", folder / "out"))
+    assert report.refused == {}
+    data = DataConfig(path=str(folder / "out"), seq_len=512, pack=False, num_workers=0, shuffle_buffer=0)
+    loader = build_loader(data, read_spec(hf), hf, split="train")
+    try:
+        rows = [next(loader) for _ in records]
+    finally:
+        loader.close()
+    return {row.keys[0]: (row.tokens.tolist(), row.loss_mask.tolist()) for row in rows}
+
+
+def test_one_conversation_gives_the_same_sample_in_every_format(tmp_path):
+    from tests.tiny import tiny_checkpoint
+
+    for name in ("a.png", "b.png"):
+        write(tmp_path / "media" / name, encoded(60, 80, seed=ord(name[0])))
+    weighted = json.loads(json.dumps(SAME["openai"]))
+    weighted["messages"][2]["weight"] = 0
+    weighted["messages"][4]["weight"] = 0.5
+    found = samples_of(tmp_path, [*SAME.values(), weighted], tiny_checkpoint("qwen2_5_vl"))
+
+    *same, other = [found[key] for key in sorted(found)]
+    tokens, mask = same[0]
+    assert len(same) == len(SAME) and all(sample == same[0] for sample in same)
+    assert set(mask) == {0.0, 1.0}
+    first_answer = mask.index(1.0)
+    after = mask.index(0.0, first_answer)
+    assert other[0] == tokens
+    assert other[1] == [0.0] * after + [value / 2 for value in mask[after:]]
+    assert sum(other[1]) > 0

@@ -1,0 +1,198 @@
+"""``megatron-vl data stats | inspect | report`` on records that try to get into the page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data_tools.estimates import Stratum
+from data_tools.survey import sources
+from megatron_vl.data.pixels import image_grid, image_planes, read_pixel_settings
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.positions import GridTHW
+from tests.data.datasets import converted, mixed_records
+from tests.data.helpers import positions_one_by_one
+from tests.data.media import encoded
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+from toolkit.data.report import histogram, quarantined, run_skipped
+from toolkit.data.sample import picture_of, visible
+
+ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
+"""HTML, a colour of the terminal, and a mark that turns the direction of writing."""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    records = mixed_records(folder / "media", 10)
+    records[0]["conversations"][1]["value"] = ATTACK
+    missing = {"image": f"{ATTACK}.png", "conversations": records[0]["conversations"]}
+    return converted(folder, [*records, missing])[0]
+
+
+def _words(out: Path, command: str, *more: str) -> list[str]:
+    pixels = ["--data.min_pixels", "3136", "--data.max_pixels", str(28 * 28 * 24)]
+    folder = str(tiny_checkpoint("qwen2_5_vl"))
+    named = ["--data", str(out), "--processor", folder, "--data.seq_len", "512", *pixels]
+    return ["data", command, *named, *more]
+
+
+class Tags(HTMLParser):
+    """The tags, attributes and text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(_words(out, "report", "--out", str(page))) == 0
+    assert str(page) in capsys.readouterr().out
+    text = page.read_text()
+    tags = Tags(text)
+
+    assert not {"script", "link", "iframe", "object", "base", "form"} & {tag for tag, _ in tags.tags}
+    assert not [name for _, attributes in tags.tags for name in attributes if name.startswith("on")]
+    named = [
+        attributes[name] for _, attributes in tags.tags for name in ("src", "href") if name in attributes
+    ]
+    assert named and all(source.startswith("data:image/jpeg;base64,") for source in named)
+    sizes = {Image.open(io.BytesIO(base64.b64decode(source.split(",")[1]))).size for source in named}
+    assert len(sizes) > 2
+    policy = next(a["content"] for tag, a in tags.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    assert "\x1b" not in text and "\u202e" not in text
+
+    # The attack is there to be read: in the tokens of a sample and in the reason of the missing picture.
+    assert "alert(1)" in tags.text and "<script>alert(1)</script>" in tags.text
+    assert "medium missing" in tags.text and "All 10 samples of train were read" in tags.text
+    learnt = [a["title"] for tag, a in tags.tags if tag == "span" and a.get("class") == "l" and "title" in a]
+    assert learnt and all(title.startswith("id ") for title in learnt)
+
+
+def test_stats_as_json_and_as_a_table(out, capsys):
+    assert main(_words(out, "stats", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["samples"], found["drawn"], found["exact"]) == (10, 10, True)
+    # Ten records: of each five, one has a picture, one text, one two pictures, one a video, one both.
+    assert found["per_sample"]["pictures"]["mean"] == {"value": 0.8, "low": 0.8, "high": 0.8}
+    assert found["per_sample"]["videos"]["mean"]["value"] == 0.4
+    assert found["per_sample"]["turns"]["mean"]["value"] == 1.2
+    assert 0.9 < found["per_row"]["fill"]["mean"]["value"] <= 1
+
+    assert main(_words(out, "stats", "--samples", "5")) == 0
+    printed = capsys.readouterr().out
+    assert "5 of 10 samples of train were drawn at random (seed 0)" in printed and "±" in printed
+
+
+def test_inspect_shows_what_the_model_gets(out, capsys):
+    assert main(_words(out, "inspect", "--key", "000000002", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [item["grid_thw"] for item in found["media"]] == [[1, 4, 6], [1, 4, 6]]
+    # Files 2.img (62 x 94, rounded to 56 x 84) and 0.img (40 x 60, grown to the least area).
+    assert [item["stored"] for item in found["media"]] == [[62, 94], [40, 60]]
+    assert [item["resized"] for item in found["media"]] == [[56, 84], [56, 84]]
+
+    ids = torch.tensor(found["token_ids"])
+    spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
+    assert (ids == spec.image_token_id).sum() == 12
+    positions = positions_one_by_one(ids, [GridTHW(1, 4, 6)] * 2, spec)
+    assert torch.tensor(found["position_ids"]).T.tolist() == positions
+    learnt = [text for text, on in zip(found["token_texts"], found["loss_mask"], strict=True) if on]
+    assert "".join(learnt) == "Answer number 2.<|im_end|>" * 2
+
+    assert main(_words(out, "inspect", "--index", "0")) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b[31m" not in printed and "\u202e" not in printed and "grid_thw" in printed
+
+
+def test_inspect_says_why_a_sample_is_left_out(out, capsys):
+    assert main([*_words(out, "inspect", "--index", "1"), "--data.seq_len", "16"]) == 1
+    assert "longer than seq_len" in capsys.readouterr().out
+    assert main(_words(out, "inspect", "--index", "10")) == 1
+    assert "--index is from 0 to 9" in capsys.readouterr().err
+    assert main(_words(out, "inspect", "--key", "nothing")) == 1
+    assert "has no sample nothing in train" in capsys.readouterr().err
+    assert main(_words(out, "stats", "--split", "val")) == 1
+    assert "splits with samples: train" in capsys.readouterr().err
+    assert main(["data", "stats", "--data", str(out)]) == 2
+    assert "give --processor (or model.hf of a run)" in capsys.readouterr().err
+
+
+def test_a_run_gives_data_set_and_processor(out, tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    folder = tiny_checkpoint("qwen2_5_vl")
+    run.write_text(f"model: {{hf: {folder}}}\ndata: {{path: {out}, seq_len: 700}}\n")
+    assert main(["data", "stats", "--config", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seq_len"] == 700
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_pictures_on_the_page_are_the_pixels_of_the_row(family):
+    """Planes are put together again; an own resize with Pillow differs by rounding only."""
+    settings = read_pixel_settings(tiny_checkpoint(family))
+    data = encoded(75, 130, "png", seed=1)
+    grid = image_grid(75, 130, settings)
+    seen = picture_of(image_planes(data, grid, settings), grid, settings)
+    side = settings.patch_size
+    assert seen.shape == (1, 3, grid.h * side, grid.w * side)
+    with Image.open(io.BytesIO(data)) as picture:
+        own = picture.convert("RGB").resize((grid.w * side, grid.h * side), Image.Resampling.BICUBIC)
+    apart = (
+        seen[0].permute(1, 2, 0).int() - torch.tensor(list(own.getdata())).view(grid.h * side, -1, 3)
+    ).abs()
+    assert apart.max() <= 4 and apart.float().mean() < 0.6
+
+
+def test_bars_of_a_histogram_add_up():
+    values = np.array([1.0] * 60 + [2.0] * 39 + [900.0])
+    chart = histogram("tokens", [Stratum(1.0, 100, values)])
+    assert [bar.label for bar in chart.bars] == ["1: 60.00%", "2: 39.00%", "more than 2: 1.00%"]
+    assert [round(bar.height, 4) for bar in chart.bars] == [1.0, 0.65, 0.0167]
+    assert histogram("videos", [Stratum(1.0, 100, np.zeros(100))]) is None
+    spread = histogram("fill", [Stratum(1.0, 9, np.linspace(0.9, 1.0, 9))])
+    assert sum(float(bar.label.split(": ")[1][:-1]) for bar in spread.bars) == pytest.approx(100, abs=0.1)
+
+
+def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_path):
+    run = tmp_path / "quarantine.jsonl"
+    line = {
+        "step": 3,
+        "key": "k",
+        "shard": "s.tar",
+        "source": "in.json record 1",
+        "reason": "r",
+        "detail": "d",
+    }
+    run.write_bytes(b"\xff\n[]\n{}\n" + json.dumps(line).encode() + b"\n" + b'{"reason": "cut')
+    (reason,) = run_skipped(str(tmp_path))
+    assert (reason.name, reason.count) == ("r", "1")
+    assert reason.examples == [("k of s.tar (in.json record 1), step 3", "d")]
+    assert run_skipped("") == [] and run_skipped(str(tmp_path / "nowhere")) == []
+
+    (source,) = sources(out, "train")
+    count, reasons = quarantined(source)
+    assert count == 1 and reasons[0].name == "medium missing" and "record 11" in reasons[0].examples[0][0]
+
+
+def test_what_cannot_be_seen_is_spelled_out():
+    assert visible("a\n\x1b\u202e") == "a⏎\\u001b\\u202e"

@@ -1,0 +1,79 @@
+"""What ``megatron-vl data stats | inspect | report`` read: a prepared data set with the settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from data_tools.survey import Survey, open_encoder, survey
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.data.loader import RowEncoder
+from megatron_vl.errors import UsageError
+from megatron_vl.spec.families import ModelSpec, read_spec
+
+from .options import PreparedOptions
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A data set and how a run makes rows of it."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    split: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.config.data.path)
+
+    @property
+    def processor(self) -> Path:
+        return Path(self.config.model.hf)
+
+    @cached_property
+    def encoder(self) -> RowEncoder:
+        return open_encoder(self.config.data, self.spec, self.processor)
+
+    def survey(
+        self, samples: int, seconds: float, seed: int, progress: Callable[[str], None] | None = None
+    ) -> Survey:
+        return survey(
+            self.encoder,
+            split=self.split,
+            samples=samples,
+            seconds=seconds,
+            seed=seed,
+            progress=progress,
+        )
+
+
+def open_prepared(options: PreparedOptions) -> Prepared:
+    """Reads the run.
+
+    Raises:
+        UsageError: no data set or no processor is given, or a field is wrong.
+        RunConfigError: ``data.path`` is not a data set.
+    """
+    from megatron_vl.training.preflight import check_data_path
+
+    try:
+        config = parse_config(options.fields)
+    except RunConfigError as error:
+        raise UsageError(str(error)) from error
+    config.data.path = str(options.data or config.data.path)
+    config.model.hf = str(options.processor or config.model.hf)
+    missing = [
+        f"{name} (or {field} of a run)"
+        for name, field, value in (
+            ("--data", "data.path", config.data.path),
+            ("--processor", "model.hf", config.model.hf),
+        )
+        if not value
+    ]
+    if missing:
+        raise UsageError(f"give {' and '.join(missing)}")
+
+    check_data_path(config.data.path)
+    return Prepared(config, read_spec(config.model.hf), options.split)

@@ -1,0 +1,365 @@
+"""The page of ``megatron-vl data report``: one HTML file with its pictures inside, without scripts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
+from torch import Tensor
+
+from data_tools.estimates import Stratum, quantile
+from data_tools.survey import SAMPLE_QUANTITIES, Drawn, Source, Survey, SurveyError, SurveyRow, values_of
+from megatron_vl import durable
+
+from .prepared import Prepared
+from .sample import MediumView, Run, SampleView, Viewer, visible
+from .stats import (
+    Distribution,
+    basis,
+    number,
+    of_rows,
+    of_samples,
+    percent,
+    printable,
+    row_quantities,
+    rows_basis,
+    shares,
+    with_bounds,
+    with_error,
+)
+
+ROWS_SHOWN = 24
+MEDIA_SHOWN = 8
+"""Pictures and videos of a sample."""
+FRAMES_SHOWN = 8
+"""Frames of a video."""
+SIDE = 360
+"""Largest side in pixels of a picture on the page."""
+TOKENS_SHOWN = (700, 200)
+"""Tokens at the start and at the end of a long sample."""
+EXAMPLES = 3
+"""Examples of each reason."""
+QUARANTINE_READ = 32 << 20
+"""Bytes of a quarantine.jsonl in which examples are looked for."""
+BARS = 30
+DETAIL = 400
+"""Characters of a detail."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a histogram, in units of the chart."""
+
+    x: float
+    width: float
+    height: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A histogram."""
+
+    title: str
+    bars: list[Bar]
+    first: str
+    last: str
+    most: str
+    """Share of the highest bar."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A sample within the bar of a row; widths are shares of the row."""
+
+    start: float
+    media: float
+    text: float
+    learnt: float
+    label: str
+
+
+@dataclass
+class Reason:
+    """Why samples or records are missing."""
+
+    name: str
+    count: str
+    examples: list[tuple[str, str]] = field(default_factory=list)
+    """What it is, and the detail."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A sample on the page."""
+
+    why: str
+    """Why it is shown."""
+    sample: SampleView
+    media: list[tuple[MediumView, list[str]]]
+    """Each medium with its pictures in base64."""
+    unshown_media: int
+    tokens: list[list[Run]]
+    """The tokens, or the first and the last ones."""
+    unshown_tokens: int
+
+
+def write_report(prepared: Prepared, found: Survey, shown: int, out: Path) -> None:
+    """Writes the page. All text of the data is escaped, and what it could hide is spelled out."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"printable": printable, "visible": visible, "number": number}
+    page = environment.get_template("report.html.jinja").render(
+        found=found,
+        basis=basis(found),
+        rows_basis=rows_basis(found),
+        settings=_settings(prepared, found),
+        sample_table=_table(of_samples(found)),
+        row_table=_table(of_rows(found)),
+        sample_charts=_charts(found.of_samples, SAMPLE_QUANTITIES),
+        row_charts=_charts(found.of_rows, row_quantities(found.seq_len)),
+        rows=[_pieces(row, found, prepared) for row in found.rows[:ROWS_SHOWN]],
+        cards=list(_cards(prepared, found, shown)),
+        quarantined=[(source.name, *quarantined(source)) for source in found.sources],
+        skipped=_skipped(found),
+        run_skipped=run_skipped(prepared.config.checkpoint.dir),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    durable.write(out, (page + "\n").encode(errors="backslashreplace"))
+
+
+def _settings(prepared: Prepared, found: Survey) -> list[tuple[str, str]]:
+    data = prepared.config.data
+    pixels = {
+        name: getattr(data, name)
+        for name in ("min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_pixels")
+    }
+    names = ", ".join(f"{name} {value:g}" for name, value in pixels.items() if value)
+    return [
+        ("data set", str(found.path)),
+        ("split", found.split),
+        ("processor", str(prepared.processor)),
+        ("model", prepared.spec.family),
+        ("rows", f"seq_len {data.seq_len:,}, " + ("packed" if data.pack else "one sample each")),
+        ("limits", (f"max_patches {data.max_patches:,}, " if data.max_patches else "") + names),
+        *(
+            (f"source {source.name}", f"{len(source):,} samples, {source.share:.2%} of training")
+            for source in found.sources
+            if len(found.sources) > 1
+        ),
+    ]
+
+
+# --- Distributions ------------------------------------------------------------------------------------------
+
+
+def _table(found: dict[str, Distribution]) -> list[tuple[str, ...]]:
+    lines = []
+    for name, each in found.items():
+        show = percent if name == "fill" else number
+        bounds = [with_bounds(estimate, show) for estimate in each.quantiles.values()]
+        lines.append((name, with_error(each.mean, show), *bounds, show(each.least), show(each.most)))
+    return lines
+
+
+def _charts[Thing](
+    strata_of: Callable[[Callable[[Thing], float]], list[Stratum]],
+    quantities: dict[str, Callable[[Thing], float]],
+) -> list[Chart]:
+    return [chart for name, of in quantities.items() if (chart := histogram(name, strata_of(of)))]
+
+
+def histogram(title: str, strata: list[Stratum]) -> Chart | None:
+    """Bars of a quantity; None if it is 0 everywhere. Values beyond the 99 % quantile share the last bar."""
+    values, weights = values_of(strata)
+    if not values.any():
+        return None
+    show = percent if title == "fill" else number
+    low, high = float(values.min()), quantile(strata, 0.99).value
+    whole = bool((values == values.round()).all())
+    width = max((high - low) / BARS, 1e-3)
+    if whole:
+        width = float(math.ceil((high - low + 1) / BARS))
+    number_of_bars = max(1, math.ceil((high - low + (1 if whole else 0)) / width - 1e-9))
+    place = np.minimum((values - low) // width, number_of_bars).astype(int)
+    if not whole:  # the largest value belongs to the last bar
+        place = np.where(values <= high, np.minimum(place, number_of_bars - 1), number_of_bars)
+
+    heights = np.bincount(place, weights, number_of_bars + 1)
+    most = float(heights.max())
+    total = number_of_bars + (1 if heights[-1] else 0)
+    bars = []
+    for i in range(total):
+        start = low + i * width
+        end = start + width - (1 if whole else 0)
+        span = show(start) if start == end else f"{show(start)} to {show(end)}"
+        label = f"more than {show(end - width)}" if i == number_of_bars else span
+        bars.append(Bar(i / total, 1 / total, heights[i] / most, f"{label}: {percent(float(heights[i]))}"))
+    return Chart(title, bars, show(low), show(float(values.max())), percent(most))
+
+
+# --- Rows ---------------------------------------------------------------------------------------------------
+
+
+def _pieces(row: SurveyRow, found: Survey, prepared: Prepared) -> list[Piece]:
+    pieces = []
+    start = 0
+    for sample in row.samples:
+        media = sum(grid.tokens(prepared.spec.vision.spatial_merge_size) for grid in sample.grids)
+        text = sample.tokens - media - sample.learnt
+        label = (
+            f"{sample.key}: {sample.tokens:,} tokens, {media:,} of pictures and videos,"
+            f" {sample.learnt:,} learnt; {sample.patches:,} patches"
+        )
+        whole = found.seq_len
+        pieces.append(Piece(start / whole, media / whole, text / whole, sample.learnt / whole, label))
+        start += sample.tokens
+    return pieces
+
+
+# --- Samples ------------------------------------------------------------------------------------------------
+
+
+def _cards(prepared: Prepared, found: Survey, shown: int) -> Iterator[Card]:
+    viewer = Viewer(prepared)
+    for why, drawn in chosen(found.usable, shown):
+        try:
+            sample = viewer.view(found.sources[drawn.source], drawn.index)
+        except SurveyError:  # it has been excluded since it was drawn
+            continue
+        media = sample.media[:MEDIA_SHOWN]
+        first, last = TOKENS_SHOWN
+        runs = sample.runs
+        parts = [runs] if len(runs) <= first + last else [runs[:first], runs[-last:]]
+        yield Card(
+            why,
+            sample,
+            [(each, _pictures(each.pixels)) for each in media],
+            len(sample.media) - len(media),
+            parts,
+            len(sample.token_ids) - sum(run.count for part in parts for run in part),
+        )
+
+
+def chosen(usable: list[Drawn], shown: int) -> list[tuple[str, Drawn]]:
+    """Samples to show, with the reason: extremes first, then those that were drawn first."""
+    found = [
+        ("the most tokens of those drawn", max(usable, key=lambda sample: sample.tokens)),
+        ("the most patches of those drawn", max(usable, key=lambda sample: sample.patches)),
+        *[("the first drawn with a video", sample) for sample in usable if sample.videos][:1],
+        *[("drawn at random", sample) for sample in usable[: shown + 3]],
+    ]
+    places: set[tuple[int, int]] = set()
+    once = []
+    for why, sample in found:
+        if (sample.source, sample.index) not in places:
+            places.add((sample.source, sample.index))
+            once.append((why, sample))
+    return once[:shown]
+
+
+def _pictures(pixels: Tensor | None) -> list[str]:
+    """Frames as JPEG in base64, evenly chosen if there are many."""
+    if pixels is None:
+        return []
+    places = np.linspace(0, len(pixels) - 1, min(len(pixels), FRAMES_SHOWN)).round().astype(int)
+    side = SIDE if len(places) == 1 else SIDE // 2
+    return [_encoded(Image.fromarray(pixels[int(at)].permute(1, 2, 0).numpy()), side) for at in places]
+
+
+def _encoded(picture: Image.Image, side: int) -> str:
+    picture.thumbnail((side, side))
+    data = io.BytesIO()
+    picture.save(data, "JPEG", quality=80)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+# --- What is missing ----------------------------------------------------------------------------------------
+
+
+def _skipped(found: Survey) -> list[Reason]:
+    """What the loader would leave out of the drawn samples."""
+    reasons: list[Reason] = []
+    for name, estimate in found.skipped().items():
+        hits = [sample for sample in found.samples if sample.refused and sample.refused[0] == name]
+        examples = [
+            (_place(found, sample), sample.refused[1][:DETAIL])
+            for sample in hits[:EXAMPLES]
+            if sample.refused
+        ]
+        reasons.append(Reason(name, shares(estimate), examples))
+    return reasons
+
+
+def _place(found: Survey, sample: Drawn) -> str:
+    shard, _ = found.sources[sample.source].place(sample.index)
+    return f"{sample.key} of {shard}" + (f" ({sample.record})" if sample.record else "")
+
+
+def quarantined(source: Source) -> tuple[int, list[Reason]]:
+    """The records that ``data convert`` left out: their number, and the reasons with examples."""
+    examples = _examples(source.data.path / "quarantine.jsonl")
+    counts: Counter[str] = Counter()
+    try:
+        stored = json.loads((source.data.path / "report.json").read_text(encoding="utf-8"))
+        for by_reason in stored["refused"].values():
+            counts.update({str(reason): int(count) for reason, count in by_reason.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        # Without a report of the conversion, what the list names is counted.
+        counts = Counter({reason: count for reason, (count, _) in examples.items()})
+    return counts.total(), [
+        Reason(reason, f"{count:,}", examples.get(reason, (0, []))[1])
+        for reason, count in counts.most_common()
+    ]
+
+
+def run_skipped(folder: str) -> list[Reason]:
+    """What the loaders of a run left out, by its ``quarantine.jsonl`` beside the checkpoints."""
+    found = _examples(Path(folder) / "quarantine.jsonl") if folder else {}
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    return [Reason(reason, f"{count:,}", examples) for reason, (count, examples) in ordered]
+
+
+def _examples(path: Path) -> dict[str, tuple[int, list[tuple[str, str]]]]:
+    """Maps each reason of a quarantine.jsonl to its count and some examples, within the first bytes of it."""
+    found: dict[str, tuple[int, list[tuple[str, str]]]] = {}
+    try:
+        with path.open("rb") as file:
+            lines = file.read(QUARANTINE_READ).splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            reason, detail = str(entry["reason"]), str(entry["detail"])[:DETAIL]
+        except (ValueError, KeyError, TypeError, RecursionError):  # cut off, or damaged
+            continue
+        count, examples = found.get(reason, (0, []))
+        if len(examples) < EXAMPLES:
+            examples.append((_named(entry), detail))
+        found[reason] = (count + 1, examples)
+    return found
+
+
+def _named(entry: dict[str, Any]) -> str:
+    """A record of an input file, or a sample of a shard."""
+    if "file" in entry:
+        where = f", {entry['field']}" if entry.get("field") else ""
+        return f"{entry['file']}, record {entry.get('record')}{where}"[:DETAIL]
+    origin = f" ({entry['source']})" if entry.get("source") else ""
+    return f"{entry.get('key')} of {entry.get('shard')}{origin}, step {entry.get('step')}"[:DETAIL]

@@ -1,0 +1,323 @@
+"""One sample as the model sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from data_tools.survey import Reader, Source, SurveyError, sources
+from megatron_vl.data import assemble
+from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
+from megatron_vl.data.pixels import PixelSettings
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.positions import GridTHW, mrope_positions
+
+from .prepared import Prepared
+from .stats import printable
+
+
+@dataclass(frozen=True)
+class MediumView:
+    """A picture or video."""
+
+    key: str
+    stored: tuple[int, int]
+    """Height and width in the file."""
+    resized: tuple[int, int]
+    """Height and width as the model sees it."""
+    grid: GridTHW
+    tokens: int
+    frames: int
+    """Frames in the file; 1 for a picture."""
+    pixels: Tensor | None
+    """uint8 [frames, 3, height, width] as the model sees them; None if the medium does not decode."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A token, or several equal placeholders in a row."""
+
+    start: int
+    count: int
+    token: int
+    learnt: bool
+    text: str
+    """What the token stands for, with what cannot be printed spelled out."""
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """One sample with everything that the loader makes of it."""
+
+    key: str
+    shard: str
+    record: str
+    problem: tuple[str, str] | None
+    """Reason and detail if the loader leaves the sample out or hides its pictures."""
+    token_ids: Tensor
+    """int64 [n]"""
+    loss_mask: Tensor
+    """bool [n]: the tokens to learn (not shifted)."""
+    position_ids: Tensor
+    """int64 [3, n]: time, height and width."""
+    runs: list[Run]
+    media: list[MediumView]
+
+    @property
+    def learnt(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+class Viewer:
+    """Shows samples of the sources of a data set."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.sources = sources(prepared.path, prepared.split)
+        self.encoder = prepared.encoder
+
+    def find(self, index: int | None, key: str) -> tuple[Source, int]:
+        """The source of a sample and its index there. Samples of several sources are counted one source after
+        the other.
+
+        Raises:
+            SurveyError: there is no such sample, or several sources have it.
+        """
+        if key:
+            found = [(source, source.find(key)) for source in self.sources]
+            held = [(source, at) for source, at in found if at is not None]
+            if len(held) > 1:
+                names = ", ".join(str(source.data.path) for source, _ in held)
+                raise SurveyError(f"{key} is in several data sets; give one of them with --data: {names}")
+            if not held:
+                raise SurveyError(f"{self.prepared.path} has no sample {key} in {self.prepared.split}")
+            return held[0]
+
+        rest = index or 0
+        for source in self.sources:
+            if rest < len(source):
+                return source, rest
+            rest -= len(source)
+        total = sum(map(len, self.sources))
+        raise SurveyError(
+            f"{self.prepared.path} has {total} samples in {self.prepared.split}: --index is from 0 to"
+            f" {total - 1}"
+        )
+
+    def view(self, source: Source, index: int) -> SampleView:
+        """Reads and decodes a sample.
+
+        Raises:
+            SurveyError: the description of the data set excludes it.
+        """
+        reader = Reader(source)
+        try:
+            raw = reader.read(index, whole=True)
+        finally:
+            reader.close()
+        if raw is None:
+            shard, number = source.place(index)
+            raise SurveyError(f"sample {number} of {shard} is excluded by {source.data.path}'s split.yaml")
+        return _view(self.encoder, raw, self.prepared)
+
+
+def view(prepared: Prepared, index: int | None, key: str) -> SampleView:
+    """One sample; errors are those of :class:`Viewer`."""
+    viewer = Viewer(prepared)
+    return viewer.view(*viewer.find(index, key))
+
+
+def _view(encoder: RowEncoder, raw: RawSample, prepared: Prepared) -> SampleView:
+    encoded: EncodedSample = encoder.preencode_sample(raw)
+    if encoded.refused:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        empty = (nothing, nothing.bool(), nothing.expand(3, 0))
+        return SampleView(raw.__key__, raw.shard, encoded.source, encoded.refused, *empty, [], [])
+
+    encoder.dropped_samples.clear()
+    ready: assemble.Sample = encoder.postencode_sample(encoded).sample
+    dropped = encoder.dropped_samples[0] if encoder.dropped_samples else None
+    data, spec = prepared.config.data, prepared.spec
+    media = [
+        _medium(item, grid, planes, encoder.settings, spec, hidden=dropped is not None)
+        for item, grid, planes in zip(encoded.media, encoded.grids, ready.media, strict=True)
+    ]
+    return SampleView(
+        raw.__key__,
+        raw.shard,
+        encoded.source,
+        (dropped.reason, dropped.detail) if dropped else None,
+        ready.token_ids,
+        ready.loss_mask,
+        mrope_positions(ready.token_ids, encoded.grids, spec, data.video_positions),
+        runs_of(ready.token_ids, ready.loss_mask, encoder.chat.tokenizer, spec),
+        media,
+    )
+
+
+def _medium(
+    item: dict[str, Any],
+    grid: GridTHW,
+    decoded: assemble.MediaItem,
+    settings: PixelSettings,
+    spec: ModelSpec,
+    *,
+    hidden: bool,
+) -> MediumView:
+    side = settings.patch_size
+    return MediumView(
+        item["key"],
+        (item["height"], item["width"]),
+        (grid.h * side, grid.w * side),
+        grid,
+        grid.tokens(spec.vision.spatial_merge_size),
+        item.get("frames", 1),
+        None if hidden else picture_of(decoded.planes, grid, settings),
+    )
+
+
+def picture_of(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
+    """Puts the planes of a medium together again: uint8 [frames, 3, height, width].
+
+    Args:
+        planes: uint8 [frames, h * w, 3 * patch * patch], patches in merge-unit order.
+    """
+    p, m = settings.patch_size, settings.merge_size
+    blocks = planes.reshape(-1, grid.h // m, grid.w // m, m, m, 3, p, p)
+    return blocks.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, grid.h * p, grid.w * p)
+
+
+# --- Tokens as text -----------------------------------------------------------------------------------------
+
+
+def runs_of(token_ids: Tensor, loss_mask: Tensor, tokenizer: Any, spec: ModelSpec) -> list[Run]:
+    """The tokens in order; placeholders of one picture in a row are one run."""
+    runs: list[Run] = []
+    placeholders = (spec.image_token_id, spec.video_token_id)
+    for at, (token, learnt) in enumerate(zip(token_ids.tolist(), loss_mask.tolist(), strict=True)):
+        last = runs[-1] if runs else None
+        if last and token in placeholders and last.token == token:
+            runs[-1] = Run(last.start, last.count + 1, token, last.learnt, last.text)
+        else:
+            runs.append(Run(at, 1, token, learnt, token_text(tokenizer, token)))
+    return runs
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """The text of one token. Bytes that are no whole character are written ``\\xe4``."""
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    if "\ufffd" in text:
+        piece = tokenizer.convert_ids_to_tokens(token)
+        known = _byte_values()
+        if all(character in known for character in piece):
+            text = bytes(known[character] for character in piece).decode(errors="backslashreplace")
+    return text
+
+
+@cache
+def _byte_values() -> dict[str, int]:
+    """The byte of each character of a byte-level vocabulary."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def visible(text: str) -> str:
+    """A token's text on one line, with what cannot be seen spelled out."""
+    return printable(text.replace("\n", "⏎").replace("\t", "⇥"))
+
+
+# --- The terminal and JSON ----------------------------------------------------------------------------------
+
+
+def as_json(sample: SampleView) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    reason, detail = sample.problem or (None, None)
+    return {
+        "key": sample.key,
+        "shard": sample.shard,
+        "record": sample.record,
+        "problem": {"reason": reason, "detail": detail} if sample.problem else None,
+        "tokens": len(sample.token_ids),
+        "learnt_tokens": sample.learnt,
+        "media": [
+            {
+                "key": each.key,
+                "kind": each.grid.kind,
+                "stored": list(each.stored),
+                "resized": list(each.resized),
+                "frames": each.frames,
+                "grid_thw": [each.grid.t, each.grid.h, each.grid.w],
+                "timestamps": list(each.grid.timestamps),
+                "tokens": each.tokens,
+            }
+            for each in sample.media
+        ],
+        "token_ids": sample.token_ids.tolist(),
+        "token_texts": [run.text for run in sample.runs for _ in range(run.count)],
+        "loss_mask": sample.loss_mask.int().tolist(),
+        "position_ids": sample.position_ids.tolist(),
+    }
+
+
+def print_sample(sample: SampleView) -> None:
+    console = Console(highlight=False, width=max(100, Console().width))
+    origin = f" ({sample.record})" if sample.record else ""
+    console.print(printable(f"sample {sample.key} of {sample.shard}{origin}"), markup=False)
+    if sample.problem:
+        reason, detail = sample.problem
+        console.print(printable(f"the loader leaves it out: {reason}: {detail}"), markup=False, style="red")
+        if not sample.runs:
+            return
+    console.print(
+        f"{len(sample.token_ids)} tokens, {sample.learnt} of them learnt; {len(sample.media)} media"
+    )
+
+    if sample.media:
+        console.print(_media_table(sample))
+    console.print(_token_table(sample))
+
+
+def _media_table(sample: SampleView) -> Table:
+    table = Table("medium", "kind", "in the file", "as seen", "grid_thw", "tokens", title_justify="left")
+    for each in sample.media:
+        frames = f", {each.frames} frames" if each.grid.kind == "video" else ""
+        seen = f", {len(each.pixels)} frames" if frames and each.pixels is not None else ""
+        table.add_row(
+            printable(each.key),
+            each.grid.kind,
+            f"{each.stored[0]} x {each.stored[1]}{frames}",
+            f"{each.resized[0]} x {each.resized[1]}{seen}",
+            f"{each.grid.t} {each.grid.h} {each.grid.w}",
+            str(each.tokens),
+        )
+    return table
+
+
+def _token_table(sample: SampleView) -> Table:
+    table = Table("place", "id", "learnt", "time", "height", "width", "text", title_justify="left")
+    for run in sample.runs:
+        last = run.start + run.count - 1
+        positions = [_range(axis, run.start, last) for axis in sample.position_ids]
+        times = f" x {run.count}" if run.count > 1 else ""
+        table.add_row(
+            f"{run.start} to {last}" if times else str(run.start),
+            str(run.token),
+            "yes" if run.learnt else "",
+            *positions,
+            Text(visible(run.text) + times, style="green" if run.learnt else ""),
+        )
+    return table
+
+
+def _range(positions: Tensor, first: int, last: int) -> str:
+    own = positions[first : last + 1]
+    low, high = int(own.min()), int(own.max())
+    return str(low) if low == high else f"{low} to {high}"
