@@ -173,8 +173,8 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
 def test_a_planned_split_stays_although_the_planner_would_choose_another(
     prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the starts, other rates were measured. The run goes on with its split, bit for bit; a new one gets
-    the other split."""
+    """Between the starts, other rates were measured. The run goes on with its split, bit for bit; a new one
+    gets the other split."""
     monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path / "rates"))
     plain = dataclasses.replace(shipped(), gpu="cpu", pass_s=0.0)
     towers = {"fast": 1e6, "slow": 1e-4}

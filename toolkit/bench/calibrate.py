@@ -168,32 +168,15 @@ class Kernels:
     def update(self) -> tuple[float, float]:
         """Picoseconds of AdamW, and of clearing and scaling a gradient, for a parameter."""
         n = self.amounts.elements
-        tensors = [torch.zeros(n, device=self.platform.device) for _ in range(4)]
-        weight, gradient, mean, square = tensors
-        count = torch.ones((), device=self.platform.device)
-
-        def adam() -> None:
-            torch._fused_adamw_(
-                [weight],
-                [gradient],
-                [mean],
-                [square],
-                [],
-                [count],
-                lr=1e-4,
-                beta1=0.9,
-                beta2=0.95,
-                weight_decay=0.1,
-                eps=1e-8,
-                amsgrad=False,
-                maximize=False,
-            )
+        weight = torch.nn.Parameter(torch.zeros(n, device=self.platform.device))
+        gradient = weight.grad = torch.zeros_like(weight)
+        adam = torch.optim.AdamW([weight], lr=1e-4, fused=True)
 
         def clear() -> None:
             gradient.zero_()
             gradient.mul_(1.5)
 
-        return self.seconds(adam) / n * 1e12, self.seconds(clear) / n * 1e12
+        return self.seconds(adam.step) / n * 1e12, self.seconds(clear) / n * 1e12
 
     def host_copies(self) -> float:
         """GB/s between device and pinned host memory, each way at once. On CPU, between host buffers."""
