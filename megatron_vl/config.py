@@ -30,7 +30,14 @@ VideoPositions = Literal["released", "transformers_5_3"]
 """The rules for positions after and within a video; :attr:`DataConfig.video_positions` explains them."""
 VideoPrompt = Literal["released", "transformers_5_10"]
 """The rules for the text around a video; :attr:`DataConfig.video_prompt` explains them."""
-RULES_BEFORE = {"video_positions": "transformers_5_3", "video_prompt": "transformers_5_10"}
+LearntOrMasked = Literal["learnt", "masked"]
+"""Whether something bears loss."""
+RULES_BEFORE = {
+    "video_positions": "transformers_5_3",
+    "video_prompt": "transformers_5_10",
+    "empty_think": "learnt",
+    "earlier_answers": "learnt",
+}
 """The rules of checkpoints that were written before these fields of :class:`DataConfig` existed."""
 
 RENAMED = {
@@ -160,7 +167,8 @@ class DataConfig:
     """The data set, and how rows are made from it."""
 
     path: str = ""
-    """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML."""
+    """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
+    store (`msc://PROFILE/FOLDER`)."""
     seq_len: int = 4096
     """Tokens of a row."""
     pack: bool = True
@@ -190,6 +198,14 @@ class DataConfig:
     group only, as the processor released with the model writes them (transformers 4.57). transformers_5_10: a
     second pair surrounds the whole video, as in transformers 5.10 and later. Choose it for runs that began
     before this field existed."""
+    empty_think: LearntOrMasked = "masked"
+    """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
+    without thinking. masked: none, as a request without thinking already contains the block. learnt: the
+    model learns to close the block at once, so that it answers without thinking where it may think."""
+    earlier_answers: LearntOrMasked = "learnt"
+    """Loss on the answers before the last question, from which the chat templates of thinking models leave
+    out the thinking. learnt: they are learnt as the template writes them, without thinking. masked: only the
+    answers after the last question are learnt, which look as the served model writes them."""
     num_workers: int = 2
     """Loader processes of each data-parallel rank. 0: load in the training process."""
     shuffle_buffer: int = 1000

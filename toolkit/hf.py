@@ -8,6 +8,8 @@ as its attention.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,10 +70,26 @@ def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = 
     from transformers import AutoModelForImageTextToText
 
     check_folder(folder)
+    if device_map is None:
+        use_torch_for_linear_attention(read_spec(folder))
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, device_map=device_map, **SAFE
     )
     return model.eval()
+
+
+def use_torch_for_linear_attention(spec: ModelSpec) -> None:
+    """Lets transformers compute linear attention in plain torch in this process, whatever is installed.
+
+    With flash-linear-attention installed, it would take its kernels even on CPU, where they fail, and in
+    float32, where they round products to TF32.
+    """
+    if spec.language.linear_attention is None:
+        return
+    module = importlib.import_module(f"transformers.models.{spec.family}.modeling_{spec.family}")
+    for name, function in vars(module).copy().items():
+        if name.startswith(("torch_chunk_", "torch_recurrent_", "causal_conv1d_")):
+            setattr(module, name, inspect.unwrap(function))
 
 
 # --- Videos as the models were trained ----------------------------------------------------------------------

@@ -18,6 +18,7 @@ from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.loader import grid_of, planes_of
 from megatron_vl.data.pixels import MAX_PIXELS, read_pixel_settings
+from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 
@@ -27,7 +28,8 @@ class SampleEncoder:
 
     Args:
         hf_dir: folder of config, tokenizer, chat template and image processor.
-        data: limits of pictures and videos that replace the folder's own, and the rule for text at videos.
+        data: limits of pictures and videos that replace the folder's own, the rule for text at videos, and
+            what is learnt of thinking.
 
     Raises:
         FileNotFoundError, ChatError, PixelError, ConfigError: the folder is unusable.
@@ -36,7 +38,8 @@ class SampleEncoder:
     def __init__(self, hf_dir: str | Path, data: DataConfig | None = None) -> None:
         self.spec = read_spec(hf_dir)
         self.settings = read_pixel_settings(hf_dir, data)
-        self.chat = ChatEncoder(hf_dir, self.spec, (data or DataConfig()).video_prompt)
+        data = data or DataConfig()
+        self.chat = ChatEncoder(hf_dir, self.spec, data.video_prompt, ThinkingRule.of(data))
 
     def sample(
         self,

@@ -18,7 +18,7 @@ difference of the texts rendered with and without it. A token that begins in the
 the model never has to predict it (this happens if the content starts with a newline, which merges with the
 header). Placeholders of media inside an assistant turn, and the text of a video there, are not learnt because
 the assistant did not write them. A turn with the weight 0 is not learnt; the weights of others multiply the
-losses of their tokens.
+losses of their tokens. :mod:`.thinking` says what is learnt where the template writes thinking.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import VideoPrompt
+from megatron_vl.data.thinking import ThinkingRule, learnt_spans, writes_thinking
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
@@ -63,16 +64,25 @@ class ChatEncoder:
         hf_dir: folder with the tokenizer and the chat template.
         spec: the model (its placeholder tokens and merge size).
         video_prompt: rule for the text around a video, for families that write timestamps into the text.
+        thinking: what is learnt, for chat templates that write thinking.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer or no chat template.
         ChatError: the tokenizer does not know the model's placeholder tokens.
     """
 
-    def __init__(self, hf_dir: str | Path, spec: ModelSpec, video_prompt: VideoPrompt = "released") -> None:
+    def __init__(
+        self,
+        hf_dir: str | Path,
+        spec: ModelSpec,
+        video_prompt: VideoPrompt = "released",
+        thinking: ThinkingRule | None = None,
+    ) -> None:
         self.spec = spec
+        self.thinking = thinking or ThinkingRule()
         self.tokenizer = _load_tokenizer(Path(hf_dir))
         self.template = read_chat_template(hf_dir)
+        self.writes_thinking = writes_thinking(self.template)
         ids = (spec.image_token_id, spec.video_token_id)
         if max(ids) >= len(self.tokenizer):
             raise ChatError(
@@ -120,6 +130,12 @@ class ChatEncoder:
         Raises:
             ChatError: the template renders a turn differently depending on what follows it.
         """
+        if self.writes_thinking:
+            found = learnt_spans(lambda m: self.render(m, tools=tools), messages, text, self.thinking)
+            if found is None:
+                raise ChatError("the assistant's turns cannot be found in what the chat template writes")
+            return found
+
         spans = []
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":

@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 from braceexpand import braceexpand
 
+from megatron_vl.data.location import Location, is_file, read_text, size, suffix
 from megatron_vl.errors import UserError
 
 META = ".nv-meta"
@@ -72,6 +73,8 @@ WEIGHTED = ("blend", "datasets")
 """Kinds of mixtures whose parts have weights."""
 DEEPEST = 8
 """Largest depth of nested metadatasets."""
+LONGEST_ID = 100
+"""Largest size of an id in bytes."""
 MEASURED = 16
 """Number of shards whose sizes serve to estimate the size of a data set's samples."""
 
@@ -104,7 +107,7 @@ class SplitFacts:
 class DataSet:
     """A folder of shards."""
 
-    path: Path
+    path: Location
     splits: dict[str, list[str]]
     """Names of shards by split, with braces expanded, without excluded shards."""
     excluded: list[str]
@@ -155,21 +158,21 @@ class DataSet:
 
     def _sample_bytes(self, names: list[str]) -> float:
         """An estimate from the sizes of some evenly spaced shards; 0 if none of them exists."""
-        samples = size = 0
+        samples = total = 0
         for name in names[:: -(-len(names) // MEASURED)]:
             try:
-                size += (self.path / name).stat().st_size
+                total += size(self.path / name)
             except OSError:
                 continue
             samples += self.counts.get(name, 0)
-        return size / samples if samples else 0.0
+        return total / samples if samples else 0.0
 
 
 @dataclass(frozen=True)
 class Metadataset:
     """A file that mixes data sets."""
 
-    path: Path
+    path: Location
     splits: dict[str, Any]
     """The splits as the file has them."""
     inner: dict[str, DataSet | Metadataset]
@@ -232,21 +235,21 @@ class Metadataset:
 Description = DataSet | Metadataset
 
 
-def read_description(path: Path) -> Description:
+def read_description(path: Location) -> Description:
     """Reads the description of a data set, or of a metadataset and all data sets that it names.
 
     Raises:
         LoaderError: ``path`` is not such a data set.
         DescriptionError: a description does more than list shards.
     """
-    if not path.is_file() and not (path / META / "split.yaml").is_file():
+    if not is_file(path) and not is_file(path / META / "split.yaml"):
         raise LoaderError(
             f"data.path {path} is not a data set; give a folder written by `megatron-vl data convert`"
         )
     return _described(path, 0, {})
 
 
-def _described(path: Path, depth: int, read: dict[Path, Description]) -> Description:
+def _described(path: Location, depth: int, read: dict[Location, Description]) -> Description:
     """The description of one folder or file.
 
     Args:
@@ -255,11 +258,11 @@ def _described(path: Path, depth: int, read: dict[Path, Description]) -> Descrip
     """
     found = read.get(path)
     if found is None:
-        found = read[path] = _metadataset(path, depth, read) if path.is_file() else _data_set(path)
+        found = read[path] = _metadataset(path, depth, read) if is_file(path) else _data_set(path)
     return found
 
 
-def _data_set(path: Path) -> DataSet:
+def _data_set(path: Location) -> DataSet:
     meta = path / META
     described = _read(meta / "dataset.yaml")
     rest = {key: value for key, value in described.items() if key not in DATASET and key != "subflavors"}
@@ -295,25 +298,24 @@ def _data_set(path: Path) -> DataSet:
     return DataSet(path, kept, excluded, counts, _uuid(meta / "index.uuid"))
 
 
-def _uuid(path: Path) -> str:
-    if not path.is_file():
+def _uuid(path: Location) -> str:
+    if not is_file(path) or size(path) > LONGEST_ID:
         return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(100).strip()
+    return read_text(path, errors="replace").strip()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Location) -> dict[str, Any]:
     """A YAML or JSON object as Energon reads it. Tags, aliases and huge files are refused."""
-    if not path.is_file():
+    if not is_file(path):
         raise DescriptionError(f"{path} is missing; convert the data with `megatron-vl data convert`")
-    if path.stat().st_size > LARGEST:
-        raise DescriptionError(f"{path} has {path.stat().st_size} bytes; {LARGEST} are allowed")
+    if size(path) > LARGEST:
+        raise DescriptionError(f"{path} has {size(path)} bytes; {LARGEST} are allowed")
     # Only the rank that reads a description imports Energon, which takes seconds.
     from megatron.energon.eyaml import load_yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix != ".json":
+        text = read_text(path)
+        if suffix(path) != ".json":
             _check_yaml(path, text)
             content = load_yaml(text.encode())
         else:
@@ -328,7 +330,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_yaml(path: Path, text: str) -> None:
+def _check_yaml(path: Location, text: str) -> None:
     """Refuses invalid YAML, more than one document, and tags and aliases.
 
     Energon's own parser is lenient and does not support tags or aliases. PyYAML with libyaml is fast enough.
@@ -354,7 +356,7 @@ def _names_code(value: Any) -> bool:
     return isinstance(value, list) and any(map(_names_code, value))
 
 
-def _expanded(path: Path, patterns: Any) -> list[str]:
+def _expanded(path: Location, patterns: Any) -> list[str]:
     """The names of shards, with braces expanded."""
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise DescriptionError(f"{path}: a split is a list of shard names")
@@ -376,12 +378,11 @@ def _expanded(path: Path, patterns: Any) -> list[str]:
     return names
 
 
-def _check_shards(folder: Path, names: set[str]) -> None:
+def _check_shards(folder: Location, names: set[str]) -> None:
     """Refuses names that do not lie inside the folder, with links resolved. Files need not exist.
 
     Each folder of shards is listed once to find its links. Only links are resolved one by one.
     """
-    root = folder.resolve()
 
     def refuse(name: str) -> DescriptionError:
         return DescriptionError(f"{folder / META}: shard {name[:200]!r} is not inside {folder}")
@@ -393,6 +394,12 @@ def _check_shards(folder: Path, names: set[str]) -> None:
             raise refuse(name)
         folders.setdefault("/" if name.startswith("/") and not parent else parent, []).append(last)
 
+    if not isinstance(folder, Path):  # an object store has no links
+        if escaping := next((parent for parent in folders if parent.startswith("/")), None):
+            raise refuse(f"{escaping}/{folders[escaping][0]}")
+        return
+
+    root = folder.resolve()
     for parent, held in folders.items():
         inside = root / parent
         if not inside.resolve().is_relative_to(root):
@@ -414,8 +421,8 @@ def _links(folder: Path, names: list[str]) -> list[str]:
     return [name for name in names if name in links]
 
 
-def _metadataset(path: Path, depth: int, read: dict[Path, Description]) -> Metadataset:
-    if path.suffix != ".yaml":
+def _metadataset(path: Location, depth: int, read: dict[Location, Description]) -> Metadataset:
+    if suffix(path) != ".yaml":
         raise DescriptionError(f"{path} is neither a data set's folder nor a metadataset (.yaml)")
     if depth > DEEPEST:
         raise DescriptionError(f"{path}: metadatasets are nested deeper than {DEEPEST}")
@@ -441,7 +448,7 @@ def _metadataset(path: Path, depth: int, read: dict[Path, Description]) -> Metad
     )
 
 
-def _references(path: Path, value: Any, *, named: bool = False) -> list[str]:
+def _references(path: Location, value: Any, *, named: bool = False) -> list[str]:
     """Paths of the data sets that a part of a metadataset names.
 
     Args:

@@ -48,6 +48,7 @@ from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, Dropped
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.description import LoaderError, SplitFacts, difference, read_description
 from megatron_vl.data.early_saves import allow_early_saves
+from megatron_vl.data.location import location
 from megatron_vl.data.packing import RowPacking, fill_row, pack_greedily
 from megatron_vl.data.pixels import (
     PixelSettings,
@@ -62,6 +63,7 @@ from megatron_vl.data.reading import BROKEN, crc_differs, make_tolerant
 from megatron_vl.data.row import Row
 from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset, at_most
 from megatron_vl.data.state import StateError, from_json, to_json
+from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.signals import shield_loader_worker
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
@@ -169,7 +171,7 @@ class RowEncoder(DefaultTaskEncoder):
     def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         super().__init__()
         self.data, self.spec = data, spec
-        self.chat = ChatEncoder(hf_dir, spec, data.video_prompt)
+        self.chat = ChatEncoder(hf_dir, spec, data.video_prompt, ThinkingRule.of(data))
         self.settings = read_pixel_settings(hf_dir, data)
         self.dropped: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
@@ -424,6 +426,8 @@ WAYS_OUT = {
     "chat_template": "give the chat template that the run began with",
     "video_positions": "resume with the rule that the run began with: set data.video_positions to that",
     "video_prompt": "resume with the rule that the run began with: set data.video_prompt to that",
+    "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
+    "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
     "version": (
         "resume with the version of this program that saved it, or start a new run from the checkpoint's"
         " weights"
@@ -570,7 +574,7 @@ def build_loader(
         DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    facts = facts or read_description(Path(data.path)).facts(split)
+    facts = facts or read_description(location(data.path)).facts(split)
     samples = facts.samples
     workers = max(data.num_workers, 1)
     if samples is not None and samples < dp_size * workers:
@@ -629,6 +633,7 @@ def build_loader(
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(encoder.chat.template.encode()),
         **video_rule(data, spec.vision.video_timestamps),
+        **(dataclasses.asdict(encoder.chat.thinking) if encoder.chat.writes_thinking else {}),
     }
 
     notes = [_buffer_note(data, facts.sample_bytes)] if split == "train" and data.shuffle_buffer > 1 else []

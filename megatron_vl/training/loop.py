@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_vl import progress
 from megatron_vl.config import TrainConfig, video_rule
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
+from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.errors import UserError, describe, follows, is_fixable
 from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
@@ -250,6 +251,7 @@ def _further_facts(run: Run) -> dict[str, Any]:
     facts: dict[str, Any] = {
         _SKIPPED_STEPS: dict(run.skipped),
         "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
+        "thinking_rule": dataclasses.asdict(ThinkingRule.of(run.config.data)),
     }
     if run.spec.language.moe is not None:
         facts[_AUX_LOSS] = aux_loss_coefficient(run.spec, run.config.model)

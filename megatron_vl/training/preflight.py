@@ -15,6 +15,7 @@ from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate, video_rule
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
+from megatron_vl.data.location import in_store, location
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.gpus import calibration_for, calibration_here
@@ -192,6 +193,9 @@ def check_data_path(path: str) -> None:
     advice = "give a folder written by `megatron-vl data convert`"
     if not path:
         raise RunConfigError(f"data.path is empty; {advice}")
+    if in_store(path):
+        location(path)
+        return
     folder = Path(path)
     if not folder.exists():
         raise RunConfigError(f"data.path {path} does not exist")
@@ -218,7 +222,7 @@ def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
         LoaderError: there is no data set, or a split of it is empty.
         DescriptionError: its description could run code or leads out of its folder.
     """
-    found = read_description(Path(config.data.path))
+    found = read_description(location(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}
     return {split: found.facts(split) for split in sorted(splits)}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import tarfile
 import threading
 import time
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,6 +314,29 @@ def test_a_state_of_another_rule_for_videos_is_refused(dataset, family, field, f
     # The other family's rule means nothing to this model.
     other = next(name for name in RULES_BEFORE if name != field)
     loader(dataset, family, **{other: RULES_BEFORE[other]}).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("field", "other"), [("empty_think", "learnt"), ("earlier_answers", "masked")])
+def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, field, other):
+    """The rule belongs to a state only if the checkpoint's template writes thinking."""
+    folder = tmp_path / "thinking"
+    shutil.copytree(tiny_checkpoint("qwen3_5"), folder)
+    templates = Path(__file__).resolve().parents[1] / "hf_configs"
+    shutil.copy(templates / "Qwen3.5-9B.chat_template.jinja", folder / "chat_template.jinja")
+
+    def thinking(**changes):
+        return build_loader(config(dataset, **changes), read_spec(folder), folder)
+
+    state = thinking().state_dict()
+    with pytest.raises(
+        StateError, match=rf"{field} = '\w+', this loader has '{other}'.* set data\.{field} to"
+    ):
+        thinking(**{field: other}).load_state_dict(state)
+    thinking().load_state_dict(state)
+
+    state = loader(dataset, "qwen3_5", **{field: other}).state_dict()
+    assert field not in state["identity"]
+    loader(dataset, "qwen3_5").load_state_dict(state)
 
 
 def test_a_state_of_another_topology_is_refused(dataset):

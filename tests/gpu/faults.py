@@ -58,7 +58,7 @@ def run(fault: Fault, prepared: dict[str, Path], out: Path, ranks: int, platform
     options += ["--dtype", "bfloat16" if platform == "cuda" else "float32"]
     words = options_of(prepared, folder / "run", *map(str, options), steps=STEPS)
     launch = [sys.executable, "-m", "megatron_vl.launch", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "tests.training.faulty_rank", fault.name, str(ranks - 1), "7", "step"]
+    program = ["-m", "tests.training.faulty_rank", fault.name, str(ranks - 1), "7", "saved"]
 
     (folder / "run").mkdir()
     with (folder / "log").open("w") as log:

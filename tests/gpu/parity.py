@@ -2,8 +2,9 @@
 
     python -m tests.gpu.parity --ranks 1 [--out FOLDER]
 
-Head dimensions are the released ones (80 in the tower, 72 in Qwen3-VL's, 128 in the language model), every
-row has at least two samples and two pictures, RoPE is the fused one. Exit code 1 when a case fails.
+Head dimensions are the released ones (80 in the tower, 72 in Qwen3-VL's; 128 in the language model, 256
+and 128 in Qwen3.5's), every row has at least two samples and two pictures, RoPE is the fused one. Exit code 1
+when a case fails.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ QWEN3_SIZES = {
     "vision_ffn_hidden_size": 2152,
     "position_table_side": 48,
 }
+HYBRID_SIZES = {
+    **QWEN3_SIZES,
+    "kv_heads": 2,
+    "hybrid_head_dim": 256,
+    "hybrid_section": (11, 11, 10),
+    "linear_key_heads": 4,
+    "linear_value_heads": 8,
+    "linear_key_dim": 128,
+    "linear_value_dim": 128,
+}
 MOE_SIZES = {**QWEN3_SIZES, "experts": 16, "expert_ffn_hidden_size": 384}
 FAMILY_SIZES = {
     "qwen3_vl": QWEN3_SIZES,
@@ -47,6 +58,14 @@ FAMILY_SIZES = {
     # of anything else: where gradients are compared tensor by tensor, every token goes to all experts.
     "qwen3_vl_moe": {**MOE_SIZES, "experts_per_token": 16},
     "qwen3_vl_moe, routed": {**MOE_SIZES, "experts_per_token": 4},
+    "qwen3_5": HYBRID_SIZES,
+    "qwen3_5_moe": {
+        **HYBRID_SIZES,
+        "experts": 16,
+        "experts_per_token": 16,
+        "expert_ffn_hidden_size": 384,
+        "shared_ffn_hidden_size": 384,
+    },
 }
 ROWS = [
     ["two_images", "mixed"],
@@ -95,6 +114,23 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "steps": [ROWS],
         },
         {"name": "overlap, three steps", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {"name": "one rank, qwen3_5", "family": "qwen3_5", "steps": [ROWS] * 2},
+        {
+            "name": "full recompute, qwen3_5",
+            "family": "qwen3_5",
+            "recompute": {"language": "full", "vision": "full"},
+            "steps": [ROWS],
+        },
+        {
+            "name": "selective recompute, qwen3_5",
+            "family": "qwen3_5",
+            "recompute": {
+                "language": "selective",
+                "language_modules": ["core_attn", "layernorm", "activation"],
+            },
+            "steps": [ROWS],
+        },
+        {"name": "one rank, qwen3_5 with experts", "family": "qwen3_5_moe", "steps": [ROWS] * 2},
     ],
     2: [
         {"name": "TP2 + SP", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
@@ -138,6 +174,28 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "steps": [ROWS],
         },
         {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {
+            "name": "TP2 + SP, qwen3_5",
+            "family": "qwen3_5",
+            "tp": 2,
+            "sequence_parallel": True,
+            "steps": [ROWS],
+        },
+        {"name": "TP2, qwen3_5", "family": "qwen3_5", "tp": 2, "steps": [ROWS]},
+        {"name": "PP2, qwen3_5", "family": "qwen3_5", "pp": 2, "layers": [1, 3], "steps": [ROWS]},
+        {
+            "name": "DP2, qwen3_5, overlap",
+            "family": "qwen3_5",
+            "overlap": True,
+            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
+        },
+        {
+            "name": "EP2, qwen3_5 with experts, overlap",
+            "family": "qwen3_5_moe",
+            "ep": 2,
+            "overlap": True,
+            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
+        },
     ],
     4: [
         {"name": "TP2 x PP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [ROWS, TEXT_LAST]},

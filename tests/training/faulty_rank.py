@@ -2,8 +2,8 @@
 
     python -m tests.training.faulty_rank FAULT RANK STEP MOMENT OPTIONS OF THE TRAINING
 
-As soon as the log has STEP more lines and, after that, MOMENT has come (``step``, ``save``, ``export``, or a
-number of seconds), a thread of rank RANK does it: the fault is real, only its cause is not.
+As soon as the log has STEP more lines and, after that, MOMENT has come (``step``, ``save``, ``saved``,
+``export``, or a number of seconds), a thread of rank RANK does it: the fault is real, only its cause is not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from types import FrameType
 
 import psutil
 import torch
+
+from megatron_vl.weights.run_folder import latest
 
 
 def kill() -> None:
@@ -47,6 +49,8 @@ def exhaust() -> None:
 
 def exhaust_gpu() -> None:
     """A thread takes all memory of the GPU, what steps leave in the allocator's cache included."""
+    # A new thread begins on the first GPU, whatever the main thread has chosen.
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     held: list[torch.Tensor] = []
     while True:
         torch.cuda.empty_cache()
@@ -119,6 +123,9 @@ def wait_and_do(fault: str, run: Path, count: int, moment: str) -> None:
     if moment == "save":
         while not list(run.glob("step_*.partial")):
             time.sleep(0.0005)
+    elif moment == "saved":
+        while latest(run) is None:
+            time.sleep(0.01)
     elif moment == "export":
         while not (exports() if fault == "fill_disk" else is_half_done(run)):
             time.sleep(0.002)

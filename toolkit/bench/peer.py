@@ -171,6 +171,37 @@ def use_liger(family: str) -> list[str]:
     ]
 
 
+def linear_attention_notes(spec: ModelSpec) -> list[str]:
+    """What computes linear attention, for families that have it."""
+    if spec.language.linear_attention is None:
+        return []
+    if importlib.util.find_spec("fla") is None:
+        return [
+            "flash-linear-attention is not installed: linear attention runs in transformers' plain torch,"
+            " which does not keep the samples of a row apart; compare its speed, not its loss"
+        ]
+    convolution = "causal_conv1d" if importlib.util.find_spec("causal_conv1d") else "plain torch"
+    return [f"linear attention: flash-linear-attention; its convolution: {convolution}"]
+
+
+def keep_samples_apart(model: nn.Module) -> None:
+    """Gives each layer of linear attention the bounds of the samples, as its kernels want them.
+
+    They cannot be passed to the model, which would hand them to its vision tower, too.
+    """
+
+    def bounds(module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        keywords = dict(keywords)
+        cu_seqlens = keywords.pop("row_segments").cu_seqlens
+        tokens = torch.arange(keywords["hidden_states"].shape[1], device=cu_seqlens.device)
+        numbers = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
+        return args, keywords | {"cu_seq_lens_q": cu_seqlens, "seq_idx": numbers[None]}
+
+    for name, module in model.named_modules():
+        if name.endswith(".linear_attn"):
+            module.register_forward_pre_hook(bounds, with_kwargs=True)
+
+
 def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
     """Builds the model with random fp32 weights; every rank holds only its shards. Collective."""
     from transformers import AttentionInterface, AutoModelForImageTextToText
@@ -185,6 +216,7 @@ def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
     model.config._attn_implementation = ATTENTION
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
+    keep_samples_apart(model)
     shard(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.to_empty(device=device)
     torch.manual_seed(seed + dist.get_rank())
@@ -277,7 +309,7 @@ def run(options: BenchRun) -> None:
     device = _init_distributed()
     world = dist.get_world_size()
     options.check_ranks(world)
-    notes = use_liger(spec.family)
+    notes = use_liger(spec.family) + linear_attention_notes(spec)
     model = build(hf_config(options), device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)

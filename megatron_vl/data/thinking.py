@@ -1,0 +1,96 @@
+"""What an assistant's turn teaches where the chat template writes thinking (``<think>``), as Qwen3.5's does.
+
+Such a template writes a block of thinking into each answer after the last question, and leaves it out of the
+answers before:
+
+    <|im_start|>assistant\\n<think>\\nREASONING\\n</think>\\n\\nANSWER<|im_end|>
+    <|im_start|>assistant\\nANSWER<|im_end|>
+
+An answer without thinking gets an empty block. A request opens the block for the model, which then thinks, or
+writes the whole empty block. So what the model has to predict begins after the opening, or after the empty
+block. The text is always the template's own; only the loss mask depends on the options:
+
+* ``data.empty_think``: ``masked``, the default, learns nothing of an empty block. ``learnt`` learns what
+  follows its opening, so that a model that may think learns not to.
+* ``data.earlier_answers``: ``learnt``, the default, also learns the answers that the template writes without
+  a block. ``masked`` learns only those with one, which look as a served model writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vl.config import DataConfig, LearntOrMasked
+
+OPENING = "<think>\n"
+CLOSING = "</think>"
+EMPTY = "<think>\n\n</think>\n\n"
+"""The block of an answer without thinking."""
+
+
+@dataclass(frozen=True)
+class ThinkingRule:
+    """What bears loss; the fields of the same names in :class:`megatron_vl.config.DataConfig`."""
+
+    empty_think: LearntOrMasked = "masked"
+    earlier_answers: LearntOrMasked = "learnt"
+
+    @classmethod
+    def of(cls, data: DataConfig) -> ThinkingRule:
+        return cls(data.empty_think, data.earlier_answers)
+
+    def first_learnt(self, turn: str) -> int | None:
+        """Where in ``turn`` (without its header) the loss begins; None if nothing bears loss."""
+        if turn.startswith(EMPTY):
+            return len(EMPTY if self.empty_think == "masked" else OPENING)
+        if turn.startswith(OPENING) and CLOSING in turn:
+            return len(OPENING)
+        return 0 if self.earlier_answers == "learnt" else None
+
+
+def writes_thinking(template: str) -> bool:
+    """Whether a chat template has rules for thinking."""
+    return CLOSING in template
+
+
+def learnt_spans(
+    render: Callable[[Sequence[dict[str, Any]]], str],
+    messages: Sequence[dict[str, Any]],
+    text: str,
+    rule: ThinkingRule,
+) -> list[tuple[int, int]] | None:
+    """Start and end in ``text`` of what each assistant turn teaches; None if its turns cannot be found.
+
+    A turn's place is what changes when another answer stands there. The template may write a turn otherwise
+    if fewer turns follow, so that it cannot be rendered alone.
+
+    Args:
+        render: the text of a conversation.
+        text: that of ``messages``.
+    """
+    mark = _absent_from(text)
+    spans = []
+    for i, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        other = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
+        before, found, after = render(other).partition(mark)
+        before = before.removesuffix(EMPTY)
+        ending = after.split("\n")[0]  # the token that ends the turn
+        start, end = len(before), len(text) - len(after)
+        if not (found and ending and start <= end and text.startswith(before) and text.endswith(after)):
+            return None
+        first = rule.first_learnt(text[start:end])
+        spans.append((end, end) if first is None else (start + first, end + len(ending)))
+
+    return spans
+
+
+def _absent_from(text: str) -> str:
+    """A word that does not occur in ``text``."""
+    word = "answer"
+    while word in text:
+        word += "x"
+    return word

@@ -1,0 +1,146 @@
+"""A data set in an object store gives the rows that the same folder gives.
+
+The store is moto's S3 server on this machine, and rows are read through Energon's storage client.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import boto3
+import pytest
+import yaml
+from moto.server import ThreadedMotoServer
+
+from megatron_vl.data.description import DescriptionError, LoaderError, read_description
+from megatron_vl.data.loader import build_loader
+from megatron_vl.data.location import StoreError, location
+from megatron_vl.spec.families import read_spec
+from tests.tiny import tiny_checkpoint
+
+from .datasets import converted, mixed_records
+from .test_loader import config, same
+
+BUCKET = "rows"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """The client of a store with one bucket, which the profile ``pictures`` names."""
+    patch = pytest.MonkeyPatch()
+    for name, value in {
+        "ACCESS_KEY_ID": "id",
+        "SECRET_ACCESS_KEY": "key",
+        "DEFAULT_REGION": "us-east-1",
+    }.items():
+        patch.setenv(f"AWS_{name}", value)
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    options = {"base_path": BUCKET, "endpoint_url": url, "region_name": "us-east-1"}
+    profiles = {"pictures": {"storage_provider": {"type": "s3", "options": options}}}
+    settings = tmp_path_factory.mktemp("msc") / "config.json"
+    settings.write_text(json.dumps({"profiles": profiles}))
+    patch.setenv("MSC_CONFIG", str(settings))
+
+    client = boto3.client("s3", endpoint_url=url)
+    client.create_bucket(Bucket=BUCKET)
+    yield client
+    server.stop()
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory, store):
+    """A data set on disk, and its copy at ``msc://pictures/sets/first``."""
+    folder = tmp_path_factory.mktemp("data")
+    out, _ = converted(folder, mixed_records(folder / "media", 12), val_fraction=0.2, samples_per_shard=5)
+    upload(store, out, "sets/first")
+    return out
+
+
+def upload(store, folder: Path, prefix: str) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            store.upload_file(str(path), BUCKET, f"{prefix}/{path.relative_to(folder)}")
+
+
+def rows(path, count: int, state=None, **changes):
+    """The next rows of a data set and the state after them."""
+    folder = tiny_checkpoint("qwen2_5_vl")
+    loader = build_loader(config(path, **changes), read_spec(folder), folder)
+    if state is not None:
+        loader.load_state_dict(state)
+    found = list(islice(loader, count))
+    return found, loader.state_dict()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_of_a_store_are_those_of_the_folder(dataset, workers):
+    here, _ = rows(dataset, 4, num_workers=workers)
+    there, _ = rows("msc://pictures/sets/first", 4, num_workers=workers)
+
+    assert len(here) == 4
+    assert all(same(one, other) for one, other in zip(here, there, strict=True))
+
+
+def test_a_run_moves_between_folder_and_store(dataset):
+    """The identity is the content's, so a state from the folder is restored from the store."""
+    all_rows, _ = rows(dataset, 5)
+    _, state = rows(dataset, 2)
+    rest, _ = rows("msc://pictures/sets/first", 3, state)
+
+    assert all(same(one, other) for one, other in zip(all_rows[2:], rest, strict=True))
+
+
+def test_a_blend_in_a_store_names_sets_beside_it(dataset, store):
+    parts = [{"path": "sets/first", "weight": weight} for weight in (1, 2)]
+    blend = {
+        "__module__": "megatron.energon",
+        "__class__": "MetadatasetV2",
+        "splits": {"train": {"blend": parts}},
+    }
+    store.put_object(Bucket=BUCKET, Key="blend.yaml", Body=yaml.safe_dump(blend))
+    found = read_description(location("msc://pictures/blend.yaml")).facts("train")
+
+    mixture = found.identity["mixture"]["blend"]
+    inner = read_description(dataset).facts("train").identity
+    assert [part["data"] for part in mixture] == [inner, inner]
+    assert len(rows("msc://pictures/blend.yaml", 2)[0]) == 2
+
+
+def test_names_that_leave_the_folder_are_refused(dataset, store, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    split = copy / ".nv-meta" / "split.yaml"
+    for number, name in enumerate(("../first/x.tar", "/other/x.tar", "msc://pictures/x.tar")):
+        split.write_text(yaml.safe_dump({"split_parts": {"train": [name]}, "exclude": []}))
+        upload(store, copy, f"sets/bad{number}")
+        with pytest.raises(DescriptionError, match="is not inside"):
+            read_description(location(f"msc://pictures/sets/bad{number}"))
+
+
+def test_what_is_not_there_is_said(store, tmp_path):
+    with pytest.raises(LoaderError, match="is not a data set"):
+        read_description(location("msc://pictures/sets/none"))
+    with pytest.raises(StoreError, match="msc://PROFILE/FOLDER"):
+        location("s3://rows/sets/first")
+    with pytest.raises(StoreError, match="MSC_CONFIG names must describe the profile"):
+        location("msc://unknown/sets/first")
+
+
+def test_a_store_that_does_not_answer_is_said(monkeypatch, tmp_path):
+    """Not a data set that is missing: the user would look for the wrong thing."""
+    options = {"base_path": BUCKET, "endpoint_url": "http://127.0.0.1:9", "region_name": "us-east-1"}
+    settings = tmp_path / "config.json"
+    provider = {"type": "s3", "options": options}
+    settings.write_text(json.dumps({"profiles": {"gone": {"storage_provider": provider}}}))
+    monkeypatch.setenv("MSC_CONFIG", str(settings))
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(StoreError, match="cannot be read"):
+        read_description(location("msc://gone/sets/first"))
