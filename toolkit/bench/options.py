@@ -97,6 +97,10 @@ class BenchRun(BenchOptions):
     def check_ranks(self, ranks: int) -> None:
         """Raises RunConfigError or LayoutError, naming the field, if the run is impossible
         on ``ranks`` ranks."""
+        if self.calibrate and self.spec().language.moe and not self.even_routing:
+            raise UsageError(
+                "--calibrate with experts needs --even-routing: the planner reckons with even loads"
+            )
         if not self.peer:
             self.layout(ranks)
         if "data" in self.workloads:
@@ -150,8 +154,6 @@ def _check(o: BenchRun) -> None:
         raise UsageError("--calibration needs --calibrate")
     if o.calibrate and o.peer:
         raise UsageError("--calibrate measures this program only: leave out --peer")
-    if o.calibrate and o.spec().language.moe and not o.even_routing:
-        raise UsageError("--calibrate with experts needs --even-routing: the planner reckons with even loads")
     if o.even_routing and o.peer:
         raise UsageError(
             "--even-routing with --peer: the peer's router cannot be made even; leave out one of the two"
