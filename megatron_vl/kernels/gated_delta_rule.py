@@ -1,4 +1,4 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) and its convolution over packed rows, in torch.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), its convolution and its norm over packed rows.
 
 The state of a head is a matrix S [key, value]. Each token decays it and replaces what it holds for its key:
 
@@ -7,9 +7,14 @@ The state of a head is a matrix S [key, value]. Each token decays it and replace
 State and convolution begin anew at each sequence of a row. Nothing is read on the host, and shapes depend
 on the length of the row alone. Reference: ``torch_chunk_gated_delta_rule`` of transformers, which knows no
 packed rows: each sequence by itself gives what a packed row gives here.
+
+Triton kernels run on a GPU (and in Triton's interpreter), torch elsewhere. The kernels of the rule multiply
+half precision; on a GPU, the rule of float32 inputs stays in torch. What is float64 does so everywhere.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +38,12 @@ def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
         weight: [C, W]; the last column belongs to the token itself.
         segments: numbers of sequences [S]. A token does not see others.
     """
+    if _has_kernels(x):
+        from megatron_vl.kernels import causal_conv_triton
+
+        if causal_conv_triton.fits(x, weight):
+            return causal_conv_triton.causal_conv(x, weight, segments)
+
     width = weight.shape[1]
     out = x * weight[:, -1]
     for back in range(1, min(width, x.shape[0])):
@@ -40,6 +51,32 @@ def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
         earlier = torch.where(same, x[:-back], 0.0) * weight[:, width - 1 - back]
         out = out + F.pad(earlier, (0, 0, back, 0))
     return F.silu(out)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    runs = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return runs and x.dtype != torch.float64
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head, times the SiLU of its gate: ``Qwen3_5RMSNormGated`` of transformers.
+
+    Args:
+        x, gate: [S, heads, V].
+        weight: [V].
+
+    Returns:
+        [S, heads, V] in the type of ``x``.
+    """
+    if _has_kernels(x):
+        from megatron_vl.kernels import gated_norm_triton
+
+        if gated_norm_triton.fits(x):
+            return gated_norm_triton.gated_norm(x, gate, weight, eps)
+
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * wide.to(x.dtype) * F.silu(gate.float())).to(x.dtype)
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -64,6 +101,12 @@ def gated_delta_rule(
     Returns:
         [S, Vh, V] in the values' type, and the state [Vh, K, V].
     """
+    if _has_kernels(query) and not (query.is_cuda and query.dtype == torch.float32):
+        from megatron_vl.kernels import gated_delta_rule_triton
+
+        if gated_delta_rule_triton.fits(query, key, value):
+            return gated_delta_rule_triton.gated_delta_rule(query, key, value, g, beta, segments)
+
     length, kind = query.shape[0], value.dtype
     wide = torch.promote_types(query.dtype, torch.float32)
     repeats = value.shape[1] // key.shape[1]

@@ -21,7 +21,13 @@ from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracke
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, one_token, segment_numbers
+from megatron_vl.kernels.gated_delta_rule import (
+    causal_conv,
+    gated_delta_rule,
+    gated_norm,
+    one_token,
+    segment_numbers,
+)
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.kv_cache import CacheUse
 from megatron_vl.spec.families import LinearAttentionSpec
@@ -192,6 +198,4 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         """x, gate [S, heads, V] -> [S, heads, V]"""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (weight * wide.to(x.dtype) * F.silu(gate.float())).to(x.dtype)
+        return gated_norm(x, gate, weight, self.eps)

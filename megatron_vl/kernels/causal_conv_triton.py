@@ -1,0 +1,190 @@
+"""Depthwise causal convolution with SiLU over packed rows, in Triton; see
+:func:`megatron_vl.kernels.gated_delta_rule.causal_conv`.
+
+A program walks along some tokens of a block of channels and keeps the last inputs in registers, so each input
+is read once (and a few times more at the borders of blocks). The arithmetic is in float32 and rounded once.
+The gradient of the weight is summed over a program's tokens, then over the programs, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHANNELS = 256
+_TOKENS = 16
+_WIDTH = 4
+"""The width of every released model's convolution, for which the kernels are written."""
+
+
+@triton.jit
+def _number(segments, token, length):
+    """The sequence of a token; tokens outside the row have one of their own."""
+    inside = (token >= 0) & (token < length)
+    return tl.load(segments + token, mask=inside, other=-1)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _forward(
+    x,
+    weight,
+    segments,
+    out,
+    length,
+    x_stride,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < WIDTH
+    first = tl.program_id(1).to(tl.int64) * TOKENS
+    w0 = tl.load(weight + channel * 4 + 3, mask=known, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + channel * 4 + 2, mask=known, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + channel * 4 + 1, mask=known, other=0.0).to(tl.float32)
+    w3 = tl.load(weight + channel * 4, mask=known, other=0.0).to(tl.float32)
+
+    s1, s2, s3 = (
+        _number(segments, first - 1, length),
+        _number(segments, first - 2, length),
+        _number(segments, first - 3, length),
+    )
+    at = x + first * x_stride + channel
+    x1 = tl.load(at - x_stride, mask=known & (first >= 1), other=0.0).to(tl.float32)
+    x2 = tl.load(at - 2 * x_stride, mask=known & (first >= 2), other=0.0).to(tl.float32)
+    x3 = tl.load(at - 3 * x_stride, mask=known & (first >= 3), other=0.0).to(tl.float32)
+    for step in tl.static_range(0, TOKENS):
+        token = first + step
+        s0 = _number(segments, token, length)
+        x0 = tl.load(x + token * x_stride + channel, mask=known & (token < length), other=0.0).to(tl.float32)
+        y = w0 * x0
+        y += tl.where(s1 == s0, w1 * x1, 0.0)
+        y += tl.where(s2 == s0, w2 * x2, 0.0)
+        y += tl.where(s3 == s0, w3 * x3, 0.0)
+        y *= tl.sigmoid(y)
+        tl.store(out + token * WIDTH + channel, y.to(out.dtype.element_ty), mask=known & (token < length))
+        x1, x2, x3 = x0, x1, x2
+        s1, s2, s3 = s0, s1, s2
+
+
+@triton.jit(do_not_specialize=["length"])
+def _backward(
+    x,
+    weight,
+    segments,
+    dout,
+    dx,
+    dweight,
+    length,
+    x_stride,
+    dout_stride,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Walks from the tokens' end, and from three after it, to their beginning."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < WIDTH
+    first = tl.program_id(1).to(tl.int64) * TOKENS
+    w0 = tl.load(weight + channel * 4 + 3, mask=known, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + channel * 4 + 2, mask=known, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + channel * 4 + 1, mask=known, other=0.0).to(tl.float32)
+    w3 = tl.load(weight + channel * 4, mask=known, other=0.0).to(tl.float32)
+    dw0, dw1, dw2, dw3 = (
+        tl.zeros((CHANNELS,), tl.float32),
+        tl.zeros((CHANNELS,), tl.float32),
+        tl.zeros((CHANNELS,), tl.float32),
+        tl.zeros((CHANNELS,), tl.float32),
+    )
+
+    # x0 to x3 are the inputs of a token and of those before it; d1 to d3 the gradients of the sums of those
+    # after it, n1 to n3 their sequences.
+    last = first + TOKENS + 2
+    d1, d2, d3 = (
+        tl.zeros((CHANNELS,), tl.float32),
+        tl.zeros((CHANNELS,), tl.float32),
+        tl.zeros((CHANNELS,), tl.float32),
+    )
+    n1, n2, n3 = tl.full((), -2, tl.int32), tl.full((), -2, tl.int32), tl.full((), -2, tl.int32)
+    s0, s1, s2 = (
+        _number(segments, last, length),
+        _number(segments, last - 1, length),
+        _number(segments, last - 2, length),
+    )
+    at = x + last * x_stride + channel
+    x0 = tl.load(at, mask=known & (last < length), other=0.0).to(tl.float32)
+    x1 = tl.load(at - x_stride, mask=known & (last - 1 < length), other=0.0).to(tl.float32)
+    x2 = tl.load(at - 2 * x_stride, mask=known & (last - 2 < length), other=0.0).to(tl.float32)
+    for step in tl.static_range(0, TOKENS + 3):
+        token = last - step
+        s3 = _number(segments, token - 3, length)
+        there = known & (token >= 3) & (token - 3 < length)
+        x3 = tl.load(x + (token - 3) * x_stride + channel, mask=there, other=0.0).to(tl.float32)
+        # What another sequence holds is not seen.
+        y1, y2, y3 = tl.where(s1 == s0, x1, 0.0), tl.where(s2 == s0, x2, 0.0), tl.where(s3 == s0, x3, 0.0)
+        y = w0 * x0 + w1 * y1 + w2 * y2 + w3 * y3
+        there = known & (token < length)
+        d0 = tl.load(dout + token * dout_stride + channel, mask=there, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(y)
+        d0 *= sigmoid * (1 + y * (1 - sigmoid))
+        if step >= 3:
+            dw0 += d0 * x0
+            dw1 += d0 * y1
+            dw2 += d0 * y2
+            dw3 += d0 * y3
+            grad = w0 * d0
+            grad += tl.where(n1 == s0, w1 * d1, 0.0)
+            grad += tl.where(n2 == s0, w2 * d2, 0.0)
+            grad += tl.where(n3 == s0, w3 * d3, 0.0)
+            tl.store(dx + token * WIDTH + channel, grad.to(dx.dtype.element_ty), mask=there)
+        d1, d2, d3 = d0, d1, d2
+        n1, n2, n3 = s0, n1, n2
+        x0, x1, x2 = x1, x2, x3
+        s0, s1, s2 = s1, s2, s3
+
+    at = dweight + tl.program_id(1).to(tl.int64) * 4 * WIDTH + channel
+    tl.store(at, dw3, mask=known)
+    tl.store(at + WIDTH, dw2, mask=known)
+    tl.store(at + 2 * WIDTH, dw1, mask=known)
+    tl.store(at + 3 * WIDTH, dw0, mask=known)
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    return triton.cdiv(x.shape[1], _CHANNELS), triton.cdiv(x.shape[0], _TOKENS)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, segments)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _forward[_grid(x)](
+            x, weight, segments, out, x.shape[0], x.stride(0),
+            WIDTH=x.shape[1], TOKENS=_TOKENS, CHANNELS=_CHANNELS, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        x, weight, segments = ctx.saved_tensors
+        dout = dout if dout.stride(1) == 1 else dout.contiguous()
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grid = _grid(x)
+        dweight = torch.empty(grid[1], 4, x.shape[1], dtype=torch.float32, device=x.device)
+        _backward[grid](
+            x, weight, segments, dout, dx, dweight, x.shape[0], x.stride(0), dout.stride(0),
+            WIDTH=x.shape[1], TOKENS=_TOKENS, CHANNELS=_CHANNELS, num_warps=4,
+        )  # fmt: skip
+        return dx, dweight.sum(0).t().to(weight.dtype), None
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    return weight.shape[1] == _WIDTH and x.shape[0] > 0
+
+
+def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
+    """x [S, C], whose rows may lie apart; weight [C, 4]; segments [S] -> [S, C]"""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return _Convolution.apply(x, weight.contiguous(), segments.contiguous())

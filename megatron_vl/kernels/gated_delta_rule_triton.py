@@ -1,0 +1,906 @@
+"""The Triton kernels of :mod:`megatron_vl.kernels.gated_delta_rule`, forward and backward.
+
+A row is cut into chunks of 64 tokens wherever its sequences begin. Masks keep the sequences apart, so shapes
+depend on the length of the row alone and nothing is read on the host. Per chunk and value head, with the
+running decay c of each token within its sequence (and the chunk), P_ij = exp(c_i - c_j) for pairs i >= j of
+one sequence, read = exp(c) for tokens that continue the sequence of the chunk before, write = exp(c_last - c)
+for tokens of the chunk's last sequence, S the state [K, V] before the chunk:
+
+    T = (1 + strictly lower part of beta_i (k_i k_j) P_ij)^-1
+    d = T (beta v) - T (beta read k) S
+    out = read q S + ((q_i q_j) P) d
+    S <- read_last S + (write k)^T d
+
+Backward, with R the gradient of the state after the chunk, M = (q_i k_j) P, and e = T^T (gradient of d):
+
+    e = T^T M^T dout + T^T (write k) R
+    R <- read_last R + (read q)^T dout - (beta read k)^T e
+
+Everything else follows from S, R, d and e chunk by chunk: the gradient of the triangular system is -e d^T.
+Queries and keys enter products as they are; the lengths that normalise them scale the products in float32.
+There are no atomic operations and no tuning: results have the same bits in each run and on each rank.
+
+Triton 3.4 to 3.7.0 computes products wrongly on Hopper if their left side is the transpose of another
+product's result, so results of products are never transposed here. They are computed a second time instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 64
+_BASE = 16
+"""Rows of the diagonal blocks that are inverted row by row."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernels cut their work; fixed, so that all ranks compute the same bits.
+
+    Warps of each kernel, and the columns of the state that one program of the scan keeps.
+    """
+
+    solve: int = 4
+    scan: int = 4
+    out: int = 4
+    prepare: int = 4
+    queries: int = 8
+    keys: int = 8
+    columns: int = 64
+    stages: int = 3
+    precision: str = "tf32"
+    """Of the products that invert the triangular system."""
+
+
+CONFIG = Config()
+
+
+@triton.jit
+def _tile(base, chunk, stride, head, length, C: tl.constexpr, D: tl.constexpr):
+    """[C, D] of a tensor [S, heads, D] whose tokens are ``stride`` apart; zeros after the row."""
+    token = chunk * C + tl.arange(0, C)
+    at = base + token[:, None] * stride + head * D + tl.arange(0, D)[None, :]
+    return tl.load(at, mask=(token < length)[:, None], other=0.0)
+
+
+@triton.jit
+def _inverse_length(x):
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+
+
+@triton.jit
+def _sequences(segments, chunk, length, C: tl.constexpr):
+    """The sequences of tokens [C] and of the token before the chunk. What is after the row continues it."""
+    token = chunk * C + tl.arange(0, C)
+    segment = tl.load(segments + tl.minimum(token, length - 1))
+    before = tl.load(segments + tl.maximum(chunk * C - 1, 0))
+    return segment, tl.where(chunk > 0, before, -1)
+
+
+@triton.jit
+def _pairs(segment, C: tl.constexpr):
+    """Whether token i (row) sees token j (column)."""
+    i = tl.arange(0, C)
+    return (segment[:, None] == segment[None, :]) & (i[:, None] >= i[None, :])
+
+
+@triton.jit
+def _pairs_transposed(segment, C: tl.constexpr):
+    """Whether token j (row) is seen by token i (column)."""
+    i = tl.arange(0, C)
+    return (segment[:, None] == segment[None, :]) & (i[:, None] <= i[None, :])
+
+
+@triton.jit
+def _decay(g, keep, chunk, head, length, heads, C: tl.constexpr):
+    """c [C]: summed within each sequence, so that others do not change its rounding."""
+    token = chunk * C + tl.arange(0, C)
+    own = tl.load(g + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
+    return tl.sum(tl.where(keep, own[None, :], 0.0), 1)
+
+
+@triton.jit
+def _borders(c, segment, before, C: tl.constexpr):
+    """read [C], write [C] and the part of the state that survives."""
+    i = tl.arange(0, C)
+    final = tl.sum(tl.where(i == C - 1, segment, 0), 0)
+    end = tl.sum(tl.where(i == C - 1, c, 0.0), 0)
+    read = tl.where(segment == before, tl.exp(c), 0.0)
+    write = tl.exp(tl.where(segment == final, end - c, float("-inf")))
+    return read, write, tl.where(final == before, tl.exp(end), 0.0)
+
+
+@triton.jit
+def _beta(beta, chunk, head, length, heads, C: tl.constexpr):
+    token = chunk * C + tl.arange(0, C)
+    return tl.load(beta + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _join(x, a, C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of diagonal blocks of 2 WIDTH from those of WIDTH."""
+    i = tl.arange(0, C)
+    pair, half = i // (2 * WIDTH), i // WIDTH
+    off = (pair[:, None] == pair[None, :]) & (half[:, None] != half[None, :])
+    left = tl.dot(x, tl.where(off, a, 0.0), input_precision=PRECISION)
+    return x - tl.dot(left, x, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + a)^-1 of a strictly lower triangular [C, C], C being 4 BASE.
+
+    Diagonal blocks row by row, larger ones from those: a doubling product would cancel for keys that are
+    alike.
+    """
+    B: tl.constexpr = C // BASE
+    block, row = tl.arange(0, B), tl.arange(0, BASE)
+    diagonal = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.sum(tl.where(diagonal, tl.reshape(a, (B, BASE, B, BASE)), 0.0), 2)
+    x = tl.where(row[None, :, None] == row[None, None, :], 1.0, tl.zeros((B, BASE, BASE), tl.float32))
+    for i in tl.static_range(1, BASE):
+        of_row = tl.sum(tl.where(row[None, :, None] == i, blocks, 0.0), 1)
+        change = tl.sum(of_row[:, :, None] * x, 1)
+        x = tl.where(row[None, :, None] == i, x - change[:, None, :], x)
+
+    x = tl.broadcast_to(x[:, :, None, :], (B, BASE, B, BASE))
+    x = tl.reshape(tl.where(diagonal, x, 0.0), (C, C))
+    x = _join(x, a, C, BASE, PRECISION)
+    return _join(x, a, C, 2 * BASE, PRECISION)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _solve(
+    k,
+    v,
+    g,
+    beta,
+    segments,
+    inverse,
+    w,
+    u,
+    write_scale,
+    survives,
+    length,
+    k_stride,
+    v_stride,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BASE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """T, w = T (beta read k), u = T (beta v) of a chunk and value head, and what the scan multiplies by."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = k.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    keep = _pairs(segment, C)
+    c = _decay(g, keep, chunk, head, length, heads, C)
+    read, write, alive = _borders(c, segment, before, C)
+    b = _beta(beta, chunk, head, length, heads, C)
+    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
+    scale = _inverse_length(keys)
+
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    strict = keep & (i[:, None] > i[None, :])
+    pairs = tl.exp(tl.where(strict, c[:, None] - c[None, :], float("-inf")))
+    a = (
+        tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        * scale[None, :]
+        * (b * scale)[:, None]
+        * pairs
+    )
+    t = _inverse(a, C, BASE, PRECISION)
+
+    here = (chunk * heads + head) * C
+    tl.store(inverse + (here + i[:, None]) * C + i[None, :], t.to(kind))
+    by_key = (t * (b * read * scale)[None, :]).to(kind)
+    wide = tl.dot(by_key, keys, input_precision=PRECISION)
+    tl.store(w + (here + i[:, None]) * K + j[None, :], wide.to(kind))
+    values = _tile(v, chunk, v_stride, head, length, C, V)
+    wide = tl.dot((t * b[None, :]).to(kind), values, input_precision=PRECISION)
+    tl.store(u + (here + i[:, None]) * V + n[None, :], wide.to(kind))
+    tl.store(write_scale + here + i, write * scale)
+    tl.store(survives + chunk * heads + head, alive)
+
+
+@triton.jit
+def _scan_forward(
+    k,
+    w,
+    u,
+    write_scale,
+    survives,
+    states,
+    d,
+    final,
+    head,
+    part,
+    length,
+    chunks,
+    k_stride,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The state before each chunk, and d. The state is kept as [V, K], so that products take it from
+    registers."""
+    kind: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    state = tl.zeros((COLUMNS, K), tl.float32)
+    for chunk_id in tl.range(0, chunks, num_stages=STAGES):
+        chunk = tl.cast(chunk_id, tl.int64)
+        here = (chunk * heads + head) * C
+        keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
+        of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
+        of_values = tl.load(u + (here + i[None, :]) * V + n[:, None])
+        scale = tl.load(write_scale + here + i)
+        alive = tl.load(survives + chunk * heads + head)
+
+        rounded = state.to(kind)
+        tl.store(states + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded)
+        new = of_values.to(tl.float32) - tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
+        tl.store(d + (here + i[None, :]) * V + n[:, None], new.to(kind))
+        state = state * alive
+        state = tl.dot((new * scale[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
+    tl.store(final + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state)
+
+
+@triton.jit
+def _scan_backward(
+    q,
+    k,
+    w,
+    z,
+    dout,
+    read_scale,
+    beta_scale,
+    survives,
+    states,
+    e,
+    dfinal,
+    head,
+    part,
+    length,
+    chunks,
+    q_stride,
+    k_stride,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OF_FINAL: tl.constexpr,
+):
+    """The gradient of the state after each chunk, and e."""
+    kind: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    state = tl.zeros((COLUMNS, K), tl.float32)
+    if OF_FINAL:
+        state += tl.load(dfinal + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None]).to(tl.float32)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        chunk = tl.cast(chunks - 1 - step, tl.int64)
+        here = (chunk * heads + head) * C
+        token = chunk * C + i
+        queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
+        keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
+        of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
+        of_out = tl.load(z + (here + i[None, :]) * V + n[:, None])
+        at = (token[None, :] * heads + head) * V + n[:, None]
+        grad = tl.load(dout + at, mask=(token < length)[None, :], other=0.0)
+        by_query = tl.load(read_scale + here + i)
+        by_key = tl.load(beta_scale + here + i)
+        alive = tl.load(survives + chunk * heads + head)
+
+        rounded = state.to(kind)
+        tl.store(states + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded)
+        new = of_out.to(tl.float32) + tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
+        tl.store(e + (here + i[None, :]) * V + n[:, None], new.to(kind))
+        state = state * alive
+        scaled = (grad.to(tl.float32) * by_query[None, :]).to(kind)
+        state = tl.dot(scaled, queries, acc=state, input_precision=PRECISION)
+        state = tl.dot((new * -by_key[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def _scan(
+    k,
+    w,
+    u,
+    write_scale,
+    survives,
+    states,
+    d,
+    final,
+    length,
+    chunks,
+    k_stride,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    _scan_forward(
+        k,
+        w,
+        u,
+        write_scale,
+        survives,
+        states,
+        d,
+        final,
+        tl.program_id(1),
+        tl.program_id(0),
+        length,
+        chunks,
+        k_stride,
+        heads,
+        repeats,
+        K,
+        V,
+        C,
+        COLUMNS,
+        STAGES,
+        PRECISION,
+    )
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def _both_scans(
+    q,
+    k,
+    w,
+    u,
+    w_back,
+    z,
+    dout,
+    write_scale,
+    read_scale,
+    beta_scale,
+    survives,
+    states,
+    grads,
+    d,
+    e,
+    final,
+    dfinal,
+    length,
+    chunks,
+    q_stride,
+    k_stride,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OF_FINAL: tl.constexpr,
+):
+    """The scan of the forward pass once more and that of the backward pass, which do not need each other."""
+    if tl.program_id(2) == 0:
+        _scan_forward(
+            k,
+            w,
+            u,
+            write_scale,
+            survives,
+            states,
+            d,
+            final,
+            tl.program_id(1),
+            tl.program_id(0),
+            length,
+            chunks,
+            k_stride,
+            heads,
+            repeats,
+            K,
+            V,
+            C,
+            COLUMNS,
+            STAGES,
+            PRECISION,
+        )
+    else:
+        _scan_backward(
+            q,
+            k,
+            w_back,
+            z,
+            dout,
+            read_scale,
+            beta_scale,
+            survives,
+            grads,
+            e,
+            dfinal,
+            tl.program_id(1),
+            tl.program_id(0),
+            length,
+            chunks,
+            q_stride,
+            k_stride,
+            heads,
+            repeats,
+            K,
+            V,
+            C,
+            COLUMNS,
+            STAGES,
+            PRECISION,
+            OF_FINAL,
+        )
+
+
+@triton.jit(do_not_specialize=["length"])
+def _out(
+    q,
+    k,
+    g,
+    segments,
+    states,
+    d,
+    out,
+    length,
+    q_stride,
+    k_stride,
+    SCALE: tl.constexpr,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """read q S + M d of a chunk and value head."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = q.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    keep = _pairs(segment, C)
+    c = _decay(g, keep, chunk, head, length, heads, C)
+    queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
+    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
+    of_query = _inverse_length(queries) * SCALE
+    of_key = _inverse_length(keys)
+
+    pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    scores = scores * of_query[:, None] * of_key[None, :] * pairs
+
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    here = chunk * heads + head
+    state = tl.load(states + (here * V + n[:, None]) * K + j[None, :])
+    new = tl.load(d + (here * C + i[:, None]) * V + n[None, :])
+    read = tl.where(segment == before, tl.exp(c), 0.0) * of_query
+    y = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * read[:, None]
+    y = tl.dot(scores.to(kind), new, acc=y, input_precision=PRECISION)
+    token = chunk * C + i
+    at = (token[:, None] * heads + head) * V + n[None, :]
+    tl.store(out + at, y.to(kind), mask=(token < length)[:, None])
+
+
+@triton.jit(do_not_specialize=["length"])
+def _prepare(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    segments,
+    dout,
+    inverse,
+    w,
+    u,
+    w_back,
+    z,
+    write_scale,
+    read_scale,
+    beta_scale,
+    survives,
+    length,
+    q_stride,
+    k_stride,
+    v_stride,
+    SCALE: tl.constexpr,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What both scans need: w and u again, T^T (write k), T^T M^T dout, and the factors of tokens."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = k.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    c = _decay(g, _pairs(segment, C), chunk, head, length, heads, C)
+    read, write, alive = _borders(c, segment, before, C)
+    b = _beta(beta, chunk, head, length, heads, C)
+    queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
+    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
+    of_query = _inverse_length(queries) * SCALE
+    of_key = _inverse_length(keys)
+
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    here = (chunk * heads + head) * C
+    t = tl.load(inverse + (here + i[:, None]) * C + i[None, :]).to(tl.float32)
+    wide = tl.dot((t * (b * read * of_key)[None, :]).to(kind), keys, input_precision=PRECISION)
+    tl.store(w + (here + i[:, None]) * K + j[None, :], wide.to(kind))
+    values = _tile(v, chunk, v_stride, head, length, C, V)
+    wide = tl.dot((t * b[None, :]).to(kind), values, input_precision=PRECISION)
+    tl.store(u + (here + i[:, None]) * V + n[None, :], wide.to(kind))
+
+    flipped = tl.load(inverse + (here + i[None, :]) * C + i[:, None])
+    scaled = (flipped.to(tl.float32) * (write * of_key)[None, :]).to(kind)
+    wide = tl.dot(scaled, keys, input_precision=PRECISION)
+    tl.store(w_back + (here + i[:, None]) * K + j[None, :], wide.to(kind))
+    seen = _pairs_transposed(segment, C)
+    pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
+    scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+    scores = scores * of_key[:, None] * of_query[None, :] * pairs
+    both = tl.dot(flipped, scores.to(kind), input_precision=PRECISION)
+    grad = _tile(dout, chunk, heads * V, head, length, C, V)
+    wide = tl.dot(both.to(kind), grad, input_precision=PRECISION)
+    tl.store(z + (here + i[:, None]) * V + n[None, :], wide.to(kind))
+
+    tl.store(write_scale + here + i, write * of_key)
+    tl.store(read_scale + here + i, read * of_query)
+    tl.store(beta_scale + here + i, b * read * of_key)
+    tl.store(survives + chunk * heads + head, alive)
+
+
+@triton.jit
+def _through_length(x, grad, scale, factor):
+    """The gradient of x from that of factor * x * scale, scale being 1 / |x|."""
+    unit = x.to(tl.float32) * scale[:, None]
+    along = tl.sum(unit * grad, 1)
+    return (grad - unit * along[:, None]) * (scale * factor)[:, None]
+
+
+@triton.jit
+def _with_state(x, states, here, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """The product of x [C, V] and a state [V, K], half by half, to hold less in registers."""
+    i, j = tl.arange(0, C), tl.arange(0, K)
+    y = tl.zeros((C, K), tl.float32)
+    for part in tl.range(0, 2, num_stages=1):
+        m = part * (V // 2) + tl.arange(0, V // 2)
+        half = tl.load(x + (here * C + i[:, None]) * V + m[None, :])
+        state = tl.load(states + (here * V + m[:, None]) * K + j[None, :])
+        y = tl.dot(half, state, acc=y, input_precision=PRECISION)
+    return y
+
+
+@triton.jit(do_not_specialize=["length"])
+def _query_gradients(
+    q,
+    k,
+    g,
+    segments,
+    dout,
+    d,
+    states,
+    dq,
+    decays,
+    length,
+    q_stride,
+    k_stride,
+    dq_stride,
+    heads,
+    repeats,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq of a chunk and key head, over the value heads that it serves, and the gradient of c through
+    queries."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = q.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    token = chunk * C + i
+    keep = _pairs(segment, C)
+    queries = _tile(q, chunk, q_stride, key_head, length, C, K)
+    keys = _tile(k, chunk, k_stride, key_head, length, C, K)
+    of_query, of_key = _inverse_length(queries), _inverse_length(keys)
+
+    grads = tl.zeros((C, K), tl.float32)
+    for repeat in tl.range(0, repeats, num_stages=1):
+        head = key_head * repeats + repeat
+        here = chunk * heads + head
+        c = _decay(g, keep, chunk, head, length, heads, C)
+        read = tl.where(segment == before, tl.exp(c), 0.0)
+        grad = _tile(dout, chunk, heads * V, head, length, C, V)
+        new = tl.load(d + (here * C + i[:, None]) * V + n[None, :])
+
+        pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
+        scores = tl.dot(grad, tl.trans(new), input_precision=PRECISION) * pairs * of_key[None, :]
+        grads = tl.dot(scores.to(kind), keys, acc=grads, input_precision=PRECISION)
+        change = scores * tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        change *= (of_query * SCALE)[:, None]
+        of_c = tl.sum(change, 1) - tl.sum(change, 0)
+
+        wide = tl.zeros((C, K), tl.float32)
+        for part in tl.range(0, 2, num_stages=1):
+            m = part * (V // 2) + tl.arange(0, V // 2)
+            at = (token[:, None] * heads + head) * V + m[None, :]
+            half = tl.load(dout + at, mask=(token < length)[:, None], other=0.0)
+            state = tl.load(states + (here * V + m[:, None]) * K + j[None, :])
+            wide = tl.dot(half, state, acc=wide, input_precision=PRECISION)
+        wide *= read[:, None]
+        grads += wide
+        again = _tile(q, chunk, q_stride, key_head, length, C, K).to(tl.float32)
+        of_c += tl.sum(wide * again, 1) * of_query * SCALE
+        tl.store(decays + here * C + i, of_c)
+
+    again = _tile(q, chunk, q_stride, key_head, length, C, K)
+    x = _through_length(again, grads, of_query, SCALE)
+    at = token[:, None] * dq_stride + key_head * K + j[None, :]
+    tl.store(dq + at, x.to(kind), mask=(token < length)[:, None])
+
+
+@triton.jit(do_not_specialize=["length"])
+def _key_gradients(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    segments,
+    dout,
+    d,
+    e,
+    states,
+    grads,
+    decays,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    length,
+    q_stride,
+    k_stride,
+    v_stride,
+    dk_stride,
+    dv_stride,
+    heads,
+    repeats,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The other gradients of a chunk and key head, over the value heads that it serves."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = k.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    token = chunk * C + i
+    inside = token < length
+    keep, seen = _pairs(segment, C), _pairs_transposed(segment, C)
+    queries = _tile(q, chunk, q_stride, key_head, length, C, K)
+    keys = _tile(k, chunk, k_stride, key_head, length, C, K)
+    of_query, of_key = _inverse_length(queries) * SCALE, _inverse_length(keys)
+
+    of_keys = tl.zeros((C, K), tl.float32)
+    for repeat in tl.range(0, repeats, num_stages=1):
+        head = key_head * repeats + repeat
+        here = chunk * heads + head
+        c = _decay(g, keep, chunk, head, length, heads, C)
+        read, write, alive = _borders(c, segment, before, C)
+        b = _beta(beta, chunk, head, length, heads, C)
+        grad = _tile(dout, chunk, heads * V, head, length, C, V)
+        at = (here * C + i[:, None]) * V + n[None, :]
+        new, back = tl.load(d + at), tl.load(e + at)
+
+        # The triangular system, whose gradient is -e d^T.
+        strict = keep & (i[:, None] > i[None, :])
+        pairs = tl.exp(tl.where(strict, c[:, None] - c[None, :], float("-inf")))
+        system = tl.dot(back, tl.trans(new), input_precision=PRECISION) * -pairs * of_key[None, :]
+        scaled = (system * b[:, None]).to(kind)
+        of_keys = tl.dot(scaled, keys, acc=of_keys, input_precision=PRECISION)
+        change = system * tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * of_key[:, None]
+        of_beta = tl.sum(change, 1)
+        of_c = tl.load(decays + here * C + i) + b * of_beta - tl.sum(change * b[:, None], 0)
+
+        # The other ends of the same pairs, and keys that queries have seen.
+        pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
+        scores = tl.dot(new, tl.trans(grad), input_precision=PRECISION) * pairs * of_query[None, :]
+        of_keys = tl.dot(scores.to(kind), queries, acc=of_keys, input_precision=PRECISION)
+        system = tl.dot(new, tl.trans(back), input_precision=PRECISION) * -pairs * (b * of_key)[None, :]
+        system = tl.where(i[:, None] < i[None, :], system, 0.0)
+        of_keys = tl.dot(system.to(kind), keys, acc=of_keys, input_precision=PRECISION)
+
+        # The state before the chunk, which the system reads, and the one after it.
+        wide = _with_state(e, states, here, K, V, C, PRECISION)
+        of_keys -= wide * (b * read)[:, None]
+        again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
+        along = -tl.sum(wide * again, 1) * of_key * read
+        of_beta += along
+        of_c += along * b
+        wide = _with_state(d, grads, here, K, V, C, PRECISION) * write[:, None]
+        of_keys += wide
+        again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
+        of_write = tl.sum(wide * again, 1) * of_key
+        kept = tl.zeros((16, K), tl.float32)
+        for part in tl.range(0, V // 16, num_stages=1):
+            some = (here * V + part * 16 + tl.arange(0, 16)[:, None]) * K + j[None, :]
+            kept += tl.load(states + some).to(tl.float32) * tl.load(grads + some).to(tl.float32)
+        kept = tl.sum(tl.sum(kept, 1), 0) * alive
+        of_c += tl.where(i == C - 1, tl.sum(of_write, 0) + kept, 0.0) - of_write
+
+        values = _tile(v, chunk, v_stride, head, length, C, V).to(tl.float32)
+        again = tl.load(e + (here * C + i[:, None]) * V + n[None, :]).to(tl.float32)
+        of_beta += tl.sum(values * again, 1)
+        at = token[:, None] * dv_stride + head * V + n[None, :]
+        tl.store(dv + at, (again * b[:, None]).to(kind), mask=inside[:, None])
+        of_g = tl.sum(tl.where(keep, of_c[:, None], 0.0), 0)
+        tl.store(dg + token * heads + head, of_g.to(dg.dtype.element_ty), mask=inside)
+        tl.store(dbeta + token * heads + head, of_beta.to(dbeta.dtype.element_ty), mask=inside)
+
+    again = _tile(k, chunk, k_stride, key_head, length, C, K)
+    x = _through_length(again, of_keys, of_key, 1.0)
+    at = token[:, None] * dk_stride + key_head * K + j[None, :]
+    tl.store(dk + at, x.to(kind), mask=inside[:, None])
+
+
+def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    heads = v.shape[1]
+    return {"heads": heads, "repeats": heads // q.shape[1], "K": q.shape[2], "V": v.shape[2], "C": CHUNK}
+
+
+def _scan_options(config: Config, v: Tensor) -> dict[str, int]:
+    return {"COLUMNS": min(config.columns, v.shape[2]), "STAGES": config.stages, "num_warps": config.scan}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor, config: Config = CONFIG
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [S, Vh, V], state float32 [Vh, K, V], what :func:`backward` needs).
+
+    Tokens of q, k and v may be any number of elements apart; their heads are not.
+    """
+    length, heads, width = v.shape
+    chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
+    tile = (chunks, heads, CHUNK)
+    inverse, w, u, d = (v.new_empty(*tile, n) for n in (CHUNK, q.shape[2], width, width))
+    states = v.new_empty(chunks, heads, width, q.shape[2])
+    write_scale, survives = (g.new_empty(shape, dtype=torch.float32) for shape in (tile, tile[:2]))
+    final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+    precision = {"PRECISION": config.precision}
+    strides = (q.stride(0), k.stride(0), v.stride(0))
+    _solve[heads, chunks](
+        k, v, g, beta, segments, inverse, w, u, write_scale, survives, length, *strides[1:],
+        BASE=_BASE, num_warps=config.solve, **sizes, **precision,
+    )  # fmt: skip
+    options = _scan_options(config, v)
+    _scan[triton.cdiv(width, options["COLUMNS"]), heads](
+        k, w, u, write_scale, survives, states, d, final, length, chunks, strides[1],
+        **sizes, **options, **precision,
+    )  # fmt: skip
+    _out[heads, chunks](
+        q, k, g, segments, states, d, out, length, *strides[:2],
+        SCALE=q.shape[2] ** -0.5, num_warps=config.out, **sizes, **precision,
+    )  # fmt: skip
+    return out, final, inverse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor,
+    inverse: Tensor,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    config: Config = CONFIG,
+) -> tuple[Tensor, Tensor]:
+    """Writes the gradients of q, k and v to ``grads`` and returns those of g and beta.
+
+    Args:
+        dout: [S, Vh, V], contiguous.
+        dfinal: of the state, float32 [Vh, K, V], contiguous, or None.
+    """
+    length, heads, width = v.shape
+    chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
+    tile = (chunks, heads, CHUNK)
+    w, w_back = (v.new_empty(*tile, q.shape[2]) for _ in range(2))
+    u, z, d, e = (v.new_empty(*tile, width) for _ in range(4))
+    states, after = (v.new_empty(chunks, heads, width, q.shape[2]) for _ in range(2))
+    write_scale, read_scale, beta_scale = (g.new_empty(tile, dtype=torch.float32) for _ in range(3))
+    survives = g.new_empty(tile[:2], dtype=torch.float32)
+    final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
+    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+
+    precision, scale = {"PRECISION": config.precision}, q.shape[2] ** -0.5
+    strides = (q.stride(0), k.stride(0), v.stride(0))
+    _prepare[heads, chunks](
+        q, k, v, g, beta, segments, dout, inverse, w, u, w_back, z,
+        write_scale, read_scale, beta_scale, survives, length, *strides,
+        SCALE=scale, num_warps=config.prepare, **sizes, **precision,
+    )  # fmt: skip
+    options = _scan_options(config, v)
+    _both_scans[triton.cdiv(width, options["COLUMNS"]), heads, 2](
+        q, k, w, u, w_back, z, dout, write_scale, read_scale, beta_scale, survives,
+        states, after, d, e, final, dfinal, length, chunks, *strides[:2],
+        OF_FINAL=dfinal is not None, **sizes, **options, **precision,
+    )  # fmt: skip
+    key_heads, (dq, dk, dv) = q.shape[1], grads
+    _query_gradients[key_heads, chunks](
+        q, k, g, segments, dout, d, states, dq, write_scale, length, *strides[:2], dq.stride(0),
+        SCALE=scale, num_warps=config.queries, **sizes, **precision,
+    )  # fmt: skip
+    _key_gradients[key_heads, chunks](
+        q, k, v, g, beta, segments, dout, d, e, states, after, write_scale, dk, dv, dg, dbeta,
+        length, *strides, dk.stride(0), dv.stride(0),
+        SCALE=scale, num_warps=config.keys, **sizes, **precision,
+    )  # fmt: skip
+    return dg, dbeta
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, state, inverse = forward(q, k, v, g, beta, segments)
+        ctx.save_for_backward(q, k, v, g, beta, segments, inverse)
+        ctx.set_materialize_grads(False)
+        return out, state
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, dstate: Tensor | None):
+        q, k, v, g, beta, segments, inverse = ctx.saved_tensors
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dout = torch.zeros_like(dv) if dout is None else dout.contiguous()
+        dstate = None if dstate is None else dstate.contiguous()
+        dg, dbeta = backward(q, k, v, g, beta, segments, inverse, dout, dstate, (dq, dk, dv))
+        return dq, dk, dv, dg, dbeta, None
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels compute these heads: of one type, widths powers of two from 16 to 128."""
+    widths = all(16 <= n <= 128 and n & (n - 1) == 0 for n in (q.shape[2], v.shape[2]))
+    return widths and q.dtype == k.dtype == v.dtype and len(q) > 0
+
+
+def _close(t: Tensor) -> Tensor:
+    """Tokens may lie apart, heads not: views of one projection need no copy."""
+    return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As :func:`megatron_vl.kernels.gated_delta_rule.gated_delta_rule`."""
+    q, k, v = _close(q), _close(k), _close(v)
+    return _Rule.apply(q, k, v, g.contiguous(), beta.contiguous(), segments.contiguous())
