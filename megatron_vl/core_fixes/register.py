@@ -566,23 +566,6 @@ FIXES: tuple[Fix, ...] = (
     ),
     # Loader
     Fix(
-        ours="megatron_vl.data.early_saves:EarlySaves",
-        touches=(
-            "megatron.energon.savable_loader.SavableDatasetWrapper",
-            "megatron.energon.savable_loader.SavableDatasetWrapper._last_checkpoints",
-            "megatron.energon.savable_loader.SavableDatasetWrapper._workers_restore_from",
-            "megatron.energon.savable_loader.SavableDatasetWrapper._workers_skip_samples",
-            "megatron.energon.savable_loader.SavableDatasetWrapper._worker_id",
-        ),
-        why=(
-            "A worker that has not begun answers a save with the state of one that was never restored, so"
-            " that a run resumed from it reads other samples."
-        ),
-        written_for=_ENERGON,
-        goes_when="Energon's workers answer after they have restored their state",
-        test="tests/data/test_loader.py::test_a_worker_that_has_not_begun_is_saved_where_it_will_begin",
-    ),
-    Fix(
         ours="megatron_vl.data.loader:RowEncoder",
         touches=("megatron.energon.DefaultTaskEncoder._load_dataset",),
         why="The readers of tars have to be wrapped where Energon has just made them (see make_tolerant).",

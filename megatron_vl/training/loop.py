@@ -117,7 +117,8 @@ def set_up(config: TrainConfig) -> Run:
     built = build_model(config, spec, layout, platform, grid, weights=weights)
     wrapped = wrap(config, built.chunks)
     optimizer = build_optimizer(config, platform, wrapped)
-    loader = build_run_loader(config, spec, grid, facts["train"]) if grid.owns_loader else None
+    resumes = start.source is not None and not start.restart_data
+    loader = build_run_loader(config, spec, grid, facts["train"], resumes) if grid.owns_loader else None
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
     run.split = split_note(asked, spec, layout, start.source)
     if config.checkpoint.dir:
@@ -189,11 +190,22 @@ def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
     return answer[0]
 
 
-def build_run_loader(config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, facts: SplitFacts) -> Any:
+def build_run_loader(
+    config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, facts: SplitFacts, resumes: bool
+) -> Any:
     from megatron_vl.data.loader import build_loader
 
-    ranks = {"dp_rank": grid.dp_rank, "dp_size": grid.dp}
-    return build_loader(config.data, spec, config.model.hf, **ranks, split="train", facts=facts)
+    return build_loader(
+        config.data,
+        spec,
+        config.model.hf,
+        dp_rank=grid.dp_rank,
+        dp_size=grid.dp,
+        split="train",
+        facts=facts,
+        rows_per_step=config.global_batch_size,
+        resumes=resumes,
+    )
 
 
 def build_exporter(config: TrainConfig, start: Start) -> HfExporter | None:
@@ -231,8 +243,8 @@ def resume(run: Run, start: Start) -> None:
         run=run_facts(run.config, run.grid.dp),
         restart_data=start.restart_data,
     )
-    if run.loader is not None and restored.loader is not None:
-        load_loader(run.loader, restored.loader, start)
+    if run.loader is not None and restored.loader is not None and restored.loader.ranks:
+        load_loader(run.loader, restored.loader, start, run.grid.dp_rank)
     run.step, run.resumed = source.step, True
     run.bad_samples = kept_counts(run, restored.bad_samples, start.restart_data)
 
@@ -286,11 +298,11 @@ def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
     )
 
 
-def load_loader(loader: Any, state: dict[str, Any], start: Start) -> None:
+def load_loader(loader: Any, states: checkpoint.LoaderStates, start: Start, dp_rank: int) -> None:
     """Continues in the data. If the loader refuses the state,
     the message says how to restart the data instead."""
     try:
-        loader.load_state_dict(state)
+        loader.load_state_dict(states.read(dp_rank % states.ranks), states.read)
     except ValueError as error:
         done = start.source.lineage.data_restart if start.source is not None else None
         anew = "--checkpoint.restart_data true"

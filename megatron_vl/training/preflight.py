@@ -344,10 +344,10 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
 
 def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:
     """Whether a run with the facts ``now`` can continue in the data where a checkpoint stopped."""
-    from megatron_vl.training.checkpoint import read_run
+    from megatron_vl.training.checkpoint import SAME, read_run
 
     saved = read_run(source.path)
-    return all(saved.get(name) == value for name, value in now.items())
+    return all(saved.get(name) == now[name] for name in SAME)
 
 
 def resumed_from(config: TrainConfig) -> Saved | None:
@@ -380,7 +380,7 @@ def check_own_checkpoint(config: TrainConfig, spec: ModelSpec, dp: int, start: S
 
 
 def run_facts(config: TrainConfig, dp: int) -> dict[str, Any]:
-    """The facts that must be equal for a resumed run to read the same samples."""
+    """The facts about the reading of samples that a checkpoint records."""
     return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 

@@ -197,6 +197,7 @@ def test_an_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capf
     assert not compare(steps.run / "hf" / "step_00000004", steps.hf).differences
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: Steps, capfd) -> None:
     broken, whole = steps.save(4), steps.save(8)
     for path in (broken.path / "weights").glob("*.safetensors"):

@@ -273,15 +273,23 @@ def test_a_run_goes_on_with_the_tower_on_every_rank(
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and ours["answers"] == theirs["answers"]
 
 
-def test_a_changed_number_of_data_parallel_ranks_is_refused_unless_the_data_restarts(
-    prepared: dict[str, Path], resumed: Path
+def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refused(
+    prepared: dict[str, Path], resumed: Path, whole: Path
 ) -> None:
     run = prepared["folder"] / "changed_dp"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
     done = train(prepared, run, ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for ours, theirs in zip(metrics(run), metrics(whole)[3:], strict=True):
+        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["images"] == theirs["images"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+    run = prepared["folder"] / "changed_rows"
+    shutil.copytree(resumed / "step_00000003", run / "step_00000003")
+    done = train(prepared, run, "--data.seq_len", "256", ranks=2)
     assert done.returncode != 0
-    assert "was saved with dp 1, this run has 2" in done.stderr and "restart_data" in done.stderr
-    done = train(prepared, run, "--checkpoint.restart_data", "true", ranks=2)
+    assert "was saved with seq_len 128, this run has 256" in done.stderr and "restart_data" in done.stderr
+    done = train(prepared, run, "--data.seq_len", "256", "--checkpoint.restart_data", "true", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     assert [line["step"] for line in metrics(run)] == [4, 5, 6]
 

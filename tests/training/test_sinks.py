@@ -137,6 +137,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path: Path) -> 
     check_wandb("")
 
 
+@pytest.mark.slow
 @needs_wandb
 def test_wandb_holds_what_can_be_drawn(tmp_path: Path) -> None:
     fill(Wandb(offline(tmp_path)))
