@@ -8,8 +8,8 @@ with loss.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,9 +122,18 @@ class Costs:
 
     def decoder_layers(self, layers: range) -> PassTime:
         """Consecutive decoder layers on one row."""
+        time = PassTime()
+        for kind, before in self._kinds_before.items():
+            if count := before[layers.stop] - before[layers.start]:
+                time += self._layers[kind] * count
+        return time
+
+    @cached_property
+    def _kinds_before(self) -> dict[tuple[bool, bool], list[int]]:
+        """How many layers of each kind are before each layer, and how many in all."""
         m = self.spec.language
-        kinds = Counter((m.has_experts(layer), m.is_linear(layer)) for layer in layers)
-        return sum((self._layers[kind] * n for kind, n in sorted(kinds.items())), PassTime())
+        kinds = [(m.has_experts(layer), m.is_linear(layer)) for layer in range(m.num_layers)]
+        return {kind: [0, *itertools.accumulate(own == kind for own in kinds)] for kind in self._layers}
 
     def _decoder_layer(self, experts: bool, linear: bool) -> PassTime:
         m, c, tp = self.spec.language, self.calibration, self.layout.tp
@@ -336,7 +345,7 @@ class Costs:
     def update(self, parameters: Parameters) -> float:
         """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU.
 
-        Offloaded state is copied to the GPU and back, both ways at once, and the kernel hides behind that.
+        Offloaded state is copied to the GPU and back, both ways at once, which takes longer than the kernel.
         """
         c = self.calibration
         away = parameters.owned * offloaded(self.config)
