@@ -208,12 +208,18 @@ class DataConfig:
     answers after the last question are learnt, which look as the served model writes them."""
     num_workers: int = 2
     """Loader processes of each data-parallel rank. 0: load in the training process."""
+    streams: int = 0
+    """Number of parts of the data set that are shuffled and packed on their own. They determine the order of
+    samples, and a run keeps them when it goes on with other data-parallel ranks or workers. 0: one for each
+    loader process of the first start. Give a multiple of global_batch_size (or a divisor of it) if the run
+    will move to many more ranks or workers: otherwise several of them read the same stream, although each
+    decodes only its own pictures."""
     shuffle_buffer: int = 1000
-    """Largest number of samples in the shuffle buffer of each loader process.
+    """Largest number of samples in the shuffle buffer of each stream (see streams).
     0: keep the order of the data set."""
     shuffle_buffer_gib: float = 2.0
-    """Largest size of the shuffle buffer of each loader process in GiB, with media as they are stored. Long
-    videos reach this limit before shuffle_buffer. 0: no limit in bytes."""
+    """Largest size of the shuffle buffer of each stream in GiB, with media as they are stored. Long videos
+    reach this limit before shuffle_buffer. 0: no limit in bytes."""
     balance: bool = False
     """Swap rows between data-parallel ranks so that all have about the same number of patches in a step. Use
     it for data whose rows differ much in their pictures. Each data-parallel rank then holds a connection, and
@@ -293,9 +299,9 @@ class CheckpointConfig:
     """Branch of step, as `megatron-vl checkpoint show` names it, if several branches have saved that step.
     Empty: the current branch if it has saved the step, otherwise the one saved last."""
     restart_data: bool = False
-    """When resuming, read the data set from its start. Use it after a change of the number of data-parallel
-    ranks, workers or rows. This happens once: a later start with the option on continues in the data, also
-    after starts without it."""
+    """When resuming, read the data set from its start. Use it after a change of the data set, or of what
+    determines its rows (data.seq_len, data.seed). This happens once: a later start with the option on
+    continues in the data, also after starts without it."""
     attempt: int = 1
     """Raise this number to apply step or restart_data once more."""
     background: bool = True
@@ -757,7 +763,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
         math.inf,
         (
             "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers"
-            " data.shuffle_buffer"
+            " data.shuffle_buffer data.streams"
         ),
     ),
     (0, math.inf, "data.shuffle_buffer_gib data.sample_timeout_s failures.timeout_s"),

@@ -566,43 +566,12 @@ FIXES: tuple[Fix, ...] = (
     ),
     # Loader
     Fix(
-        ours="megatron_vl.data.early_saves:EarlySaves",
-        touches=(
-            "megatron.energon.savable_loader.SavableDatasetWrapper",
-            "megatron.energon.savable_loader.SavableDatasetWrapper._last_checkpoints",
-            "megatron.energon.savable_loader.SavableDatasetWrapper._workers_restore_from",
-            "megatron.energon.savable_loader.SavableDatasetWrapper._workers_skip_samples",
-            "megatron.energon.savable_loader.SavableDatasetWrapper._worker_id",
-        ),
-        why=(
-            "A worker that has not begun answers a save with the state of one that was never restored, so"
-            " that a run resumed from it reads other samples."
-        ),
-        written_for=_ENERGON,
-        goes_when="Energon's workers answer after they have restored their state",
-        test="tests/data/test_loader.py::test_a_worker_that_has_not_begun_is_saved_where_it_will_begin",
-    ),
-    Fix(
         ours="megatron_vl.data.loader:RowEncoder",
         touches=("megatron.energon.DefaultTaskEncoder._load_dataset",),
         why="The readers of tars have to be wrapped where Energon has just made them (see make_tolerant).",
         written_for=_ENERGON,
         goes_when="Energon goes on after a file that cannot be read",
         test="tests/data/test_damage.py::test_a_shard_is_gone",
-    ),
-    Fix(
-        ours="megatron_vl.data.loader:RowLoader",
-        touches=(
-            "megatron.energon.savable_loader.SavableDataLoader._worker_sample_counters",
-            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-        ),
-        why=(
-            "A restored worker that has not spoken yet would be rewound by the next save; and neither"
-            " Energon nor torch ends workers on request."
-        ),
-        written_for=_ENERGON,
-        goes_when="Energon restores the counters itself, and has a close()",
-        test="tests/data/test_loader.py::test_resume_continues_with_the_same_rows",
     ),
     Fix(
         ours="megatron_vl.data.packing:RowPacking",
@@ -640,6 +609,14 @@ FIXES: tuple[Fix, ...] = (
         written_for=_ENERGON,
         goes_when="Energon bounds it by bytes, too",
         test="tests/data/test_shuffling.py::test_small_samples_come_in_energons_own_order",
+    ),
+    Fix(
+        ours="megatron_vl.data.streams:RankRows",
+        touches=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
+        why="Torch does not end loader processes on request.",
+        written_for=_TORCH,
+        goes_when="torch's iterator has a close()",
+        test="tests/data/test_order.py::test_workers_do_not_matter",
     ),
     # Commands
     Fix(

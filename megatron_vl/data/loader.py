@@ -14,14 +14,13 @@ after its last row have no row to be counted in and are only logged.)
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
 import os
-import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +31,21 @@ from megatron.energon import (
     Sample,
     SkipSample,
     WorkerConfig,
-    get_savable_loader,
-    get_train_dataset,
-    get_val_dataset,
     stateless,
 )
-from megatron.energon.errors import FatalSampleError, reraise_exception
+from megatron.energon.errors import FatalSampleError
+from megatron.energon.metadataset import load_dataset
 from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
-from megatron_vl.config import RULES_BEFORE, DataConfig, video_rule
+from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.data import assemble
 from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
-from megatron_vl.data.description import LoaderError, SplitFacts, difference, read_description
-from megatron_vl.data.early_saves import allow_early_saves
+from megatron_vl.data.description import LoaderError, SplitFacts, read_description
 from megatron_vl.data.location import location
+from megatron_vl.data.order import Deal, first_deal
 from megatron_vl.data.packing import RowPacking, fill_row, pack_greedily
 from megatron_vl.data.pixels import (
     PixelSettings,
@@ -62,32 +58,33 @@ from megatron_vl.data.pixels import (
 )
 from megatron_vl.data.reading import BROKEN, crc_differs, make_tolerant
 from megatron_vl.data.row import Row
-from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset, at_most
-from megatron_vl.data.state import StateError, from_json, to_json
+from megatron_vl.data.row_loader import PIXEL_FIELDS, RowLoader
+from megatron_vl.data.saved_streams import STATE_VERSION
+from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset
+from megatron_vl.data.state import StateError
+from megatron_vl.data.streams import Sources, share_readers, stream_config
 from megatron_vl.data.thinking import ThinkingRule
-from megatron_vl.signals import shield_loader_worker
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
 log = logging.getLogger(__name__)
 
-__all__ = ["BadSampleMeter", "DroppedSample", "LoaderError", "RowLoader", "build_loader", "pack_greedily"]
+__all__ = [
+    "BadSampleMeter",
+    "DroppedSample",
+    "LoaderError",
+    "RowLoader",
+    "StateError",
+    "build_loader",
+    "pack_greedily",
+]
 
 MOST_REFUSED_IN_A_ROW = 1000
 """Number of consecutive unusable samples at which a worker stops instead of searching without end. It is
 three times the largest shard if that is more, so that missing shards do not end a run that has others."""
 GREY = 128
-PIXEL_FIELDS = (
-    "min_pixels",
-    "max_pixels",
-    "video_min_pixels",
-    "video_max_pixels",
-    "video_fps",
-    "video_max_frames",
-)
-STATE_VERSION = 2
-"""Version of what determines the order of samples:
-another way of packing reads the same state differently."""
+PASSED_OVER = object()
+"""What a stream makes in place of a row that another rank or process takes."""
 
 
 class UnusableError(Exception):
@@ -182,11 +179,21 @@ class RowEncoder(DefaultTaskEncoder):
         """The smallest number of tokens or patches, by reason,
         of the too large samples since the last usable one."""
         self.most_refused = MOST_REFUSED_IN_A_ROW
-        self.shielded = False
         self.shuffles = False
+        self.decodes = True
+        """Off: rows are passed over. Their pictures are not decoded, and what was dropped is not counted."""
+        self.readers: dict[str, Any] = {}
+
+    def for_stream(self) -> RowEncoder:
+        """A copy with counts of its own, for one stream."""
+        own = copy.copy(self)
+        own.dropped, own.logged = Counter(), Counter()
+        own.dropped_samples, own.smallest = [], {}
+        return own
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
+        share_readers(built, self.readers)
         make_tolerant(built, self.data.sample_timeout_s)
         return built
 
@@ -206,11 +213,6 @@ class RowEncoder(DefaultTaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> EncodedSample:
-        if not self.shielded:
-            self.shielded = True
-            if get_worker_info() is not None:
-                shield_loader_worker()
-
         try:
             encoded = self._encode(sample)
         except UnusableError as error:
@@ -333,6 +335,10 @@ class RowEncoder(DefaultTaskEncoder):
         if sample.refused:  # only after a restore: it was usable when its row was chosen
             self._drop(sample, *sample.refused)
             return DecodedSample.derive_from(sample, sample=None)
+        if not self.decodes:
+            text = assemble.Sample(sample.token_ids, sample.loss_mask, [])
+            return DecodedSample.derive_from(sample, sample=text)
+
         problem: tuple[str, str] | None = None
         items = []
         deadline = Deadline(self.data.sample_timeout_s)
@@ -366,10 +372,13 @@ class RowEncoder(DefaultTaskEncoder):
             raise UnusableError(f"{item['kind']} does not decode", f"{name}: {error}") from error
 
     @stateless
-    def pack_selected_samples(self, samples: list[DecodedSample]) -> Row:
+    def pack_selected_samples(self, samples: list[DecodedSample]) -> Row | object:
         ready = [(s.__key__, s.sample) for s in samples if s.sample is not None]
         if not ready:
             raise SkipSample  # the next row reports them
+        if not self.decodes:
+            self.dropped, self.dropped_samples = Counter(), []  # who takes the row reports them
+            return PASSED_OVER
 
         chosen = [sample for _, sample in ready]
         rule = self.data.video_positions
@@ -421,146 +430,6 @@ def planes_of(
 # --- The loader
 
 
-WAYS_OUT = {
-    "dataset": (
-        "give the data set that the run began with, or keep weights and optimizer and read the data from its "
-        "start with --checkpoint.restart_data true"
-    ),
-    "split": "load the state of this split",
-    "dp_rank": "give each rank its own state",
-    "dp_size": (
-        "start with as many data-parallel ranks as before (processes / (tp x pp)), or a new run from the"
-        " weights"
-    ),
-    "num_workers": "set data.num_workers back, or start a new run from the checkpoint's weights",
-    "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
-    "chat_template": "give the chat template that the run began with",
-    "video_positions": "resume with the rule that the run began with: set data.video_positions to that",
-    "video_prompt": "resume with the rule that the run began with: set data.video_prompt to that",
-    "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
-    "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
-    "version": (
-        "resume with the version of this program that saved it, or start a new run from the checkpoint's"
-        " weights"
-    ),
-}
-
-
-class RowLoader:
-    """Iterator over the rows of one data-parallel replica.
-
-    Training repeats the data set without end; validation ends after one pass.
-    """
-
-    def __init__(self, loader: Any, identity: dict[str, Any], facts: SplitFacts, notes: list[str]) -> None:
-        self._loader = loader
-        self._identity = identity
-        self._former = facts.former
-        self.samples = facts.samples
-        """Number of samples in the split, over all ranks; None for a metadataset."""
-        self.notes = notes
-        """Lines to print once at the start of a run."""
-        self._rows: Iterator[Row] | None = None
-
-    def __iter__(self) -> RowLoader:
-        return self
-
-    def __next__(self) -> Row:
-        if self._loader is None:
-            raise LoaderError("the loader is closed")
-        if self._rows is None:
-            self._rows = iter(self._loader)
-        try:
-            return next(self._rows)
-        except FatalSampleError as error:
-            # Energon wraps our message in lines of its own.
-            found = re.search(r"\d+ samples in a row cannot be used [^\n]*", str(error))
-            raise LoaderError(found.group() if found else str(error)) from error
-
-    @property
-    def dataset(self) -> Any:
-        """The data set's identity in this loader's states."""
-        return self._identity["dataset"]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's state as JSON values.
-
-        After :meth:`load_state_dict`, the next row is the one that would come next here.
-        """
-        return {"identity": self._identity, "energon": to_json(self._loader.save_state_rank())}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where ``state`` was saved. Call it before the first row is read.
-
-        Raises:
-            StateError: the state belongs to another data set, rank, number of ranks or workers, or to other
-                packing (Energon would silently restore some of these wrongly), or rows were already read.
-        """
-        if self._rows is not None:
-            raise StateError("a loader state must be loaded before the first row is read")
-        saved = self._with_present_fields(state.get("identity", {}))
-        if found := difference(saved.get("dataset"), self._identity["dataset"]):
-            way_out = WAYS_OUT["dataset"]
-            raise StateError(f"the loader state was saved with another data set: {found}; {way_out}")
-        for name, value in self._identity.items():
-            before = saved.get(name, RULES_BEFORE.get(name))
-            if name != "dataset" and before != value:
-                raise StateError(
-                    f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
-                    f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
-                )
-
-        energon = from_json(state["energon"])
-        self._loader.restore_state_rank(energon)
-        if energon is not None and self._identity["num_workers"]:
-            # Energon 7.4.1 ignores the offset here,
-            # so the next save would rewind a worker that has not sent a row since.
-            counters = [
-                (w.state.sample_index + w.offset - 1) if w.state is not None else -1
-                for w in energon.worker_states
-            ]
-            self._loader._worker_sample_counters = counters
-
-    def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """An identity that an earlier version saved.
-
-        Missing fields get their current value, with a note.
-        """
-        saved = dict(saved)
-        now = self._identity
-
-        if "shuffle_buffer_gib" in now and "shuffle_buffer_gib" not in saved:
-            saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
-            if now["shuffle_buffer_gib"]:
-                self.notes.append(
-                    "the loader state is from before the shuffle buffer had a limit in bytes: the order of"
-                    f" samples stays the same if the buffer never holds {now['shuffle_buffer_gib']:g}"
-                    " GiB (data.shuffle_buffer_gib; 0 keeps the order in any case)"
-                )
-
-        if isinstance(saved.get("dataset"), str):
-            if saved["dataset"] != self._former:
-                raise StateError(
-                    f"the loader state was saved with the data set {saved['dataset']!r}, this loader reads "
-                    f"{self._former!r}; {WAYS_OUT['dataset']}"
-                )
-            saved["dataset"] = now["dataset"]
-            if not now["dataset"].get("content"):
-                self.notes.append(
-                    "the loader state is from before mixtures were identified by content: it says"
-                    f" only {self._former}. If weights or parts have changed since it was saved, stop"
-                    " here and start with --checkpoint.restart_data true"
-                )
-        return saved
-
-    def close(self) -> None:
-        """Ends the worker processes. The loader cannot be used afterwards."""
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()
-        self._rows = self._loader = None
-
-
 def build_loader(
     data: DataConfig,
     spec: ModelSpec,
@@ -570,6 +439,8 @@ def build_loader(
     dp_size: int = 1,
     split: str = "train",
     facts: SplitFacts | None = None,
+    rows_per_step: int = 0,
+    resumes: bool = False,
 ) -> RowLoader:
     """The loader of data-parallel rank ``dp_rank``.
 
@@ -578,60 +449,35 @@ def build_loader(
         hf_dir: folder of the tokenizer, chat template and image processor.
         split: ``train`` (shuffled, endless) or ``val`` (in order, once).
         facts: facts of this split if another rank has read and checked the description; None: read it here.
+        rows_per_step: rows of all ranks between two saves, a multiple of ``dp_size``; 0: one of each rank.
+        resumes: whether a state will be loaded, which says how many streams there are.
 
     Raises:
         LoaderError: the folder is not a data set,
-            or the split is empty or has fewer samples than ranks x workers.
+            or the split is empty or has fewer samples than streams.
         DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
     facts = facts or read_description(location(data.path)).facts(split)
-    samples = facts.samples
-    workers = max(data.num_workers, 1)
-    if samples is not None and samples < dp_size * workers:
-        raise LoaderError(
-            f"{data.path}: {samples} samples in {split}, but {dp_size} data-parallel ranks x {workers}"
-            f" workers need at least {dp_size * workers}; lower data.num_workers or the number of ranks, or"
-            " add samples"
-        )
+    wanted = data.streams if split == "train" else 0
+    deal = first_deal(wanted, dp_size, max(data.num_workers, 1), rows_per_step or dp_size)
+    if not resumes:
+        _check_samples(data, split, facts.samples, deal)
 
     # Workers are forked, which the tokenizer's own threads would not survive.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     encoder = RowEncoder(data, spec, hf_dir)
     encoder.most_refused = max(MOST_REFUSED_IN_A_ROW, 3 * facts.largest_shard)
+    encoder.shuffles = split == "train"
     _check_patches(encoder.settings, spec, hf_dir)
 
-    config = WorkerConfig(
-        rank=dp_rank,
-        world_size=dp_size,
-        num_workers=data.num_workers,
-        seed_offset=data.seed,
-        # An error that is not ours ends the run. Energon's default would print it and continue.
-        global_error_handler=reraise_exception,
-    )
-
-    dataset = _dataset(data, encoder, config, split)
-    # Energon keeps a state after every row, so that no rows must be read again after a save.
-    loader = get_savable_loader(
-        dataset,
-        checkpoint_every_sec=0,
-        checkpoint_every_min_n_samples=1,
-        n_checkpoints=4 * workers + 4,
-        watchdog_timeout_seconds=None,
-    )
-
-    allow_early_saves(loader)
-
-    # Rows are pinned where they are sent from. Energon offers no option for this.
-    loader.pin_memory = False
+    sources = _sources(data, split)
+    sources.stream(0, deal.order.streams, data.seed, encoder, None)  # so that lists of shards are shared
 
     identity = {
         "version": STATE_VERSION,
         "dataset": facts.identity,
         "split": split,
-        "dp_rank": dp_rank,
-        "dp_size": dp_size,
-        "num_workers": data.num_workers,
         "seed": data.seed,
         "seq_len": data.seq_len,
         "pack": data.pack,
@@ -646,51 +492,59 @@ def build_loader(
         **video_rule(data, spec.vision.video_timestamps),
         **(dataclasses.asdict(encoder.chat.thinking) if encoder.chat.writes_thinking else {}),
     }
-
-    notes = [_buffer_note(data, facts.sample_bytes)] if split == "train" and data.shuffle_buffer > 1 else []
-    return RowLoader(loader, identity, facts, notes)
+    return RowLoader(sources, encoder, identity, facts, deal, dp_rank, data)
 
 
-def _buffer_note(data: DataConfig, sample_bytes: float) -> str:
-    """A note on the memory that the shuffle buffers of a rank may take."""
-    workers = max(data.num_workers, 1)
-    bound = data.shuffle_buffer_gib
-    samples, gib = at_most(data.shuffle_buffer, bound, sample_bytes)
-    expected = f"{samples} samples"
-    if sample_bytes:
-        expected = f"about {gib:.2f} GiB ({samples} samples of {sample_bytes / 1e6:.2f} MB)"
-    most = "without a limit in bytes"
-    if bound:
-        most = f"at most {bound:g} GiB a worker and {bound * workers:g} GiB a rank"
-    return (
-        f"shuffle buffer: {expected} in each of {workers} workers of each data-parallel rank, {most} "
-        "(data.shuffle_buffer, data.shuffle_buffer_gib)"
+def _check_samples(data: DataConfig, split: str, samples: int | None, deal: Deal) -> None:
+    streams, ranks = deal.order.streams, deal.ranks
+    if samples is None or samples >= streams:
+        return
+    if data.streams and split == "train":
+        raise LoaderError(
+            f"{data.path}: {samples} samples in {split}, but data.streams {streams} need at least one each;"
+            " lower data.streams, or add samples"
+        )
+    raise LoaderError(
+        f"{data.path}: {samples} samples in {split}, but {ranks} data-parallel ranks x {streams // ranks}"
+        f" workers need at least {streams}; lower data.num_workers or the number of ranks, or"
+        " add samples"
     )
 
 
-def _dataset(data: DataConfig, encoder: RowEncoder, config: WorkerConfig, split: str) -> Any:
-    buffer = data.packing_buffer if data.pack else 1
+def _sources(data: DataConfig, split: str) -> Sources:
+    """The data sets of a split, and how Energon makes rows from them."""
     common: dict[str, Any] = {
-        "worker_config": config,
-        "task_encoder": encoder,
         "batch_size": None,
-        "packing_buffer_size": buffer,
+        "packing_buffer_size": data.packing_buffer if data.pack else 1,
     }
+    # The streams that are built later have configurations of their own.
+    given: dict[str, Any] = {"worker_config": stream_config(0, 1, data.seed), "decoder": None}
+    loader = load_dataset(data.path)
     if split != "train":
-        return get_val_dataset(data.path, split_part=split, **common)
+        found = loader.get_datasets(training=False, split_part=split, **given)
 
-    encoder.shuffles = True
-    order: dict[str, int | None] = {"shuffle_buffer_size": None}  # RowEncoder.build_encode_sample has its own
-    if data.shuffle_buffer > 0:
-        order |= {"shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
-    else:  # by default Energon reads from 16 places of a data set in turn
-        order |= {
-            "shuffle_over_epochs_multiplier": None,
-            "max_samples_per_sequence": None,
-            "parallel_shard_iters": 1,
-        }
+        def passes(datasets: list[Any], config: WorkerConfig, encoder: RowEncoder) -> Any:
+            return encoder.build_val_datasets(datasets=datasets, worker_config=config, **common)
 
-    return get_train_dataset(data.path, split_part=split, **order, **common)
+        return Sources(found.datasets, passes)
+
+    order: dict[str, int | None] = {"shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
+    if not data.shuffle_buffer:  # by default Energon reads from 16 places of a data set in turn
+        order = {"shuffle_over_epochs_multiplier": None, "max_samples_per_sequence": None}
+        order["parallel_shard_iters"] = 1
+    found = loader.get_datasets(training=True, split_part=split, **order, **given)
+
+    def repeats(datasets: list[Any], config: WorkerConfig, encoder: RowEncoder) -> Any:
+        return encoder.build_train_datasets(
+            datasets=datasets,
+            worker_config=config,
+            virtual_epoch_length=0,
+            shuffle_buffer_size=None,  # RowEncoder.build_encode_sample has its own
+            blend_mode=found.blend_mode,
+            **common,
+        )
+
+    return Sources(found.datasets, repeats)
 
 
 def _check_patches(settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path) -> None:

@@ -774,7 +774,9 @@ def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def _scan_options(config: Config, v: Tensor) -> dict[str, int]:
-    return {"COLUMNS": min(config.columns, v.shape[2]), "STAGES": config.stages, "num_warps": config.scan}
+    # More heads than that share a GPU's processors, and a third stage takes the memory of the second program.
+    stages = config.stages if v.shape[1] <= 32 else min(config.stages, 2)
+    return {"COLUMNS": min(config.columns, v.shape[2]), "STAGES": stages, "num_warps": config.scan}
 
 
 def forward(

@@ -8,6 +8,7 @@ with loss.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,8 +117,15 @@ class Costs:
 
     def decoder_layers(self, layers: range) -> PassTime:
         """Consecutive decoder layers on one row."""
-        experts = sum(self.spec.language.has_experts(layer) for layer in layers)
+        before = self._experts_before
+        experts = before[layers.stop] - before[layers.start]
         return self._layers[True] * experts + self._layers[False] * (len(layers) - experts)
+
+    @cached_property
+    def _experts_before(self) -> list[int]:
+        """How many of the layers before each one have experts, and how many of all."""
+        m = self.spec.language
+        return [0, *itertools.accumulate(m.has_experts(layer) for layer in range(m.num_layers))]
 
     def _decoder_layer(self, experts: bool) -> PassTime:
         m, c, tp = self.spec.language, self.calibration, self.layout.tp
@@ -304,7 +312,7 @@ class Costs:
     def update(self, parameters: Parameters) -> float:
         """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU.
 
-        Offloaded state is copied to the GPU and back, both ways at once, and the kernel hides behind that.
+        Offloaded state is copied to the GPU and back, both ways at once, which takes longer than the kernel.
         """
         c = self.calibration
         away = parameters.owned * offloaded(self.config)

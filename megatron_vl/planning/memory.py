@@ -455,7 +455,9 @@ class _Sizes:
         if not frozen:
             most = self.patches if self.config.model.freeze_vision else calls.keep_patches
             kept = dataclasses.replace(self, patches=min(self.patches, most)).vision().kept
-        return features + kept + max(0.0, own + max(encode, backward) - others)
+        # What is kept is there beside the pipeline's passes and the first pass of other pictures; its own
+        # backward pass comes first and frees it.
+        return features + max(kept, own + backward - others, kept + own + encode - others)
 
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
         model, tp = self.config.model, self.layout.tp

@@ -453,12 +453,28 @@ def read_run(source: Path) -> dict[str, Any]:
     return saved
 
 
+class LoaderStates:
+    """The loader states of a checkpoint, one for each data-parallel rank that it was saved on."""
+
+    def __init__(self, source: Path, files: dict[str, Any]) -> None:
+        self.source, self.files = source, files
+        self.ranks = sum(name.startswith("loader/") for name in files)
+
+    def read(self, rank: int) -> dict[str, Any]:
+        """The state of a rank. Raises CheckpointError if it is missing or damaged."""
+        name = f"loader/dp_{rank:05d}.json"
+        if name not in self.files:
+            raise CheckpointError(f"{self.source} has no {name}: data-parallel rank {rank} did not save")
+        check_hash(self.source / name, self.files[name])
+        return json.loads((self.source / name).read_text())
+
+
 @dataclass
 class Restored:
     """What loading a checkpoint returns; weights, optimizer and random numbers are restored in place."""
 
-    loader: dict[str, Any] | None
-    """The loader state of this replica, on the rank that owns its loader."""
+    loader: LoaderStates | None
+    """The states of all loaders, on a rank that owns one."""
     bad_samples: dict[str, Any] | None
     """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None if an older
     version saved the checkpoint."""
@@ -479,7 +495,7 @@ def load(
 
     Args:
         run: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.run_facts`);
-            they must equal the saved ones.
+            those of :data:`SAME` must equal the saved ones.
         restart_data: read the data set from its start instead; the facts may then differ.
 
     Raises:
@@ -498,7 +514,9 @@ def load(
             elif torch.cuda.is_available():
                 torch.cuda.set_rng_state(value)
     state.close()
-    loader = None if restart_data or not grid.owns_loader else _loader_state(source, saved, grid)
+    loader = None
+    if grid.owns_loader and not restart_data:
+        loader = LoaderStates(source, saved["files"])
     return Restored(loader, saved.get("bad_samples"))
 
 
@@ -548,12 +566,8 @@ def _told_by_first(grid: ProcessGrid, work: Callable[[], Any]) -> Any:
     return told[0]
 
 
-def _loader_state(source: Path, saved: dict[str, Any], grid: ProcessGrid) -> dict[str, Any] | None:
-    name = f"loader/dp_{grid.dp_rank:05d}.json"
-    if name not in saved["files"]:
-        return None
-    check_hash(source / name, saved["files"][name])
-    return json.loads((source / name).read_text())
+SAME = ("seq_len",)
+"""The facts of a run without which it cannot go on in the data where it stopped."""
 
 
 def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> dict[str, Any]:
@@ -563,7 +577,8 @@ def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> di
         CheckpointError: the file is missing or damaged, or the order of samples would change.
     """
     saved = read_run(source)
-    for name, value in () if restart_data else now.items():
+    for name in () if restart_data else SAME:
+        value = now[name]
         if saved.get(name) != value:
             raise CheckpointError(
                 f"{source} was saved with {name} {saved.get(name)}, this run has {value}: the order of"

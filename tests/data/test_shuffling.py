@@ -48,7 +48,7 @@ def energon_buffer(dataset, size, most_bytes, size_of, worker_config):
 
 
 def buffer_of(rows) -> ShuffleBufferDataset:
-    return rows._loader.dataset._find_wrapped_dataset(ShuffleBufferDataset)
+    return rows._rows._local.streams[0].dataset._find_wrapped_dataset(ShuffleBufferDataset)
 
 
 @pytest.mark.parametrize("gib", [0, 2.0])

@@ -1,0 +1,263 @@
+"""The rows of one data-parallel rank as an iterator whose state can be saved and loaded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from megatron.energon.errors import FatalSampleError
+
+from megatron_vl.config import RULES_BEFORE, DataConfig
+from megatron_vl.data.description import LoaderError, SplitFacts, difference
+from megatron_vl.data.order import Deal
+from megatron_vl.data.row import Row
+from megatron_vl.data.saved_streams import ONE_LOADER, SavedStreams, streams_to_json
+from megatron_vl.data.shuffling import at_most
+from megatron_vl.data.state import StateError
+from megatron_vl.data.streams import RankRows, Sources, StreamState
+
+PIXEL_FIELDS = (
+    "min_pixels",
+    "max_pixels",
+    "video_min_pixels",
+    "video_max_pixels",
+    "video_fps",
+    "video_max_frames",
+)
+RESTART = "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
+WAYS_OUT = {
+    "dataset": f"give the data set that the run began with, {RESTART}",
+    "split": "load the state of this split",
+    "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
+    "chat_template": "give the chat template that the run began with",
+    "video_positions": "resume with the rule that the run began with: set data.video_positions to that",
+    "video_prompt": "resume with the rule that the run began with: set data.video_prompt to that",
+    "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
+    "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
+    "version": f"resume with the version of this program that saved it, {RESTART}",
+}
+
+
+class RowLoader:
+    """Iterator over the rows of one data-parallel rank.
+
+    Training repeats the data set without end; validation ends after one pass.
+
+    Args:
+        encoder: a :class:`~megatron_vl.data.loader.RowEncoder`.
+        identity: what determines the rows of the streams.
+        deal: how rows are dealt if no state is loaded.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        encoder: Any,
+        identity: dict[str, Any],
+        facts: SplitFacts,
+        deal: Deal,
+        dp_rank: int,
+        data: DataConfig,
+    ) -> None:
+        self._sources, self._encoder, self._data, self._facts = sources, encoder, data, facts
+        self._identity, self._deal, self._dp_rank = identity, deal, dp_rank
+        self.samples = facts.samples
+        """Number of samples in the split, over all ranks; None for a metadataset."""
+        self._said: list[str] = []
+        self._states: dict[int, StreamState] = {}
+        self._rows: RankRows | None = None
+        self._closed = False
+
+    def __iter__(self) -> RowLoader:
+        return self
+
+    def __next__(self) -> Row:
+        if self._closed:
+            raise LoaderError("the loader is closed")
+        if self._rows is None:
+            self._rows = self._begin()
+        try:
+            return next(self._rows)
+        except FatalSampleError as error:
+            # Energon wraps our message in lines of its own.
+            found = re.search(r"\d+ samples in a row cannot be used [^\n]*", str(error))
+            raise LoaderError(found.group() if found else str(error)) from error
+
+    def _begin(self) -> RankRows:
+        data = self._data
+        return RankRows(
+            self._sources,
+            self._encoder,
+            self._deal,
+            self._dp_rank,
+            data.num_workers,
+            data.seed,
+            self._states,
+        )
+
+    @property
+    def dataset(self) -> Any:
+        """The data set's identity in this loader's states."""
+        return self._identity["dataset"]
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines to print once at the start of a run."""
+        train = self._identity["split"] == "train"
+        buffers = [self._buffers()] if train and self._data.shuffle_buffer > 1 else []
+        return [*buffers, *self._costs(), *self._said]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state as JSON values.
+
+        After :meth:`load_state_dict`, the next row is the one that would come next here.
+
+        Raises:
+            StateError: this rank has not taken all its rows of a step.
+        """
+        if self._rows is None:
+            rows, kept = self._deal.start, self._deal.kept_by(self._dp_rank, self._deal.start)
+            streams = {number: self._states[number] for number in kept if number in self._states}
+        else:
+            rows, streams = self._rows.rows, self._rows.kept()
+        now = {"num_workers": self._data.num_workers, "identity": self._identity}
+        return now | streams_to_json(self._deal, rows, self._dp_rank, streams)
+
+    def load_state_dict(
+        self, state: dict[str, Any], read: Callable[[int], dict[str, Any]] | None = None
+    ) -> None:
+        """Continues where states were saved, on any number of ranks and workers.
+
+        Call it before the first row.
+
+        Args:
+            state: the state of one data-parallel rank of then, best that with the number of this rank.
+            read: gives the state of another rank of then. It is needed if this rank takes rows of other
+                streams.
+
+        Raises:
+            StateError: the state belongs to another data set or to other packing, or rows were already read.
+        """
+        if self._rows is not None:
+            raise StateError("a loader state must be loaded before the first row is read")
+        self._check(state)
+        saved = SavedStreams(state, read)
+        order = saved.deal.order
+        if self._data.streams not in (0, order.streams):
+            raise StateError(
+                f"the run divides its data among {order.streams} streams, and data.streams is"
+                f" {self._data.streams}; leave data.streams empty or set it to {order.streams}, {RESTART}"
+            )
+
+        now = self._deal
+        self._deal = Deal(order, saved.rows, now.rows_per_step, now.ranks)
+        needed = {*self._deal.streams_of(self._dp_rank), *self._deal.kept_by(self._dp_rank, saved.rows)}
+        self._states = saved.get(sorted(needed))
+        workers = (state["identity"] if saved.one_loader else state)["num_workers"]
+        self._said += self._changes(saved, workers)
+
+    def _check(self, state: dict[str, Any]) -> None:
+        saved = self._with_present_fields(state.get("identity", {}))
+        if found := difference(saved.get("dataset"), self._identity["dataset"]):
+            way_out = WAYS_OUT["dataset"]
+            raise StateError(f"the loader state was saved with another data set: {found}; {way_out}")
+        for name, value in self._identity.items():
+            before = saved.get(name, RULES_BEFORE.get(name))
+            if name != "dataset" and before != value:
+                raise StateError(
+                    f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
+                    f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
+                )
+
+    def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """An identity that an earlier version saved.
+
+        Missing fields get their current value, with a note.
+        """
+        saved = dict(saved)
+        now = self._identity
+        if saved.get("version") == ONE_LOADER:
+            saved["version"] = now["version"]
+
+        if "shuffle_buffer_gib" in now and "shuffle_buffer_gib" not in saved:
+            saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
+            if now["shuffle_buffer_gib"]:
+                self._said.append(
+                    "the loader state is from before the shuffle buffer had a limit in bytes: the order of"
+                    f" samples stays the same if the buffer never holds {now['shuffle_buffer_gib']:g}"
+                    " GiB (data.shuffle_buffer_gib; 0 keeps the order in any case)"
+                )
+
+        if isinstance(saved.get("dataset"), str):
+            former = self._facts.former
+            if saved["dataset"] != former:
+                raise StateError(
+                    f"the loader state was saved with the data set {saved['dataset']!r}, this loader reads "
+                    f"{former!r}; {WAYS_OUT['dataset']}"
+                )
+            saved["dataset"] = now["dataset"]
+            if not now["dataset"].get("content"):
+                self._said.append(
+                    "the loader state is from before mixtures were identified by content: it says"
+                    f" only {former}. If weights or parts have changed since it was saved, stop"
+                    " here and start with --checkpoint.restart_data true"
+                )
+        return saved
+
+    def _changes(self, saved: SavedStreams, workers: int) -> list[str]:
+        """What differs from the run that saved."""
+        before, now = saved.deal, self._deal
+        said = []
+        if (before.ranks, workers) != (now.ranks, self._data.num_workers):
+            said.append(
+                f"the data go on with {now.ranks} data-parallel ranks x {self._data.num_workers} workers,"
+                f" after {before.ranks} x {workers}: every step takes the rows that it would have taken there"
+            )
+        if not saved.one_loader and before.rows_per_step != now.rows_per_step:
+            said.append(
+                f"each step takes {now.rows_per_step} rows, after {before.rows_per_step}: the order of rows"
+                " stays"
+            )
+        return said
+
+    def _costs(self) -> list[str]:
+        """Whether streams are read more than once."""
+        deal = self._deal
+        readers = Counter(stream for rank in range(deal.ranks) for stream in deal.streams_of(rank))
+        several = sum(count > 1 for count in readers.values())
+        if not several:
+            return []
+        return [
+            f"{several} of {deal.order.streams} streams of the data are read by up to {max(readers.values())}"
+            " data-parallel ranks, since one rank alone does not take all their rows; pictures are still"
+            " decoded once. A data-parallel size that divides"
+            f" {deal.order.lanes} avoids this, or more streams (data.streams) in a new run"
+        ]
+
+    def _buffers(self) -> str:
+        """A note on the memory that the shuffle buffers of a rank may take."""
+        data, deal = self._data, self._deal
+        bound = data.shuffle_buffer_gib
+        count = max(len(readers) for readers in (deal.streams_of(rank) for rank in range(deal.ranks)))
+        workers = max(data.num_workers, 1)
+        copies = max(count, workers)
+        samples, gib = at_most(data.shuffle_buffer, bound, self._facts.sample_bytes)
+        expected = f"{samples} samples"
+        if self._facts.sample_bytes:
+            size = self._facts.sample_bytes / 1e6
+            expected = f"about {gib:.2f} GiB ({samples} samples of {size:.2f} MB)"
+        most = "without a limit in bytes"
+        if bound:
+            most = f"at most {bound:g} GiB a stream and {bound * copies:g} GiB a rank"
+        return (
+            f"shuffle buffer: {expected} for each of {copies} streams in {workers} workers of each"
+            f" data-parallel rank, {most} (data.shuffle_buffer, data.shuffle_buffer_gib)"
+        )
+
+    def close(self) -> None:
+        """Ends the worker processes. The loader cannot be used afterwards."""
+        self._closed = True
+        if self._rows is not None:
+            self._rows.close()

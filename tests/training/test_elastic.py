@@ -1,0 +1,65 @@
+"""A real run moves between 4, 2, 3 and 4 data-parallel ranks, and a rank is killed each time."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.training.small_run import metrics, options_of, prepare, train
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 8
+OPTIONS = ["--global_batch_size", "12", "--checkpoint.interval", "1", "--log.samples", "true"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("elastic") / "prepared"
+    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), samples=60)
+
+
+def rows(run: Path) -> list[tuple[int, list[list[str]]]]:
+    return [(line["step"], line["rows"]) for line in metrics(run, "samples.jsonl")]
+
+
+def test_a_run_that_is_killed_and_moves_reads_the_rows_of_one_that_stays(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = train(prepared, whole, *OPTIONS, "--data.num_workers", "1", ranks=4, steps=STEPS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wanted = dict(rows(whole))
+    assert len(wanted) == STEPS and all(len(each) == 12 for each in wanted.values())
+
+    run.mkdir()
+    said = []
+    for size, workers, killed in ((4, 1, 1), (2, 2, 0), (3, 0, 2)):
+        words = options_of(prepared, run, *OPTIONS, "--data.num_workers", str(workers), steps=STEPS)
+        job = ranks.run_apart(
+            "tests.training.faulty_rank", ["kill", killed, 2, "step", *words], size, one_node=True
+        )
+        assert job[killed].code == -signal.SIGKILL, job[killed].stderr[-3000:]
+        said.append(job[0].stdout)
+    done = train(prepared, run, *OPTIONS, "--data.num_workers", "1", ranks=4, steps=STEPS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said.append(done.stdout)
+
+    # Steps that were lost with a kill were taken again, with the same rows.
+    taken = rows(run)
+    assert {step for step, _ in taken} == set(wanted)
+    assert all(each == wanted[step] for step, each in taken)
+
+    for text, words in zip(
+        said[1:], ("2 data-parallel ranks x 2", "3 data-parallel ranks x 0"), strict=False
+    ):
+        assert "resumed at step" in text and f"the data go on with {words} workers, after" in text
+    assert "2 of 4 streams of the data are read by up to 2 data-parallel ranks" in said[2]
+
+    losses = {line["step"]: line["loss"] for line in metrics(whole)}
+    for line in metrics(run):  # sums of other parts
+        assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
