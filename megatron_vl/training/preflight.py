@@ -136,7 +136,7 @@ def saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> 
     if source is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return None
     try:
-        return read_layout(spec, read_signed(source.path, source.step)["layout"])
+        return read_layout(spec, read_signed(source.path / "run.json", source.step)["layout"])
     except (ValueError, KeyError, TypeError, OSError, RuntimeError):
         return None
 
