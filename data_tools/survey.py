@@ -35,6 +35,7 @@ from megatron_vl.data.description import (
     read_description,
 )
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder, cook
+from megatron_vl.data.location import Location, location
 from megatron_vl.data.packing import fill_row
 from megatron_vl.data.reading import TolerantReader
 from megatron_vl.errors import UserError
@@ -98,6 +99,8 @@ class Source:
         if bracket and number.endswith("]") and number[:-1].isdigit() and shard in self.shards:
             return self._index(shard, int(number[:-1]))
 
+        if not isinstance(self.data.path, Path):
+            raise SurveyError(f"{self.data.path} is not on a disk of this machine; give the sample's --index")
         file = self.data.path / META / "index.sqlite"
         try:
             with sqlite3.connect(f"file:{file.resolve()}?mode=ro", uri=True) as index:
@@ -119,7 +122,7 @@ class Source:
         return self.starts[at] + number if number < self.starts[at + 1] - self.starts[at] else None
 
 
-def sources(path: Path, split: str) -> list[Source]:
+def sources(path: Location, split: str) -> list[Source]:
     """The data sets that a run reads for a split, with their shares.
 
     Raises:
@@ -289,7 +292,7 @@ SAMPLE_QUANTITIES: dict[str, Callable[[Drawn], float]] = {
 class Survey:
     """The drawn samples of a split, and rows made of them."""
 
-    path: Path
+    path: Location
     split: str
     seed: int
     seq_len: int
@@ -379,7 +382,8 @@ def survey(
     """
     start = time.monotonic()
     data = encoder.data
-    found = Survey(Path(data.path), split, seed, data.seq_len, sources(Path(data.path), split))
+    place = location(data.path)
+    found = Survey(place, split, seed, data.seq_len, sources(place, split))
     readers = [Reader(source, data.sample_timeout_s) for source in found.sources]
     places = draw(found.sources, samples, seed)
     begin = time.monotonic()

@@ -427,7 +427,7 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
 def _relate_keys_to_queries(model: torch.nn.Module, text: dict[str, Any]) -> None:
     """Makes the queries and keys of linear attention alike, as training does.
 
-    The first token of a sequence gives the norm behind the delta rule its value times the product of query
+    The first token of a sequence gives the norm after the delta rule its value times the product of query
     and key. Of that, only the sign is left, which rounding decides where the product is near zero.
     """
     keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]

@@ -574,20 +574,6 @@ FIXES: tuple[Fix, ...] = (
         test="tests/data/test_damage.py::test_a_shard_is_gone",
     ),
     Fix(
-        ours="megatron_vl.data.loader:RowLoader",
-        touches=(
-            "megatron.energon.savable_loader.SavableDataLoader._worker_sample_counters",
-            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-        ),
-        why=(
-            "A restored worker that has not spoken yet would be rewound by the next save; and neither"
-            " Energon nor torch ends workers on request."
-        ),
-        written_for=_ENERGON,
-        goes_when="Energon restores the counters itself, and has a close()",
-        test="tests/data/test_loader.py::test_resume_continues_with_the_same_rows",
-    ),
-    Fix(
         ours="megatron_vl.data.packing:RowPacking",
         touches=(
             "megatron.energon.wrappers.packing_dataset.PackingDataset._reading_buffer",
@@ -623,6 +609,14 @@ FIXES: tuple[Fix, ...] = (
         written_for=_ENERGON,
         goes_when="Energon bounds it by bytes, too",
         test="tests/data/test_shuffling.py::test_small_samples_come_in_energons_own_order",
+    ),
+    Fix(
+        ours="megatron_vl.data.streams:RankRows",
+        touches=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
+        why="Torch does not end loader processes on request.",
+        written_for=_TORCH,
+        goes_when="torch's iterator has a close()",
+        test="tests/data/test_order.py::test_workers_do_not_matter",
     ),
     # Commands
     Fix(

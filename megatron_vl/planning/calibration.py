@@ -1,22 +1,30 @@
 """How fast a kind of GPU does what a step consists of: the measured half of the cost model.
 
-A calibration is a JSON file. Those of this package are in ``calibrations/``, named for the GPU, and say from
-which measurements they come. A copy with other rates is given as ``megatron-vl plan --calibration FILE``.
+A calibration is a JSON file, named for the GPU, and says from which measurements it comes. Those of this
+package are in ``calibrations/``. ``megatron-vl bench --calibrate`` writes others into the folder of
+:func:`stored_folder`, which come first: all commands take a stored one for the kind of GPU that it names.
+``megatron-vl plan --calibration FILE`` takes any file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.durable import write
 from megatron_vl.errors import UserError
 
 SHIPPED = Path(__file__).parent / "calibrations"
 """The calibrations of this package."""
+STORED = "MEGATRON_VL_CALIBRATIONS"
+"""Environment variable with the folder of stored calibrations."""
+HOW = "`megatron-vl bench --calibrate` measures them"
 
 
 class CalibrationError(UserError, ValueError):
@@ -34,7 +42,7 @@ class Calibration:
     peak_tflops: float
     """Dense bf16 peak of the data sheet, for MFU."""
     product_tflops: float
-    """Matrix products whose sides are very long; :attr:`product_width` says how narrow ones fall behind."""
+    """Matrix products whose sides are very long; :attr:`product_width` is for narrow ones."""
     product_width: float
     """A product of sides K and N reaches ``w / (w + product_width)`` of the rate, with ``w = sqrt(K N)``."""
     memory_tb_s: float
@@ -95,9 +103,13 @@ class Calibration:
     """Whether the rates were measured on this kind of GPU; if not, they are scaled from another kind's."""
     provenance: tuple[str, ...] = ()
     """Where the rates come from."""
+    source: str = ""
+    """Which calibration this is, as a sentence's beginning. It is not part of the file."""
 
     def as_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
+        stored = dataclasses.asdict(self)
+        del stored["source"]
+        return stored
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -114,7 +126,7 @@ def read_calibration(path: Path) -> Calibration:
         raise CalibrationError(
             f"{path} is no calibration; write one like those of megatron_vl/planning/calibrations"
         )
-    known = {field.name: field for field in dataclasses.fields(Calibration)}
+    known = {field.name: field for field in dataclasses.fields(Calibration) if field.name != "source"}
     unknown = sorted(set(stored) - set(known))
     missing = sorted(
         name for name, field in known.items() if name not in stored and field.default is dataclasses.MISSING
@@ -130,7 +142,7 @@ def read_calibration(path: Path) -> Calibration:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
     }
-    return Calibration(**values)
+    return Calibration(**values, source=f"rates of {values['gpu']} from {path}")
 
 
 _TEXTS = ("gpu", "provenance", "measured")
@@ -149,7 +161,36 @@ def _check_rate(path: Path, name: str, value: object) -> None:
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Writes a file that :func:`read_calibration` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(calibration.as_json(), indent=2) + "\n")
+    write(path, (json.dumps(calibration.as_json(), indent=2) + "\n").encode())
+
+
+def stored_folder() -> Path:
+    """Where ``bench --calibrate`` keeps calibrations of this user: ``$MEGATRON_VL_CALIBRATIONS``, else
+    ``megatron-vl/calibrations`` in the user's folder for configurations."""
+    if folder := os.environ.get(STORED):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-vl" / "calibrations"
+
+
+def kind_of(name: str) -> str:
+    """The kind of GPU by the name of a device: ``NVIDIA H200`` gives ``H200``; an unknown name is a kind."""
+    return next((kind for kind in DATA_SHEETS if kind in name.upper()), name.strip())
+
+
+def stored_path(kind: str) -> Path:
+    """The file of a kind's stored calibration."""
+    return stored_folder() / f"{re.sub(r'[^a-z0-9]+', '-', kind.lower()).strip('-')}.json"
+
+
+def known(name: str) -> Calibration:
+    """The calibration for a kind of GPU or a device's name: the stored one, else that of this package.
+
+    Raises:
+        CalibrationError: nothing is known of it, or the stored file is damaged.
+    """
+    kind = kind_of(name)
+    path = stored_path(kind)
+    return read_calibration(path) if path.is_file() else shipped(kind)
 
 
 @cache
@@ -161,11 +202,12 @@ def shipped(gpu: str = "H200") -> Calibration:
     """
     path = SHIPPED / f"{gpu.lower()}.json"
     if path.is_file():
-        return read_calibration(path)
+        return dataclasses.replace(read_calibration(path), source=f"rates of {gpu} from this package")
     if gpu not in DATA_SHEETS:
         raise CalibrationError(
-            f"GPU {gpu} is unknown; known: {', '.join(DATA_SHEETS)}; or give the rates of"
-            " yours as a file (megatron-vl plan --calibration FILE)"
+            f"GPU {gpu} is unknown; known: {', '.join(DATA_SHEETS)}; measure the rates of yours on a machine"
+            " that has it (megatron-vl bench --calibrate), or give them as a file (megatron-vl plan"
+            " --calibration FILE)"
         )
     return _scaled(shipped("H200"), gpu)
 
@@ -213,4 +255,5 @@ def _scaled(base: Calibration, gpu: str) -> Calibration:
         send_gb_s=base.send_gb_s * link,
         measured=False,
         provenance=(f"the shares of the peaks of {base.gpu}, with the data sheet of {gpu}",),
+        source=f"rates of {gpu} were not measured but scaled from {base.gpu}'s by the data sheets; {HOW}",
     )

@@ -1,11 +1,14 @@
-"""Refuses a run whose memory estimate does not fit, before anything is allocated, and says what would fit."""
+"""Says whether a run fits its GPUs by the memory estimate, and what would fit.
+
+The start of a run, ``doctor`` and a rank that has run out of memory all ask here.
+"""
 
 from __future__ import annotations
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.memory import RESERVE_GIB, peak_gib, stage_memories
-from megatron_vl.planning.offload import resolve
+from megatron_vl.planning.offload import least_share, resolve
 from megatron_vl.planning.predict import Prediction
 from megatron_vl.planning.rows import stated_rows
 from megatron_vl.planning.search import Wanted, options_of, what_fits
@@ -18,33 +21,48 @@ EXPERTS_LESS = 1.12
 
 def check_memory(
     config: TrainConfig, spec: ModelSpec, layout: Layout, world: int, calibration: Calibration
-) -> str | None:
+) -> str:
     """Compares the estimate with the GPU's memory.
 
-    Returns a remark where a run fits, but leaves less than :data:`RESERVE_GIB` free; None where it fits.
+    Returns a remark where a run is let through, but leaves less than :data:`RESERVE_GIB` free; empty where it
+    fits.
 
     Raises:
         RunConfigError: the run does not fit. The message says what would, and how to start all the same.
     """
-    settled = resolve(config, spec, world, calibration.memory_gib)
-    peak = peak_gib(stage_memories(settled, spec, layout, validate(config, world)))
+    dp = validate(config, world)
+    settled = resolve(config, spec, layout, dp, calibration.memory_gib)
+    peak = peak_gib(stage_memories(settled, spec, layout, dp))
     have = calibration.memory_gib
     if peak + RESERVE_GIB <= have:
-        return None
-    found = f"the memory estimate is {peak:.0f} GiB on the fullest GPU, with a row full of pictures"
+        return ""
+    found = (
+        f"the memory estimate is {peak:.0f} GiB on the fullest GPU, with a row full of pictures, and"
+        f" {RESERVE_GIB:.0f} should stay free; {calibration.gpu} has {have:.0f}"
+    )
     limit = have * (EXPERTS_LESS if spec.language.moe else 1.0)
     if peak <= limit or not config.failures.check_memory:
-        return f"{found}; {calibration.gpu} has {have:.0f}, so the run may end for lack of memory"
+        share = _share_that_fits(config, spec, layout, dp, have)
+        return f"{found}, so the run may end for lack of memory; {share}"
     raise RunConfigError(
-        f"the run does not fit: {found}, and {calibration.gpu} has {have:.0f}."
-        f" {_advice(config, spec, world, calibration)}"
+        f"the run does not fit: {found}. {advice(config, spec, world, calibration)}"
         " If the rows hold less than that, data.max_patches bounds their patches and with them the estimate."
         " --failures.check_memory false starts all the same"
     )
 
 
-def _advice(config: TrainConfig, spec: ModelSpec, world: int, calibration: Calibration) -> str:
-    fitting = what_would_fit(config, spec, world, calibration)
+def _share_that_fits(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, have: float) -> str:
+    share = least_share(config, spec, layout, dp, have)
+    if share is None:
+        return "not even --optimizer.offload_fraction 1 would change that"
+    return f"--optimizer.offload_fraction {share:g} would fit"
+
+
+def advice(
+    config: TrainConfig, spec: ModelSpec, world: int, calibration: Calibration, *, near: bool = False
+) -> str:
+    """A sentence with the options that would fit, by the planner."""
+    fitting = what_would_fit(config, spec, world, calibration, near=near)
     if fitting is None:
         return f"No layout of {world} GPUs fits: take more, or lower data.seq_len or data.max_patches."
     return (
@@ -53,8 +71,15 @@ def _advice(config: TrainConfig, spec: ModelSpec, world: int, calibration: Calib
 
 
 def what_would_fit(
-    config: TrainConfig, spec: ModelSpec, world: int, calibration: Calibration
+    config: TrainConfig, spec: ModelSpec, world: int, calibration: Calibration, *, near: bool = False
 ) -> Prediction | None:
-    """The planner's choice for the same model, rows and GPUs; None if nothing fits."""
+    """The planner's choice for the same model, rows and GPUs; None if nothing fits.
+
+    Args:
+        near: keep the run's parallel sizes, if their split, recompute, offload or the place of the tower can
+            be chosen so that they fit.
+    """
     rows = stated_rows(spec, config.data.seq_len, config.data.max_patches)
-    return what_fits(Wanted(config, spec, world, calibration, rows))
+    wanted = Wanted(config, spec, world, calibration, rows)
+    found = what_fits(wanted, same_sizes=True) if near else None
+    return found or what_fits(wanted)

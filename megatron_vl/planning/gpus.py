@@ -8,7 +8,15 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from megatron_vl.planning.calibration import DATA_SHEETS, Calibration, shipped
+from megatron_vl.planning.calibration import (
+    DATA_SHEETS,
+    HOW,
+    Calibration,
+    kind_of,
+    known,
+    shipped,
+    stored_path,
+)
 
 
 @dataclass(frozen=True)
@@ -48,22 +56,45 @@ def parse_gpus(text: str) -> list[Gpu]:
     return gpus
 
 
-@functools.cache
 def calibration_here() -> Calibration | None:
     """The calibration for this machine's GPUs; None without a GPU.
 
     An unknown kind counts as H200 with the memory that it has. The kind decides, not the single card, so that
     all nodes of a cluster of one kind find the same.
+
+    Raises:
+        CalibrationError: the stored calibration of this kind is damaged.
     """
-    gpus = list_gpus()
+    gpus = _gpus_once()
     if not gpus:
         return None
-    for kind in DATA_SHEETS:
-        if kind in gpus[0].name:
-            known = shipped(kind)
-            # Some cards have less memory under a known name.
-            smaller = gpus[0].memory / 1024 < 0.95 * known.memory_gib
-            return dataclasses.replace(known, memory_gib=gpus[0].memory / 1024) if smaller else known
+    kind, memory_gib = kind_of(gpus[0].name), gpus[0].memory / 1024
+    if kind in DATA_SHEETS or stored_path(kind).is_file():
+        found = known(kind)
+        # Some cards have less memory under a known name.
+        smaller = memory_gib < 0.95 * found.memory_gib
+        return dataclasses.replace(found, memory_gib=memory_gib) if smaller else found
     return dataclasses.replace(
-        shipped(), gpu=gpus[0].name, memory_gib=gpus[0].memory / 1024, measured=False, provenance=()
+        shipped(),
+        gpu=kind,
+        memory_gib=memory_gib,
+        measured=False,
+        provenance=(),
+        source=f"nothing is known of {kind}, so the rates are H200's; {HOW}",
     )
+
+
+@functools.cache
+def _gpus_once() -> tuple[Gpu, ...]:
+    return tuple(list_gpus())
+
+
+def calibration_for(platform: str) -> Calibration:
+    """With what a run is planned: the calibration of this machine's GPUs, or H200's without any.
+
+    Args:
+        platform: of the run; for ``cpu``, the stored calibration of CPUs counts, if there is one.
+    """
+    if platform == "cpu":
+        return known("cpu") if stored_path("cpu").is_file() else known("H200")
+    return calibration_here() or known("H200")

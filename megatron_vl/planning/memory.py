@@ -9,8 +9,12 @@ width ``f`` keeps these elements:
 - q and k after RoPE, v and attention: the widths of heads and key/value heads. With Transformer Engine, v is
   a copy. FlashAttention's v is a view that keeps the whole fused QKV output. Window layers keep that and the
   output; our kernels for full attention keep a rotated copy of it and the output.
+- Attention with an output gate: also the gate, its sigmoid in float32, and the gated output.
+- Linear attention: the output of its input projection, q, k and v after the convolution, the rule's output
+  and the normalised one, and of each value head the gates and a row of its chunk's matrix of 64 x 64. With
+  ``core_attn`` recomputed, the projection's output and the normalised one.
 - MLP, linear and activation: 3 f with a gate, 2 f without one; for experts ``top_k`` times that, and their
-  inputs.
+  inputs. A shared expert: the same of its own width, and its output.
 
 The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
 the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
@@ -44,6 +48,8 @@ WORKSPACE_GIB = 0.5
 on one GPU."""
 CHUNK_BYTES = 256 << 20
 """Largest piece of offloaded optimizer state that is copied at once."""
+DELTA_CHUNK = 64
+"""Tokens that the kernels of linear attention compute together."""
 SLOTS = 4
 """Number of such pieces that are on the GPU at once while weights are updated."""
 
@@ -351,7 +357,10 @@ class _Sizes:
         last = stage == layout.pp - 1 and v == layout.vpp - 1
         token = self.element * self.config.data.seq_len
         hidden = token * m.hidden_size / self._shared
-        layers = [token * self._kinds[m.has_experts(layer)] for layer in layout.chunk_layers(stage, v)]
+        layers = [
+            token * self._kinds[m.has_experts(layer), m.is_linear(layer)]
+            for layer in layout.chunk_layers(stage, v)
+        ]
 
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
@@ -365,21 +374,18 @@ class _Sizes:
         return _Held(sum(layers) + ends)
 
     @functools.cached_property
-    def _kinds(self) -> tuple[float, float]:
-        """Elements of one token in a decoder layer without and with experts."""
+    def _kinds(self) -> dict[tuple[bool, bool], float]:
+        """Elements of one token in a decoder layer: (with experts, with linear attention)."""
         m = self.spec.language
-        return self._decoder_layer(m, False), self._decoder_layer(m, True)
+        both = (False, True)
+        return {(e, linear): self._decoder_layer(m, e, linear) for e in both for linear in both}
 
-    def _decoder_layer(self, m: LanguageSpec, experts: bool) -> float:
+    def _decoder_layer(self, m: LanguageSpec, experts: bool, linear: bool) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         tp, r = self.layout.tp, self.config.recompute
         modules = set(r.language_modules) if r.language == "selective" else set()
 
-        # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
-        heads = m.num_heads * m.head_dim / tp
-        kv = max(m.num_kv_heads / tp, 1.0) * m.head_dim
-        v = kv if self.config.model.language_attention in ("auto", "te") else heads + 2 * kv
-        attention = heads + kv + v + heads + m.num_heads * 4 / self.element / tp
+        attention = self._linear_attention(m, modules) if linear else self._attention(m)
         norms = 4 * m.hidden_size / self._shared
         if m.moe is not None and experts:
             return (
@@ -394,6 +400,24 @@ class _Sizes:
             norms = norms - m.hidden_size / self._shared
         return norms + attention + mlp
 
+    def _attention(self, m: LanguageSpec) -> float:
+        tp = self.layout.tp
+        # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
+        heads = m.num_heads * m.head_dim / tp
+        kv = max(m.num_kv_heads / tp, 1.0) * m.head_dim
+        v = kv if self.config.model.language_attention in ("auto", "te") else heads + 2 * kv
+        gate = heads * (2 + 4 / self.element) if m.output_gate else 0.0
+        return heads + kv + v + heads + m.num_heads * 4 / self.element / tp + gate
+
+    def _linear_attention(self, m: LanguageSpec, modules: set[str]) -> float:
+        a = m.linear_attention
+        if a is None:
+            return 0.0
+        values = a.value_heads * a.value_dim
+        projected = a.conv_channels + values + 2 * a.value_heads
+        inside = a.conv_channels + values + a.value_heads * (1 + 4 / self.element + DELTA_CHUNK)
+        return (projected + values + inside * ("core_attn" not in modules)) / self.layout.tp
+
     def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
         """Elements of one token: router logits, probabilities and the map in float32; inputs of the
         experts, their linear and activation. A token becomes ``top_k`` rows. With an even load, a
@@ -402,7 +426,10 @@ class _Sizes:
         inside = moe.top_k * (
             self.layout.etp * hidden_size + (2 if activation_again else 3) * moe.ffn_hidden_size
         )
-        return (inside + 3 * moe.num_experts * 4 / self.element) / self._shared
+        shared = 0.0
+        if moe.shared_ffn_hidden_size:
+            shared = (2 if activation_again else 3) * moe.shared_ffn_hidden_size + hidden_size
+        return (inside + shared + 3 * moe.num_experts * 4 / self.element) / self._shared
 
     def vision(self) -> _Held:
         """The tower on one row's patches; it is tensor-parallel without sequence parallelism."""
@@ -455,7 +482,9 @@ class _Sizes:
         if not frozen:
             most = self.patches if self.config.model.freeze_vision else calls.keep_patches
             kept = dataclasses.replace(self, patches=min(self.patches, most)).vision().kept
-        return features + kept + max(0.0, own + max(encode, backward) - others)
+        # What is kept is there beside the pipeline's passes and the first pass of other pictures; its own
+        # backward pass comes first and frees it.
+        return features + max(kept, own + backward - others, kept + own + encode - others)
 
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
         model, tp = self.config.model, self.layout.tp

@@ -234,8 +234,13 @@ def step_ends(costs: Costs, layout: Layout, times: list[tuple[PassTime, ...]]) -
         held = stage_parameters(costs.config, costs.spec, layout, stage, costs.dp)
         longest = max(longest, _exposed(costs, held.trained, chunks) + costs.update(held))
     micro_batches = costs.config.global_batch_size // costs.dp
-    besides = _straggling(costs, micro_batches) + _tower_ahead(costs, micro_batches)
-    return longest + besides + costs.calibration.step_s
+    return longest + besides(costs, micro_batches)
+
+
+def besides(costs: Costs, micro_batches: int) -> float:
+    """What a step takes beside the pipeline's passes, the reduction of gradients and the update."""
+    ahead = _straggling(costs, micro_batches) + _tower_ahead(costs, micro_batches)
+    return ahead + costs.calibration.step_s
 
 
 def _stage(costs: Costs, memory: StageMemory, stage: int) -> StagePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,8 @@ class RowStatistics:
     source: str
     """Where the rows come from, in words."""
     rows: tuple[RowShape, ...]
+    sampled: bool = False
+    """Whether they are a random part of a data set, so that their means have an error."""
 
     @cached_property
     def tokens(self) -> float:
@@ -76,6 +79,11 @@ class RowStatistics:
         return statistics.pstdev(sum(row.frames) for row in self.rows) / self.patches if self.patches else 0.0
 
     @cached_property
+    def patches_error(self) -> float:
+        """Standard error of the mean of a row's patches as a share of it. 0 where the rows are no sample."""
+        return self.spread / math.sqrt(len(self.rows) - 1) if self.sampled and len(self.rows) > 1 else 0.0
+
+    @cached_property
     def with_pictures(self) -> float:
         """Share of the rows that have a picture; the others skip the tower."""
         return self._mean(lambda row: float(bool(row.frames)))
@@ -100,6 +108,7 @@ class RowStatistics:
                 "mean": round(self.patches, 1),
                 "spread": round(self.spread, 4),
                 "max": self.most_patches,
+                "standard_error": round(self.patches_error, 4),
             },
         }
 

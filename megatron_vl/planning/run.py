@@ -53,6 +53,23 @@ def run_layout(
     return dataclasses.replace(layout, layers=planned_layers(costs))
 
 
+def check_layout(config: TrainConfig, spec: ModelSpec, world_size: int) -> int:
+    """Checks a run's sizes, and its split if one is given; plans none. Returns the data-parallel size.
+
+    Raises:
+        RunConfigError, LayoutError: the layout is impossible.
+    """
+    dp = validate(config, world_size)
+    p = config.parallel
+    check_experts(spec, p.tp, p.sequence_parallel)
+    if isinstance(p.layers, list) or p.pp == 1:
+        layers = p.layers if isinstance(p.layers, list) else None
+        make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, config.vision.placement == "decoupled")
+    else:
+        layout_of_sizes(config, spec)
+    return dp
+
+
 def keeps_split(config: TrainConfig, saved: Layout) -> bool:
     """Whether a run without ``parallel.layers`` keeps the split of a checkpoint's layout."""
     p = config.parallel
@@ -60,18 +77,30 @@ def keeps_split(config: TrainConfig, saved: Layout) -> bool:
     return (saved.pp, saved.vpp, saved.decoupled) == (p.pp, p.vpp, decoupled)
 
 
+def split_source(config: TrainConfig, layout: Layout, saved: Layout | None) -> str:
+    """Where a run's split comes from: ``given``, ``saved`` or ``planned``."""
+    if layout.pp == 1 or isinstance(config.parallel.layers, list):
+        return "given"
+    return "saved" if saved is not None and keeps_split(config, saved) else "planned"
+
+
 def estimate(
-    config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
+    config: TrainConfig,
+    spec: ModelSpec,
+    world_size: int,
+    patches: int | None = None,
+    calibration: Calibration | None = None,
 ) -> list[StageMemory]:
     """Estimates the peak memory of each pipeline stage of a run, first stage first.
 
     Args:
         patches: vision patches of the fullest row; None: as many as a row can hold.
+        calibration: with what a split is planned; None: that of H200.
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.
     """
-    layout = run_layout(config, spec, world_size)
+    layout = run_layout(config, spec, world_size, calibration=calibration)
     return stage_memories(config, spec, layout, validate(config, world_size), patches)
 
 

@@ -2,7 +2,8 @@
 
 All sizes of TP, PP, VPP, EP and ETP that the model and the number of GPUs allow are combined with a ladder of
 recompute (and offload). They are taken in the order of a quick estimate of their time; for each, memory is
-computed, and the split improved where a balanced one does not fit, until enough have been found.
+computed, and the split improved where a balanced one does not fit, until enough have been found. Sizes whose
+shortest possible step is longer than what has been found are not combined with anything.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
@@ -19,7 +21,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.cost import Costs, Network
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, offloaded, parameter_bytes, stage_memories
-from megatron_vl.planning.predict import Prediction, chunk_times, predict, step_ends
+from megatron_vl.planning.predict import Prediction, besides, chunk_times, predict, step_ends
 from megatron_vl.planning.rows import RowStatistics
 from megatron_vl.planning.split import balanced_layers, layout_of_sizes, planned_layers, quick_seconds
 from megatron_vl.spec.families import ModelSpec
@@ -62,6 +64,8 @@ class Wanted:
     """Patches of the fullest row, for memory; None: as many as a row can hold."""
     keep: int = 8
     """Number of layouts to return."""
+    same_sizes: bool = False
+    """Keep TP, PP, VPP, EP and ETP of the run."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,27 @@ class Found:
     """Number of combinations of sizes, recompute and offload."""
 
 
-@dataclass(order=True)
+@dataclass(frozen=True)
+class _Group:
+    """Parallel sizes and the tower's place: the combinations that differ in recompute and offload alone."""
+
+    seconds: float
+    """No combination has a shorter step by the quick estimate."""
+    number: int
+    size: int
+    """Number of combinations."""
+    config: TrainConfig
+
+
+@dataclass(frozen=True)
 class _Candidate:
-    """A combination in the order of its quick estimate."""
+    """A combination with its quick estimate."""
 
     seconds: float
     number: int
-    config: TrainConfig = field(compare=False)
-    layout: Layout = field(compare=False)
-    costs: Costs = field(compare=False)
+    config: TrainConfig
+    layout: Layout
+    costs: Costs
 
 
 def search(wanted: Wanted) -> Found:
@@ -107,9 +123,9 @@ def search(wanted: Wanted) -> Found:
     if wanted.config.optimizer.offload_fraction == "auto":
         optimizer = dataclasses.replace(wanted.config.optimizer, offload_fraction=0.0)
         wanted = dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, optimizer=optimizer))
-    configs = list(_configs(wanted))
-    queue = [c for c in (_candidate(wanted, *item) for item in enumerate(configs)) if c is not None]
-    if not configs:
+    groups = list(_groups(wanted))
+    queue: list[tuple[float, int, _Group | _Candidate]] = [(g.seconds, g.number, g) for g in groups]
+    if not groups:
         raise RunConfigError(
             f"no layout of {wanted.world} GPUs is possible with global_batch_size"
             f" {wanted.config.global_batch_size}: the data-parallel size must divide it"
@@ -119,9 +135,14 @@ def search(wanted: Wanted) -> Found:
     lost: dict[tuple, Lost] = {}
     tried = 0
     while queue:
-        candidate = heapq.heappop(queue)
+        _, _, candidate = heapq.heappop(queue)
         if found and (candidate.seconds > MARGIN * _slowest(found, wanted.keep) or tried > TRIED):
             break
+        if isinstance(candidate, _Group):
+            # None of a group's combinations is faster than the group, so they are still taken in order.
+            for one in _combinations(wanted, candidate):
+                heapq.heappush(queue, (one.seconds, one.number, one))
+            continue
         key = _sizes(candidate)
         # More recompute under the same sizes is slower: one that fits is enough.
         if key in found:
@@ -136,7 +157,8 @@ def search(wanted: Wanted) -> Found:
     best = sorted(found.values(), key=_rank)[: wanted.keep]
     best = sorted((_refined(wanted, prediction) for prediction in best), key=_rank)
     reasons = tuple(why_slower(best[0], other) for other in best[1:])
-    return Found(tuple(best), reasons, tuple(lost.values())[: wanted.keep], len(configs))
+    combinations = sum(group.size for group in groups)
+    return Found(tuple(best), reasons, tuple(lost.values())[: wanted.keep], combinations)
 
 
 def _slowest(found: dict[tuple, Prediction], keep: int) -> float:
@@ -160,8 +182,10 @@ def _sizes(candidate: _Candidate) -> tuple:
 # --- Combinations -------------------------------------------------------------------------------------------
 
 
-def _configs(wanted: Wanted) -> Iterator[TrainConfig]:
-    """All combinations that the fields of a run allow."""
+def _groups(wanted: Wanted) -> Iterator[_Group]:
+    """All parallel sizes that the fields of a run allow, with each place of the tower."""
+    size = len(LADDER) * (1 + len(offloads(wanted.config)))
+    number = 0
     for parallel in _parallels(wanted):
         base = dataclasses.replace(wanted.config, parallel=parallel)
         try:
@@ -169,16 +193,49 @@ def _configs(wanted: Wanted) -> Iterator[TrainConfig]:
         except RunConfigError:
             continue
         for placed in _placements(base):
-            for recompute in LADDER:
-                r = dataclasses.replace(wanted.config.recompute, **recompute)
-                config = dataclasses.replace(placed, recompute=r)
-                yield config
-                for optimizer in offloads(config):
-                    yield dataclasses.replace(config, optimizer=optimizer)
+            number += size + 1
+            yield _Group(shortest_step(wanted, placed), number, size, placed)
+
+
+def shortest_step(wanted: Wanted, config: TrainConfig) -> float:
+    """Less than any quick estimate of these parallel sizes: the stages share all work without a rest, nothing
+    is computed twice, and all communication at the end of the step hides. Infinite if they are impossible."""
+    bare = dataclasses.replace(wanted.config.recompute, **LADDER[0])
+    config = dataclasses.replace(config, recompute=bare)
+    try:
+        layout = layout_of_sizes(config, wanted.spec)
+    except LayoutError:
+        return math.inf
+    dp = wanted.world // (layout.tp * layout.pp)
+    costs = Costs(config, wanted.spec, layout, dp, wanted.rows, wanted.calibration, wanted.network)
+    micro_batches = config.global_batch_size // dp
+    ends = [costs.embedding(), costs.head()] + ([] if layout.decoupled else [costs.tower()])
+    waits = 2 * wanted.calibration.pass_s * layout.vpp * (layout.pp > 1)
+    layers = costs.decoder_layers(range(wanted.spec.language.num_layers)).both
+    mean = (layers + sum(end.both for end in ends)) / layout.pp
+    alone = max(end.both for end in ends)  # one stage holds it
+    return micro_batches * (max(mean, alone) + waits) + besides(costs, micro_batches)
+
+
+def _combinations(wanted: Wanted, group: _Group) -> Iterator[_Candidate]:
+    """The combinations of a group that the model allows and whose states fit."""
+    configs = []
+    for recompute in LADDER:
+        r = dataclasses.replace(wanted.config.recompute, **recompute)
+        config = dataclasses.replace(group.config, recompute=r)
+        configs.append(config)
+        configs += [dataclasses.replace(config, optimizer=optimizer) for optimizer in offloads(config)]
+    for number, config in enumerate(configs, group.number + 1):
+        candidate = _candidate(wanted, number, config)
+        if candidate is not None:
+            yield candidate
 
 
 def _parallels(wanted: Wanted) -> Iterator[Any]:
     p, m, world = wanted.config.parallel, wanted.spec.language, wanted.world
+    if wanted.same_sizes:
+        yield dataclasses.replace(p, layers=None)
+        return
     tps = [n for n in _powers(min(LARGEST_TP, wanted.network.gpus_per_node, world)) if world % n == 0]
     pps = [n for n in range(1, min(LARGEST_PP, m.num_layers, world) + 1) if world % n == 0]
     eps = _powers(min(LARGEST_EP, world)) if m.moe else [1]
@@ -384,10 +441,10 @@ def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
 
 
-def what_fits(wanted: Wanted) -> Prediction | None:
+def what_fits(wanted: Wanted, *, same_sizes: bool = False) -> Prediction | None:
     """The fastest layout that fits; None if there is none."""
     try:
-        found = search(dataclasses.replace(wanted, keep=1))
+        found = search(dataclasses.replace(wanted, keep=1, same_sizes=same_sizes))
     except (UserError, ValueError):
         return None
     return found.best[0] if found.best else None

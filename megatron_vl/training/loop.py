@@ -24,7 +24,7 @@ from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.parallel.groups import end_groups
 from megatron_vl.parallel.signs_of_life import longest_s
-from megatron_vl.planning.offload import advice, resolve
+from megatron_vl.planning.offload import resolve
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.spec.families import ModelSpec
@@ -42,12 +42,14 @@ from megatron_vl.training.preflight import (
     Start,
     changed_video_rule,
     check,
+    check_gpu_memory,
     check_start_weights,
     plan_start,
     read_data,
     remarks,
     run_facts,
     settle_split,
+    split_note,
 )
 from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
@@ -81,6 +83,8 @@ class Run:
     """Skipped steps of the whole run, by reason."""
     resumed: bool = False
     """Whether the run was resumed from its own checkpoint."""
+    split: str = ""
+    """Where the split of the decoder layers comes from, if the run does not give it."""
     bad_samples: dict[str, Any] | None = None
     """Counts over all ranks from the checkpoint that the run resumes from."""
 
@@ -95,8 +99,10 @@ def set_up(config: TrainConfig) -> Run:
     platform = get_platform(config.platform)
     init_distributed(platform, _minutes_of_collectives(config.failures.timeout_s))
     layout = agree_on_split(layout)
+    asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel))
     settle_split(config, layout)
-    config = resolve(config, spec, dist.get_world_size(), platform.memory_gib())
+    dp = dist.get_world_size() // (layout.tp * layout.pp)
+    config = resolve(config, spec, layout, dp, platform.memory_gib())
     failures.watch(config.failures.timeout_s)
     facts = share_data(config)
     grid = make_grid(layout, owners=config.data.balance)
@@ -114,6 +120,7 @@ def set_up(config: TrainConfig) -> Run:
     resumes = start.source is not None and not start.restart_data
     loader = build_run_loader(config, spec, grid, facts["train"], resumes) if grid.owns_loader else None
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
+    run.split = split_note(asked, spec, layout, start.source)
     if config.checkpoint.dir:
         c = config.checkpoint
         run.exporter = build_exporter(config, start) if grid.rank == 0 else None
@@ -366,7 +373,9 @@ def _train(config: TrainConfig) -> None:
         say(run.grid, f"load-balancing loss of the experts: {reason}")
     for remark in remarks(config, run.platform.name, run.resumed):
         say(run.grid, f"NOTE: {remark}")
-    if note := _does_not_fit(run):
+    if run.split:
+        say(run.grid, run.split)
+    if note := check_gpu_memory(run.config, run.spec, run.layout, run.grid.world_size):
         say(run.grid, f"NOTE: {note}")
     for note in run.loader.notes if run.loader is not None else []:
         say(run.grid, note)
@@ -399,12 +408,6 @@ def _train(config: TrainConfig) -> None:
             say(run.grid, f"stopped after step {run.step} of {config.steps}, as a signal asked; {then}")
         failures.stop()
     finish_exports(run)
-
-
-def _does_not_fit(run: Run) -> str:
-    """What to change if this GPU is too small by the estimate; empty if it is not."""
-    gib = run.platform.memory_gib()
-    return "" if gib is None else advice(run.config, run.spec, run.grid.world_size, gib)
 
 
 @contextlib.contextmanager

@@ -9,16 +9,16 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.parallel.failures import LESS_HOST_MEMORY
-from megatron_vl.planning.memory import PARTS, RESERVE_GIB, StageMemory, peak_gib
-from megatron_vl.planning.run import estimate, run_layout
-from megatron_vl.planning.search import changed_options
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.planning.fit import advice
+from megatron_vl.planning.gpus import calibration_for
+from megatron_vl.planning.memory import PARTS, StageMemory
+from megatron_vl.planning.run import estimate
+from megatron_vl.spec.families import read_spec
 
 GIB = 2**30
 FRAGMENTED = 0.1
@@ -134,16 +134,14 @@ def _gib(pattern: str, said: str) -> float | None:
 def _by_the_estimate(config: TrainConfig, memory: GpuMemory) -> list[str]:
     """Sentences: what the estimate expected of this stage, and the change that would fit."""
     spec, world, stage = read_spec(config.model.hf), int(os.environ.get("WORLD_SIZE", 1)), own_stage()
-    expected = estimate(config, spec, world)[stage]
+    rates = calibration_for(config.platform)
+    expected = estimate(config, spec, world, calibration=rates)[stage]
     said = [f"The estimate of pipeline stage {stage} is {expected.total / GIB:.1f} GiB ({_parts(expected)})"]
 
     # What the estimate did not foresee stays after any change.
     beyond = max(0.0, memory.allocated + (memory.wanted or 0.0) - expected.total / GIB)
-    change = first_that_fits(config, spec, world, memory.total - memory.others - beyond)
-    if change is None:
-        return [*said, "No single change fits: lower data.seq_len or data.max_patches, or take more GPUs"]
-    words, gib = change
-    return [*said, f"By the estimate, {words} would fit ({gib:.1f} GiB on the fullest stage)"]
+    left = dataclasses.replace(rates, memory_gib=memory.total - memory.others - beyond)
+    return [*said, advice(config, spec, world, left, near=True).removesuffix(".")]
 
 
 def own_stage() -> int:
@@ -155,78 +153,6 @@ def own_stage() -> int:
 def _parts(stage: StageMemory) -> str:
     gib = {part: getattr(stage, part) / GIB for part in PARTS}
     return ", ".join(f"{part} {size:.1f}" for part, size in gib.items() if size >= 0.1)
-
-
-def first_that_fits(
-    config: TrainConfig, spec: ModelSpec, world: int, limit_gib: float
-) -> tuple[str, float] | None:
-    """The cheapest change after which the fullest stage fits: its options, and that stage's GiB.
-
-    Recompute is tried first, then the optimizer in host memory, then another split, then more stages.
-
-    Args:
-        limit_gib: what a GPU has, of which :data:`RESERVE_GIB` stay free.
-    """
-    for options, changed in candidates(config, spec, world):
-        try:
-            gib = peak_gib(estimate(changed, spec, world))
-        except (UserError, ValueError):
-            continue  # impossible for this model or number of ranks
-        if gib + RESERVE_GIB <= limit_gib:
-            return options, gib
-    return None
-
-
-def candidates(config: TrainConfig, spec: ModelSpec, world: int) -> Iterator[tuple[str, TrainConfig]]:
-    """Changes in the order of what they cost, as options and as a configuration."""
-    r = config.recompute
-    light = dataclasses.replace(r, vision="activation" if r.vision == "none" else r.vision)
-    if r.language == "none":
-        light = dataclasses.replace(light, language="selective", language_modules=["activation"])
-    for wanted in (
-        light,
-        dataclasses.replace(light, language="full"),
-        dataclasses.replace(r, language="full", vision="full"),
-    ):
-        if wanted != r:
-            yield changed_options("recompute", r, wanted), dataclasses.replace(config, recompute=wanted)
-
-    calls = dataclasses.replace(config.vision, backward_patches=max(1, config.vision.backward_patches // 4))
-    if config.vision.placement == "decoupled":
-        yield changed_options("vision", config.vision, calls), dataclasses.replace(config, vision=calls)
-
-    for offload in _offloads(config):
-        optimizer = dataclasses.replace(config.optimizer, **offload)
-        if optimizer != config.optimizer:
-            offloaded = dataclasses.replace(config, optimizer=optimizer)
-            yield changed_options("optimizer", config.optimizer, optimizer), offloaded
-
-    p = config.parallel
-    for layers in other_splits(list(run_layout(config, spec, world).layers), p.vpp):
-        parallel = dataclasses.replace(p, layers=layers)
-        yield changed_options("parallel", p, parallel), dataclasses.replace(config, parallel=parallel)
-    more = dataclasses.replace(p, pp=2 * p.pp, layers=None)
-    if world % (more.pp * p.tp) == 0:
-        yield f"--parallel.pp {more.pp} without parallel.layers", dataclasses.replace(config, parallel=more)
-
-
-def _offloads(config: TrainConfig) -> list[dict[str, Any]]:
-    """Fields of the optimizer that keep more of its state in host memory."""
-    now = config.optimizer.offload_fraction
-    return [{"offload_fraction": share} for share in (0.25, 0.5, 0.75, 1.0) if now == "auto" or share > now]
-
-
-def other_splits(layers: list[int], vpp: int) -> Iterator[list[int]]:
-    """Splits with up to half of the first stage's layers on the other stages, and the other way round."""
-    if vpp > 1 or len(layers) < 2:
-        return
-    for source in (0, len(layers) - 1):
-        split = list(layers)
-        for _ in range(layers[source] // 2):
-            split[source] -= 1
-            others = [i for i in range(len(split)) if i != source]
-            split[min(others, key=lambda i: split[i])] += 1
-            yield list(split)
 
 
 def _first_line(said: str) -> str:

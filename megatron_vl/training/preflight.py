@@ -17,10 +17,10 @@ from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.data.location import in_store, location
 from megatron_vl.parallel.open_files import raise_open_files
-from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.fit import check_memory
-from megatron_vl.planning.gpus import calibration_here
-from megatron_vl.planning.run import estimate, run_layout
+from megatron_vl.planning.gpus import calibration_for, calibration_here
+from megatron_vl.planning.memory import stage_memories
+from megatron_vl.planning.run import check_layout, run_layout, split_source
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.weights.run_folder import (
@@ -58,7 +58,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     """
     check_core_version()
     world_size = launched_world_size() if world_size is None else world_size
-    dp = validate(config, world_size)
+    validate(config, world_size)
     if not config.model.hf:
         raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
     if not (Path(config.model.hf) / "config.json").is_file():
@@ -68,13 +68,11 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         )
 
     spec = read_spec(config.model.hf)
-    gpu = gpu_of(config)
-    layout = run_layout(config, spec, world_size, calibration=gpu)
+    dp = check_layout(config, spec, world_size)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
-    check_host_memory(config, spec, world_size)
     if config.data.balance:
         check_open_files(dp)
     check_data_path(config.data.path)
@@ -86,11 +84,9 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     check_export(config)
 
     start = plan_start(config, dp)
-    layout = run_layout(
-        config, spec, world_size, calibration=gpu, saved=saved_layout(config, spec, start.source)
-    )
-    if gpu is not None:
-        check_memory(config, spec, layout, world_size, gpu)
+    layout = split_of(config, spec, world_size, start.source)
+    check_gpu_memory(config, spec, layout, world_size)
+    check_host_memory(config, spec, layout, dp)
     if start.source is not None:
         check_video_rule(config, spec, start.source.path)
         check_own_checkpoint(config, spec, dp, start)
@@ -101,9 +97,35 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     return spec, layout
 
 
-def gpu_of(config: TrainConfig) -> Calibration | None:
-    """The calibration of this machine's GPUs, if the run is for GPUs and there are any."""
-    return None if config.platform == "cpu" else calibration_here()
+def split_of(config: TrainConfig, spec: ModelSpec, world_size: int, source: Saved | None) -> Layout:
+    """The layout of a run on this machine that resumes from ``source``."""
+    rates, saved = calibration_for(config.platform), saved_layout(config, spec, source)
+    return run_layout(config, spec, world_size, calibration=rates, saved=saved)
+
+
+def split_note(config: TrainConfig, spec: ModelSpec, layout: Layout, source: Saved | None) -> str:
+    """A line about a split that the run does not give; empty if it does.
+
+    Args:
+        config: the run before its split was settled.
+    """
+    how = split_source(config, layout, saved_layout(config, spec, source))
+    if how == "given":
+        return ""
+    where = f"planned, {calibration_for(config.platform).source}" if how == "planned" else "as it was saved"
+    return f"decoder layers of the stages {list(layout.layers)}: {where}"
+
+
+def check_gpu_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, world_size: int) -> str:
+    """Compares the memory estimate with this machine's GPUs, if the run is for GPUs and there are any.
+
+    Returns a remark if a run is let through that may not fit; otherwise nothing.
+
+    Raises:
+        RunConfigError: the run does not fit.
+    """
+    gpu = None if config.platform == "cpu" else calibration_here()
+    return "" if gpu is None else check_memory(config, spec, layout, world_size, gpu)
 
 
 def saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> Layout | None:
@@ -114,7 +136,7 @@ def saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> 
     if source is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return None
     try:
-        return read_layout(spec, read_signed(source.path, source.step)["layout"])
+        return read_layout(spec, read_signed(source.path / "run.json", source.step)["layout"])
     except (ValueError, KeyError, TypeError, OSError, RuntimeError):
         return None
 
@@ -125,7 +147,7 @@ def settle_split(config: TrainConfig, layout: Layout) -> None:
         config.parallel.layers = list(layout.layers)
 
 
-def check_host_memory(config: TrainConfig, spec: ModelSpec, world_size: int) -> None:
+def check_host_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> None:
     """Refuses to offload more optimizer state than this node has memory for, before any is allocated.
 
     Raises:
@@ -134,7 +156,7 @@ def check_host_memory(config: TrainConfig, spec: ModelSpec, world_size: int) -> 
     share, ranks = config.optimizer.offload_fraction, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.platform == "cpu" or share in (0, "auto"):
         return
-    needed = ranks * max(stage.host for stage in estimate(config, spec, world_size))
+    needed = ranks * max(stage.host for stage in stage_memories(config, spec, layout, dp))
     there = host_memory.available()
     if needed > there:
         fits = math.floor(20 * float(share) * there / needed) / 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -216,3 +217,41 @@ def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
         result.stderr.startswith("megatron-vl merge: [Errno 36] File name too long")
         and "Traceback" not in result.stderr
     )
+
+
+def test_a_run_without_a_split_gets_the_planned_one(
+    tmp_path: Path, origin: Path, capsys, monkeypatch
+) -> None:
+    """``split`` and ``convert`` write what a training of so many GPUs begins with, never the even split."""
+    from megatron_vl.config import parse_config
+    from megatron_vl.planning.calibration import shipped, stored_path, write_calibration
+    from megatron_vl.planning.gpus import calibration_for
+    from megatron_vl.planning.run import run_layout
+    from megatron_vl.spec.families import read_spec
+
+    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path / "rates"))
+    # On such a machine, the tower takes longer than all of the decoder.
+    slow_tower = dataclasses.replace(shipped(), gpu="cpu", tower_attention_tflops=1e-4)
+    write_calibration(stored_path("cpu"), slow_tower)
+    given = tmp_path / "run.yaml"
+    given.write_text(
+        f"model: {{hf: {origin}}}\nplatform: cpu\ndtype: float32\nglobal_batch_size: 4\n"
+        "data: {seq_len: 1024}\nparallel: {pp: 2, layers: auto}\n"
+    )
+    config = parse_config(["--config", str(given)])
+    planned = run_layout(config, read_spec(origin), 2, calibration=calibration_for("cpu")).layers
+    even = sum(planned) // 2
+    assert planned == (0, 2 * even)
+
+    words = ["--config", given, "--out", tmp_path / "shards"]
+    assert run("convert", "--hf", origin, *words) == 2
+    assert "means the planned split, and that depends on the number of GPUs: give it with --gpus" in (
+        capsys.readouterr().err
+    )
+    assert run("convert", "--hf", origin, *words, "--gpus", 2) == 0
+    assert f"pp 2, vpp 1, layers {planned[0]},{planned[1]}" in capsys.readouterr().out
+    again = ["--checkpoint", tmp_path / "shards", "--config", given, "--out", tmp_path / "again"]
+    assert run("split", *again, "--gpus", 2, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["layers"] == list(planned)
+    assert run("split", *again, "--force", "--layers", f"{even},{even}", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["layers"] == [even, even]

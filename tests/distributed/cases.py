@@ -115,6 +115,8 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         case("DP2, decoupled, rows balanced", steps=[UNEVEN, UNEVEN], balanced=True, overlap=True),
         case("EP2, experts, decoupled", MOE, ep=2),
         case("PP2, experts, decoupled", MOE, pp=2, layers=[3, 1]),
+        case("PP2, decoupled, qwen3_5", Q35, pp=2, patches=64),
+        case("EP2, decoupled, qwen3_5 with experts", MOE35, ep=2),
         case("training, PP2, decoupled, overlap", pp=2, steps=TRAINING, train=True, overlap=True),
         case(
             "training, DP2, decoupled, the tower used by one rank and by none",

@@ -1,20 +1,24 @@
-"""Sends mutated records and pictures through the data tool, and mutated samples and shards
-through the loader.
+"""Sends mutated records and pictures through the data tool, mutated samples and shards through the loader,
+and damages what lies on the disk: shards, indices, links, and files that do not answer.
 
     python -m tests.fuzz.data --count 5000
 
 Nothing may hang, crash, exhaust the memory or be dropped uncounted: records in = samples out + refused, and
-every sample of the shards is in a row or named among the dropped ones.
+every sample of the shards is in a row or named among the dropped ones. Nothing may change silently either:
+what a damaged disk still gives is, bit for bit, what the intact one gave.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import multiprocessing
+import os
 import random
 import resource
+import shutil
 import tarfile
 import tempfile
 import time
@@ -213,7 +217,9 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
     source = folder / "in.jsonl"
     source.write_bytes(b"\n".join(line_of(i, base, media, draw) for i in range(count)) + b"\n")
     lines = [i for i, line in enumerate(source.read_bytes().split(b"\n"), 1) if line.strip()]
-    options = ConversionOptions(media, folder / "out", workers=workers, samples_per_shard=50)
+    options = ConversionOptions(
+        media, folder / "out", workers=workers, samples_per_shard=max(10, count // 100)
+    )
     start = time.monotonic()
     report = _guarded(lambda: convert([source], options), 60 + count * 0.2)
     listed = [json.loads(line) for line in (folder / "out/quarantine.jsonl").read_text().splitlines()]
@@ -348,6 +354,98 @@ def _one_pass(
     return len(used - dropped.keys()), Counter(dropped.values()), missing
 
 
+# --- Storage ------------------------------------------------------------------------------------------------
+
+
+STORAGE: dict[str, Callable[[Path, random.Random], None]] = {
+    "bytes of a shard": lambda shard, draw: _rewritten(shard, draw, [flipped, spliced, numbers, noise]),
+    "a shard cut short": lambda shard, draw: _rewritten(shard, draw, [cut]),
+    "bytes of an index": lambda shard, draw: _rewritten(_index(shard), draw, [flipped, numbers, noise]),
+    "an index cut short": lambda shard, draw: _rewritten(_index(shard), draw, [cut]),
+    "a shard that vanished": lambda shard, draw: shard.unlink(),
+    "an index that vanished": lambda shard, draw: _index(shard).unlink(),
+    "a folder in its place": lambda shard, draw: (shard.unlink(), shard.mkdir())[0],
+    "an empty file": lambda shard, draw: (shard.unlink(), shard.touch())[0],
+    "a shard that does not answer": lambda shard, draw: (shard.unlink(), os.mkfifo(shard))[0],
+}
+"""What happens to a shard on the disk. Each takes the path of the tar."""
+
+
+def _index(shard: Path) -> Path:
+    return shard.with_suffix(".tar.idx")
+
+
+def _rewritten(file: Path, draw: random.Random, ways: list[Callable[[bytes, random.Random], bytes]]) -> None:
+    data = draw.choice(ways)(file.read_bytes(), draw)
+    file.unlink()  # the files of the intact data set are linked here
+    file.write_bytes(data)
+
+
+def fuzz_storage(count: int, seed: int, out: Path) -> Outcome:
+    """Damages at least ``count`` shards, all but one, of copies of the data set ``out`` and reads them.
+
+    What the loader still uses must be what it made of the intact data set. Damage is counted by kind.
+    """
+    draw = random.Random(seed)
+    ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
+    shards = sorted(shard.name for shard in out.glob("*.tar"))
+    counts = {shard: len(_samples(out / shard)) for shard in shards}
+    intact = _guarded(lambda: _digests(out, sum(counts.values())), 120 + sum(counts.values()))[0]
+    total = Outcome(0, 0)
+    start = time.monotonic()
+
+    while total.count < count:
+        copy = out.parent / f"damaged_{total.count}"
+        shutil.copytree(out, copy, copy_function=os.link, ignore=shutil.ignore_patterns(".convert"))
+        # One pipe at most: each makes the loader wait for its limit.
+        kinds = draw.choices(list(STORAGE)[:-1], k=len(shards))
+        places = draw.sample(range(len(shards)), 2)
+        kinds[places[0]] = list(STORAGE)[-1]
+        kinds[places[1]] = ""  # one stays whole: a loader that finds nothing to use ends with a message
+        for shard, kind in zip(shards, kinds, strict=True):
+            if kind:
+                STORAGE[kind](copy / shard, draw)
+
+        found, dropped, unlisted = _guarded(
+            lambda copy=copy: _digests(copy, sum(counts.values())), 180 + sum(counts.values())
+        )
+        changed = [key for key, digest in found.items() if digest != intact.get(key)]
+        assert not changed, f"changed without a word: {changed[:5]}"
+        lost = sum(counts.values()) - len(found.keys() | dropped.keys()) - unlisted
+        assert lost <= 0, f"{lost} samples are neither in a row nor counted"
+        total.count += len(shards) - 1
+        total.used += len(found)
+        total.reasons.update(filter(None, kinds))
+        shutil.rmtree(copy)
+
+    return _outcome(total, start)
+
+
+def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], int]:
+    """Of one pass with a sample in each row: the digest of each used sample, why others are left out, and how
+    many of those were only counted, because a row lists 256 of them."""
+    folder = tiny_checkpoint("qwen2_5_vl")
+    pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
+    fixed = {"seq_len": 1024, "num_workers": 0, "shuffle_buffer": 0, "pack": False}
+    data = DataConfig(path=str(out), sample_timeout_s=2.0, **fixed, **pixels)
+    rows = build_loader(data, read_spec(folder), folder)
+    found: dict[str, str] = {}
+    dropped: dict[str, str] = {}
+    unlisted = 0
+    for row in rows:
+        dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
+        unlisted += sum(row.dropped.values()) - len(row.dropped_samples)
+        again = set(row.keys) & found.keys()
+        for key in set(row.keys) - dropped.keys():
+            parts = (row.tokens, row.loss_mask, row.position_ids, row.vision.planes)
+            joined = b"".join(part.numpy().tobytes() for part in parts)
+            found[key] = hashlib.sha256(joined).hexdigest()
+        if again or len(found.keys() | dropped.keys()) + unlisted >= samples:
+            break
+    rows.close()
+    return {key: digest for key, digest in found.items() if key not in dropped}, dropped, unlisted
+
+
 # --- Guard --------------------------------------------------------------------------------------------------
 
 
@@ -381,13 +479,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--count", type=int, default=5000, help="mutated records, and mutated samples (default: 5000)"
+        "--count",
+        type=int,
+        default=5000,
+        help="mutated records, mutated samples, and ten times the damaged shards (default: 5000)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes of the data tool (default: 2)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print("data tool:", fuzz_tool(args.count, args.seed, Path(folder), args.workers), flush=True)
+        # Before the loader's part, which writes into the shards.
+        print("storage:", fuzz_storage(args.count // 10, args.seed, Path(folder) / "out"), flush=True)
         print("loader:", fuzz_loader(args.count, args.seed, Path(folder) / "out"), flush=True)
 
 

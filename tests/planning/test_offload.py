@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.planning.calibration import shipped
+from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_gib
-from megatron_vl.planning.offload import advice, least_share, resolve, with_share
+from megatron_vl.planning.offload import least_share, resolve, with_share
 from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.training.out_of_memory import candidates
+from megatron_vl.spec.layout import make_layout
 from megatron_vl.training.preflight import check_host_memory
 from tests.examples import HF_CONFIGS
 
@@ -56,36 +60,41 @@ def test_auto_is_the_least_share_that_fits(config, spec) -> None:
     config.optimizer.offload_fraction = "auto"
     full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
     state = stage(config, spec, 0.0).optimizer / GIB
-    assert resolve(config, spec, 2, full + 1).optimizer.offload_fraction == 0.0
-    assert resolve(config, spec, 2, full - 0.32 * state).optimizer.offload_fraction == 0.35
-    assert resolve(config, spec, 2, 1.0).optimizer.offload_fraction == 1.0  # as much as there is
-    assert resolve(config, spec, 2, None).optimizer.offload_fraction == 0.0
-    assert resolve(with_share(config, 0.7), spec, 2, full + 1).optimizer.offload_fraction == 0.7
+
+    def share(given: TrainConfig, gib: float | None) -> float:
+        return resolve(given, spec, make_layout(spec), 2, gib).optimizer.offload_fraction
+
+    assert share(config, full + 1) == 0.0
+    assert share(config, full - 0.32 * state) == 0.35
+    assert share(config, 1.0) == 1.0  # as much as there is
+    assert share(config, None) == 0.0
+    assert share(with_share(config, 0.7), full + 1) == 0.7
 
 
-def test_a_run_that_does_not_fit_is_told_which_share_would(config, spec) -> None:
+def test_a_run_that_may_not_fit_is_told_which_share_would(config, spec) -> None:
     full = peak_gib(estimate(config, spec, 2)) + RESERVE_GIB
-    assert advice(config, spec, 2, full + 1) == ""
-    assert "--optimizer.offload_fraction 0.5 would fit" in advice(config, spec, 2, full - 11.2)
-    assert "not even optimizer.offload_fraction 1 would fit" in advice(config, spec, 2, 30.0)
-    assert least_share(config, spec, 2, 30.0) is None
+    config.failures.check_memory = False
+
+    def remark(gib: float) -> str:
+        gpu = dataclasses.replace(shipped(), memory_gib=gib)
+        return check_memory(config, spec, make_layout(spec), 2, gpu)
+
+    assert remark(full + 1) == ""
+    assert "--optimizer.offload_fraction 0.5 would fit" in remark(full - 11.2)
+    assert "not even --optimizer.offload_fraction 1 would change that" in remark(30.0)
+    assert least_share(config, spec, make_layout(spec), 2, 30.0) is None
 
 
 def test_more_than_the_node_has_is_refused_before_it_is_allocated(config, spec, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(host_memory, "available", lambda: 20 * GIB)
-    check_host_memory(config, spec, 2)
-    check_host_memory(with_share(config, 0.5), spec, 2)
+    layout = make_layout(spec)
+    check_host_memory(config, spec, layout, 2)
+    check_host_memory(with_share(config, 0.5), spec, layout, 2)
     wanted = r"1.0 needs 38.* GiB of host memory for 2 ranks of this node, which has 20.0 GiB left; 0.5 would"
     with pytest.raises(RunConfigError, match=wanted):
-        check_host_memory(with_share(config, 1.0), spec, 2)
+        check_host_memory(with_share(config, 1.0), spec, layout, 2)
 
 
 def test_this_machine_says_what_it_has() -> None:
     assert 0 < host_memory.available() < 1 << 50
-
-
-def test_a_rank_that_runs_out_of_memory_hears_of_larger_shares(config, spec) -> None:
-    words = [words for words, _ in candidates(with_share(config, 0.5), spec, 2)]
-    shares = [word for word in words if "offload" in word]
-    assert shares == ["--optimizer.offload_fraction 0.75", "--optimizer.offload_fraction 1.0"]

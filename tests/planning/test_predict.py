@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
-from megatron_vl.planning.calibration import CalibrationError, read_calibration, shipped, write_calibration
+from megatron_vl.planning import gpus
+from megatron_vl.planning.calibration import (
+    CalibrationError,
+    known,
+    read_calibration,
+    shipped,
+    stored_path,
+    write_calibration,
+)
 from megatron_vl.planning.cost import ranks_of_a_token
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.predict import Prediction
+from megatron_vl.planning.rates import faster, matched, saturating
 from megatron_vl.planning.rows import RowShape, RowStatistics, stated_rows
 from megatron_vl.planning.run import predict_run, run_layout
 from megatron_vl.planning.split import balanced
@@ -27,6 +36,9 @@ LEAN = (
 )
 TP2 = f"--parallel.tp 2 --parallel.sequence_parallel true {LEAN}"
 PP4 = f"{LEAN} --recompute.vision full --global_batch_size 12 --parallel.pp 4"
+DECOUPLED = (
+    f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [14,14] --vision.placement decoupled"
+)
 EP2 = f"--parallel.ep 2 {LEAN}"
 B7, B3, B8, A3 = "Qwen2.5-VL-7B", "Qwen2.5-VL-3B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B"
 QUARTER = {"language": 12, "vision": 7}
@@ -40,11 +52,24 @@ MEASURED = [
     ("DP2, 10 layers", 3386, B7, {"language": 10}, 2, f"--global_batch_size 16 {LEAN}"),
     ("3B, images", 1978, B3, {}, 1, "--global_batch_size 4"),
     ("3B, text", 1215, B3, {}, 1, "--global_batch_size 4"),
-    ("TP2, images", 606, B7, {"language": 8, "vision": 8}, 2, f"--global_batch_size 4 {TP2}"),
+    ("TP2, images", 2649, B7, {"language": 16}, 2, f"--global_batch_size 8 {TP2}"),
     ("TP2, text", 484, B7, {"language": 8, "vision": 8}, 2, f"--global_batch_size 4 {TP2}"),
     ("8B, images", 883, B8, {"language": 9, "vision": 7}, 1, "--global_batch_size 4"),
     ("8B, text", 853, B8, {"language": 9, "vision": 7}, 1, "--global_batch_size 4"),
     ("PP2", 3647, B7, {}, 2, f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [8,20]"),
+    ("PP2, text", 3713, B7, {}, 2, f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [8,20]"),
+    (
+        "PP2 x VPP2",
+        2643,
+        B7,
+        {"language": 16},
+        2,
+        f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.vpp 2 --parallel.layers [0,5,2,9]",
+    ),
+    ("DP2, 4 rows a GPU", 1717, B7, {"language": 10}, 2, f"--global_batch_size 8 {LEAN}"),
+    ("tower on every rank", 3701, B7, {}, 2, DECOUPLED),
+    ("tower on every rank, kept", 3682, B7, {}, 2, f"{DECOUPLED} --vision.keep_patches 16384"),
+    ("tower on every rank, text", 2930, B7, {}, 2, DECOUPLED),
     ("PP4, even", 5143, B7, {}, 4, f"{PP4} --parallel.layers [7,7,7,7]"),
     ("PP4, planned", 3691, B7, {}, 4, f"{PP4} --parallel.layers [0,9,9,10]"),
     ("EP2, rows of 32768", 1253, A3, QUARTER, 2, f"--global_batch_size 4 {EP2} --data.seq_len 32768"),
@@ -169,12 +194,12 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
 
     given.failures.check_memory = False
     told = check_memory(given, spec, layout, 2, shipped())
-    assert told is not None and "the run may end for lack of memory" in told
+    assert "the run may end for lack of memory" in told
     small = config(
         "--global_batch_size 8 --data.seq_len 1024 --recompute.language full --recompute.vision full"
     )
     eight = run_layout(small, spec, 8)
-    assert check_memory(small, spec, eight, 8, shipped()) is None
+    assert check_memory(small, spec, eight, 8, shipped()) == ""
 
 
 def test_a_model_that_no_layout_holds_is_refused_as_such() -> None:
@@ -191,7 +216,7 @@ def test_a_calibration_is_stored_and_read(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "mine.json"
     mine = dataclasses.replace(shipped(), product_tflops=500.0, provenance=("a test",))
     write_calibration(path, mine)
-    assert read_calibration(path) == mine
+    assert read_calibration(path) == dataclasses.replace(mine, source=f"rates of H200 from {path}")
     slower = predict_run(config("--global_batch_size 8"), spec_of(B7), 8, calibration=mine)
     assert slower.step > run(B7, 8, "--global_batch_size 8").step
 
@@ -224,3 +249,75 @@ def test_other_gpus_are_scaled_and_said_to_be() -> None:
     assert shipped("A100").product_tflops == pytest.approx(718 * 312 / 989, rel=0.1)
     with pytest.raises(CalibrationError, match="GPU Z80 is unknown; known: H200"):
         shipped("Z80")
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
+    return tmp_path
+
+
+def test_a_stored_calibration_comes_before_that_of_the_package(stored: Path) -> None:
+    assert known("NVIDIA H200") == shipped() and "from this package" in known("h200").source
+    write_calibration(stored_path("H200"), dataclasses.replace(shipped(), product_tflops=500.0))
+    assert known("NVIDIA H200").product_tflops == known("h200").product_tflops == 500.0
+    assert known("H200").source == f"rates of H200 from {stored / 'h200.json'}"
+    # Those of other kinds are scaled from what the package has measured, not from one machine's own.
+    assert known("H100").product_tflops == shipped().product_tflops
+    (stored / "h200.json").write_text("{")
+    with pytest.raises(CalibrationError, match=r"h200.json is not JSON"):
+        known("H200")
+
+
+def test_without_a_folder_of_ones_own_it_is_that_of_configurations(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MEGATRON_VL_CALIBRATIONS", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert stored_path("NVIDIA L40S") == tmp_path / "megatron-vl" / "calibrations" / "nvidia-l40s.json"
+
+
+def test_this_machines_gpus_decide(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(name: str, mib: int = 143771):
+        monkeypatch.setattr(gpus, "_gpus_once", lambda: (gpus.Gpu(0, name, mib, 0, "580"),))
+        return gpus.calibration_here()
+
+    assert here("NVIDIA H200") == shipped()
+    assert here("NVIDIA H200 NVL", 90000).memory_gib == pytest.approx(90000 / 1024)
+    assert "not measured but scaled from H200's" in here("NVIDIA A100-SXM4-80GB", 81920).source
+    unknown = here("NVIDIA L40S", 46068)
+    assert not unknown.measured and unknown.memory_gib < 45 and unknown.product_tflops == 718.0
+    assert unknown.source.startswith(
+        "nothing is known of NVIDIA L40S, so the rates are H200's; `megatron-vl bench"
+    )
+    write_calibration(
+        stored_path("NVIDIA L40S"), dataclasses.replace(unknown, product_tflops=90.0, measured=True)
+    )
+    assert here("NVIDIA L40S", 46068).product_tflops == 90.0 and here("NVIDIA L40S", 46068).measured
+
+
+def test_a_run_on_cpu_takes_what_was_measured_there(stored: Path) -> None:
+    assert gpus.calibration_for("cpu").gpu == "H200"
+    write_calibration(stored_path("cpu"), dataclasses.replace(shipped(), gpu="cpu"))
+    assert gpus.calibration_for("cpu").gpu == "cpu"
+
+
+def test_rates_of_sizes_by_hand() -> None:
+    """700 n / (n + 400): 350 at 400, 600 at 2400."""
+    assert saturating([400, 2400, 6600], [350, 600, 660]) == pytest.approx((700, 400))
+    # Rates that fall with the size have no such curve: the mean of the times counts.
+    assert saturating([1, 2], [3.0, 2.0]) == pytest.approx((2.4, 0.0))
+
+
+def test_one_factor_makes_predicted_steps_the_measured_ones() -> None:
+    options = f"--global_batch_size 8 {LEAN}"
+
+    def steps(c):
+        return [
+            predict_run(config(options), spec_of(B7, language=20), 2, calibration=c, rows=r).step
+            for r in (None, TEXT)
+        ]
+
+    slower = [1.3 * step for step in steps(shipped())]
+    factor = matched(shipped(), steps, slower)
+    assert 1 / 1.4 < factor < 1 / 1.25
+    after = steps(faster(shipped(), factor))
+    assert after[0] * after[1] == pytest.approx(slower[0] * slower[1])

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.planning.calibration import read_calibration, shipped
 from megatron_vl.planning.flops import Flops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
 from tests.support.ranks import call, python_path, run_module
@@ -244,3 +245,69 @@ def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:
         == 1
     )
     assert "--processes 1000" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_a_calibration_is_measured_stored_and_used(tiny_checkpoint, tmp_path, monkeypatch, capsys) -> None:
+    """On two processes: kernels and steps are timed, and plan and train take what was stored."""
+    hf, folder = str(tiny_checkpoint("qwen2_5_vl")), tmp_path / "calibrations"
+    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(folder))
+    run = ["--data.seq_len", "300", "--global_batch_size", "2", "--parallel.pp", "2", "--dtype", "float32"]
+    words = ["bench", "--calibrate", "--processes", 2, "--rows", "images", "--warm-up", 1, "--timed", 1]
+    command = [sys.executable, "-m", "toolkit", *words, "--part-steps", 0, "--hf", hf, "--json", *run]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=environment(), timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    facts = json.loads(done.stdout)
+    found, stored = facts["calibration"], read_calibration(folder / "cpu.json")
+    assert (
+        found["file"] == str(folder / "cpu.json")
+        and json.loads(json.dumps(stored.as_json())) == found["rates"]
+    )
+    assert stored.gpu == "cpu" and stored.measured and "on 2 x cpu" in stored.provenance[0]
+    step = found["steps_s"]["images"]
+    assert step["measured"] == facts["workloads"]["images"]["step_s"]
+    assert step["predicted"] == pytest.approx(step["measured"], rel=0.01) or found["factor"] is None
+    assert 0 < stored.product_tflops < shipped().product_tflops / 10
+    assert 0 < stored.nvlink_gb_s < shipped().nvlink_gb_s and stored.collective_s > 0
+
+    dry = [
+        "train",
+        "--dry-run",
+        "--json",
+        "--nproc-per-node",
+        "2",
+        "--platform",
+        "cpu",
+        "--model.hf",
+        hf,
+        *run,
+    ]
+    assert main(dry) == 0
+    speed = json.loads(capsys.readouterr().out)["speed"]
+    assert speed["rates"] == f"rates of cpu from {folder / 'cpu.json'}" and speed["gpu"] == "cpu"
+    assert main(["plan", "--json", "--gpus", "2", "--gpu", "cpu", "--hf", hf, *run]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["rates"] == speed["rates"]
+    # With the layers that were measured: the prediction is the run's own.
+    assert planned["best"]["step_s"] == pytest.approx(speed["step_s"], abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--calibration", "x.json"], "--calibration needs --calibrate"),
+        (["--calibrate", "--peer"], "leave out --peer"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(words, told, tiny_checkpoint, capsys) -> None:
+    assert main(["bench", "--processes", "1", "--hf", str(tiny_checkpoint("qwen2_5_vl")), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_experts_are_calibrated_with_even_loads(tiny_checkpoint, capsys) -> None:
+    hf = str(tiny_checkpoint("qwen3_vl_moe"))
+    assert main(["bench", "--processes", "1", "--hf", hf, "--calibrate"]) == 2
+    assert "--calibrate with experts needs --even-routing" in capsys.readouterr().err

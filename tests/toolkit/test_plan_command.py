@@ -65,7 +65,7 @@ def test_the_table_says_what_a_person_decides_by(capsys) -> None:
     ):
         assert words in said
     assert main(["plan", B7[0], B7[1], "--gpus", "8", "--gpu", "h100", *ROWS]) == 0
-    assert "note: the rates of H100 were not measured" in capsys.readouterr().out
+    assert "note: rates of H100 were not measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["timeline.png", "timeline.svg"])

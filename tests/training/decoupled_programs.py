@@ -15,7 +15,7 @@ from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.checkpoint import CheckpointSaver, load, read_run, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import KINDS, OptimizerReader
-from megatron_vl.training.step import train_step
+from megatron_vl.training.step import replicated_modules, train_step
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import step_folder
 from toolkit.parity.case import Case, build, draw
@@ -60,6 +60,42 @@ def _move(
         "norm": results[1].grad_norm,
         "norm_of_another_step": results[0].grad_norm,
     }
+
+
+def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> list[list[list[Any]]]:
+    """For each rank and three steps: [why skipped, whether its weights changed, whether all are finite].
+
+    In the second step, the pictures of the last rank alone have a gradient with one NaN.
+    """
+    platform = get_platform("cpu")
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    live = build(Case("case", hf, weights, [], seq_len=512, decoupled=True, **layout), platform)
+    tower = live.wrapped[0].module.decoupled
+    last = dist.get_rank() == dist.get_world_size() - 1
+    own, calls = tower.backward_call, []
+
+    def with_nan(features: list[Tensor], patches: slice, gradient: Tensor) -> None:
+        calls.append(patches)
+        gradient = gradient.clone()
+        gradient[patches.start // tower.vision.merge_unit, 0, 0] = float("nan")
+        own(features, patches, gradient)
+
+    def held() -> list[Tensor]:
+        return [p.detach().clone() for part in replicated_modules(live.wrapped) for p in part.parameters()]
+
+    results = []
+    for number in range(3):
+        before = held()
+        tower.backward_call = with_nan if last and number == 1 else own
+        skipped = _step(live, platform, number).skipped
+        after = held()
+        changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        results.append([skipped, changed, all(bool(p.isfinite().all()) for p in after)])
+    assert bool(calls) == last  # that rank has pictures of its own
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, results)
+    return by_rank
 
 
 def _step(live: Any, platform: Any, number: int) -> Any:

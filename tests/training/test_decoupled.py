@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from converters.convert import convert
+from megatron_vl.training.step import NOT_FINITE
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
-from tests.training.decoupled_programs import moved
+from tests.training.decoupled_programs import moved, not_finite_in_one_share
 
 
 @pytest.mark.ranks
@@ -31,3 +32,16 @@ def test_a_checkpoint_moves_between_placements_bit_for_bit(tmp_path: Path, layou
         assert line["different"] == [] and line["compared"] > 100, line
         assert line["loss"] == pytest.approx(line["loss_of_another_step"], rel=1e-6)
         assert line["norm"] == pytest.approx(line["norm_of_another_step"], rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    """The loss is finite, and so is the language model's gradient; the tower's, summed over all ranks, is
+    not. Nobody's weights move, and the next step is as usual."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    convert(hf, tmp_path / "weights")
+    given = {"hf": str(hf), "weights": str(tmp_path / "weights"), "layout": {"pp": 2}}
+    by_rank = call(not_finite_in_one_share, 2, **given)
+    assert len(by_rank) == 2
+    for steps in by_rank:
+        assert steps == [["", True, True], [NOT_FINITE, False, True], ["", True, True]]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from safetensors import safe_open
 
 from converters.convert import convert, export
 from converters.verify import compare
+from megatron_vl.planning.calibration import shipped, stored_path, write_calibration
 from megatron_vl.spec.tensors import Cut
 from megatron_vl.weights.reader import WeightReader
 from tests.support import ranks
@@ -162,6 +166,41 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
         [line[k] for k in EXACT] for line in metrics(whole)
     ]
     a, b = WeightReader(resumed), WeightReader(whole)
+    for name in a.names():
+        assert torch.equal(a.get(name), b.get(name)), name
+
+
+def test_a_planned_split_stays_although_the_planner_would_choose_another(
+    prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the starts, other rates were measured. The run goes on with its split, bit for bit; a new one
+    gets the other split."""
+    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path / "rates"))
+    plain = dataclasses.replace(shipped(), gpu="cpu", pass_s=0.0)
+    # The tower of this model takes longer than its decoder layers, unless these move very many bytes.
+    widths = {"slow": 1e5, "fast": plain.decoder_widths}
+
+    def start(run: str, decoder: str, *options: str) -> str:
+        write_calibration(stored_path("cpu"), dataclasses.replace(plain, decoder_widths=widths[decoder]))
+        done = train(prepared, tmp_path / run, "--parallel.pp", "2", *options, ranks=2, steps=4)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    whole = start("whole", "slow")
+    planned = json.loads(
+        re.search(r"decoder layers of the stages (\[.*?\]): planned, rates of cpu", whole)[1]
+    )
+    assert f"[0, {sum(planned)}]: planned" in start("other", "fast") and planned[0] > 0
+    start("run", "slow", "--stop_after", "2")
+    again = start("run", "fast")
+    assert f"{planned}: as it was saved" in again and "resumed at step 2" in again
+
+    def kept(run: str) -> list[list[Any]]:
+        return [[line[name] for name in EXACT] for line in metrics(tmp_path / run)]
+
+    assert kept("run") == kept("whole") and len(kept("run")) == 4
+    a, b = WeightReader(tmp_path / "run"), WeightReader(tmp_path / "whole")
+    assert a.layout == b.layout and list(a.layout.layers) == planned
     for name in a.names():
         assert torch.equal(a.get(name), b.get(name)), name
 

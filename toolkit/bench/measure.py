@@ -35,7 +35,7 @@ from megatron_vl.training.offload.build import offload_of
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import StepResult, train_step, wrap
 
-from . import parts, report
+from . import calibrate, parts, report
 from .options import BenchRun
 from .workload import rows
 
@@ -65,6 +65,7 @@ def run(options: BenchRun) -> None:
     init_distributed(platform)
     options.check_ranks(dist.get_world_size())
     layout = options.layout(dist.get_world_size())
+    kernels = calibrate.measure_kernels(options, spec, platform) if options.calibrate else None
     grid = make_grid(layout, owners=config.data.balance)
     live = build(options, spec, platform, grid, layout)
 
@@ -82,6 +83,8 @@ def run(options: BenchRun) -> None:
         "config": dataclasses.asdict(config),
         "workloads": workloads,
     }
+    if kernels is not None and grid.rank == 0:
+        figures["calibration"] = calibrate.finish(options, spec, layout, kernels, workloads)
     report.finish(options, figures)
 
 
@@ -89,7 +92,7 @@ def build(
     options: BenchRun, spec: ModelSpec, platform: Platform, grid: ProcessGrid, layout: Layout
 ) -> BenchModel:
     """Builds model, DDP and optimizer and records the memory that each takes."""
-    config = resolve(options.config, spec, grid.world_size, platform.memory_gib())
+    config = resolve(options.config, spec, layout, grid.dp, platform.memory_gib())
     memory = {}
     before = allocated(platform)
     chunks = build_model(config, spec, layout, platform, grid, norm=HALF).chunks

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UsageError
+from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
@@ -53,6 +54,11 @@ class BenchOptions(CommandOptions):
     prefers a few experts."""
     distinct_rows: int = option(0, metavar="N", least=0, shown_default="as many as it uses")
     """Draw N seeded rows on each data-parallel rank, then repeat them."""
+    calibrate: bool = False
+    """Also time single kernels, and store the rates of this machine for plan, train and doctor. The measured
+    steps decide how fast the whole is. Take a model and rows like those that you will train."""
+    calibration: str = option("", metavar="FILE", shown_default="the user's folder of calibrations")
+    """For --calibrate: write the rates to this file; `megatron-vl plan --calibration FILE` takes it."""
     peer: bool = False
     """Also time the Hugging Face model under FSDP2 with full activation checkpointing, on the
     same seeded rows."""
@@ -85,11 +91,16 @@ class BenchRun(BenchOptions):
         return read_spec(self.hf).replace_layers(**{name: n for name, n in layers.items() if n})
 
     def layout(self, ranks: int) -> Layout:
-        return run_layout(self.config, self.spec(), ranks)
+        rates = calibration_for(self.config.platform)
+        return run_layout(self.config, self.spec(), ranks, calibration=rates)
 
     def check_ranks(self, ranks: int) -> None:
         """Raises RunConfigError or LayoutError, naming the field, if the run is impossible
         on ``ranks`` ranks."""
+        if self.calibrate and self.spec().language.moe and not self.even_routing:
+            raise UsageError(
+                "--calibrate with experts needs --even-routing: the planner reckons with even loads"
+            )
         if not self.peer:
             self.layout(ranks)
         if "data" in self.workloads:
@@ -139,6 +150,10 @@ def _check(o: BenchRun) -> None:
         raise UsageError("--rows data needs --data, a folder written by `megatron-vl data convert`")
     if "data" in o.workloads and o.peer:
         raise UsageError("--peer measures seeded rows only; give --rows images,text")
+    if o.calibration and not o.calibrate:
+        raise UsageError("--calibration needs --calibrate")
+    if o.calibrate and o.peer:
+        raise UsageError("--calibrate measures this program only: leave out --peer")
     if o.even_routing and o.peer:
         raise UsageError(
             "--even-routing with --peer: the peer's router cannot be made even; leave out one of the two"

@@ -195,7 +195,27 @@ def table(figures: dict[str, Any]) -> str:
         lines.append(
             f"  images / text: {figures['image_over_text']:.3f} of the text rows' MFU in the same run"
         )
+    lines += calibration_lines(figures["calibration"]) if "calibration" in figures else []
     return "\n".join(lines)
+
+
+def calibration_lines(facts: dict[str, Any]) -> list[str]:
+    """The calibration for a person."""
+    r = facts["rates"]
+    said = [
+        f"calibration of {facts['gpu']}: products {r['product_tflops']:.4g} TFLOP/s (half at a width of"
+        f" {r['product_width']:.0f}), elementwise {r['memory_tb_s']:.3g} TB/s, attention"
+        f" {r['attention_tflops']:.4g}, tower {r['tower_attention_tflops']:.4g} TFLOP/s, collectives"
+        f" {r['nvlink_gb_s']:.4g} GB/s"
+    ]
+    for name, step in facts["steps_s"].items():
+        said.append(
+            f"  {name}: {1e3 * step['measured']:,.0f} ms a step measured, {1e3 * step['predicted']:,.0f}"
+            f" predicted ({1e3 * step['kernels_alone']:,.0f} by the kernels alone)"
+        )
+    if facts["factor"] is None:
+        said.append("  no factor explains the measured steps: the rates are those of the kernels alone")
+    return [*said, f"stored in {facts['file']}: plan, train and doctor use it for {facts['gpu']} from now on"]
 
 
 def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:

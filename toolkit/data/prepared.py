@@ -10,6 +10,7 @@ from pathlib import Path
 from data_tools.survey import Survey, open_encoder, survey
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.loader import RowEncoder
+from megatron_vl.data.location import Location, location
 from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
 
@@ -25,8 +26,8 @@ class Prepared:
     split: str
 
     @property
-    def path(self) -> Path:
-        return Path(self.config.data.path)
+    def path(self) -> Location:
+        return location(self.config.data.path)
 
     @property
     def processor(self) -> Path:

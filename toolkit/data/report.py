@@ -20,6 +20,7 @@ from torch import Tensor
 from data_tools.estimates import Stratum, quantile
 from data_tools.survey import SAMPLE_QUANTITIES, Drawn, Source, Survey, SurveyError, SurveyRow, values_of
 from megatron_vl import durable
+from megatron_vl.data.location import Location
 
 from .prepared import Prepared
 from .sample import MediumView, Run, SampleView, Viewer, visible
@@ -316,7 +317,8 @@ def quarantined(source: Source) -> tuple[int, list[Reason]]:
     examples = _examples(source.data.path / "quarantine.jsonl")
     counts: Counter[str] = Counter()
     try:
-        stored = json.loads((source.data.path / "report.json").read_text(encoding="utf-8"))
+        with (source.data.path / "report.json").open("rb") as file:
+            stored = json.loads(file.read())
         for by_reason in stored["refused"].values():
             counts.update({str(reason): int(count) for reason, count in by_reason.items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -335,7 +337,7 @@ def run_skipped(folder: str) -> list[Reason]:
     return [Reason(reason, f"{count:,}", examples) for reason, (count, examples) in ordered]
 
 
-def _examples(path: Path) -> dict[str, tuple[int, list[tuple[str, str]]]]:
+def _examples(path: Location) -> dict[str, tuple[int, list[tuple[str, str]]]]:
     """Maps each reason of a quarantine.jsonl to its count and some examples, within the first bytes of it."""
     found: dict[str, tuple[int, list[tuple[str, str]]]] = {}
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
+from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, peak_gib, stage_memories
 from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.run import run_layout
@@ -24,7 +25,6 @@ from megatron_vl.spec.tensors import LayoutError, tensor_table
 from megatron_vl.training.preflight import (
     check,
     check_start_weights,
-    gpu_of,
     read_data,
     remarks,
     step_to_resume,
@@ -129,7 +129,8 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
         spec, layout = found
 
     report.memory = stage_memories(config, spec, layout, dp)
-    report.prediction = predict(config, spec, world_size, layout, calibration=gpu_of(config))
+    rates = calibration_for(config.platform)
+    report.prediction = predict(config, spec, world_size, layout, calibration=rates)
     report.findings += _memory(config, report.memory, gpus)
     report.findings.append(_speed(report.prediction))
     report.findings += [
@@ -146,7 +147,7 @@ def _spec_alone(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout
     """Reads model and layout although something else in the run is wrong."""
     try:
         spec = read_spec(config.model.hf)
-        return spec, run_layout(config, spec, world_size, calibration=gpu_of(config))
+        return spec, run_layout(config, spec, world_size, calibration=calibration_for(config.platform))
     except (ConfigError, LayoutError, OSError, ValueError):
         return None
 
@@ -188,7 +189,7 @@ def _speed(prediction: Prediction) -> Finding:
     found += f" {p.calibration.gpu}" + (
         f", stages wait {p.bubble:.0%} of the time" if p.layout.pp > 1 else ""
     )
-    return ok("speed", f"{found}; megatron-vl plan compares it with other layouts")
+    return ok("speed", f"{found} ({p.calibration.source}); megatron-vl plan compares it with other layouts")
 
 
 def _positions(config: TrainConfig, spec: ModelSpec) -> Finding:

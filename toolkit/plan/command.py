@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UsageError, UserError
-from megatron_vl.planning.calibration import Calibration, read_calibration, shipped
+from megatron_vl.planning.calibration import Calibration, known, read_calibration
 from megatron_vl.planning.cost import Network
-from megatron_vl.planning.gpus import calibration_here
+from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.rows import RowStatistics, stated_rows
 from megatron_vl.planning.run import run_layout
@@ -95,8 +95,8 @@ def _calibration(options: PlanOptions) -> Calibration:
     if options.calibration is not None:
         return read_calibration(options.calibration)
     if options.gpu:
-        return shipped(options.gpu.upper())
-    return calibration_here() or shipped()
+        return known(options.gpu)
+    return calibration_for("auto")
 
 
 def _rows(options: PlanOptions, config: TrainConfig, spec: ModelSpec) -> RowStatistics:
@@ -148,6 +148,7 @@ def as_json(result: Plan) -> dict[str, Any]:
         "gpus": wanted.world,
         "gpu": c.gpu,
         "measured_rates": c.measured,
+        "rates": c.source,
         "seq_len": wanted.config.data.seq_len,
         "global_batch_size": wanted.config.global_batch_size,
         "rows": wanted.rows.as_json(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from typing import TYPE_CHECKING
 
 from megatron_vl.config import TrainConfig
@@ -14,8 +15,17 @@ if TYPE_CHECKING:
     from megatron_vl.data.row import Row
 
 
-def measured_rows(config: TrainConfig, spec: ModelSpec, number: int) -> RowStatistics:
-    """Reads ``number`` rows in this process, as the first rank of a run would get them.
+SECONDS = 120.0
+"""After so long, the rows that were read count."""
+
+
+def measured_rows(
+    config: TrainConfig, spec: ModelSpec, number: int, seconds: float = SECONDS
+) -> RowStatistics:
+    """Reads up to ``number`` rows in this process, as the first rank of a run would get them.
+
+    The time does not grow with the data set: only what these rows and the buffers of shuffling and packing
+    hold is read. After ``seconds``, two rows are enough.
 
     Raises:
         RunConfigError, LoaderError: there is no data set, or it is empty.
@@ -28,13 +38,20 @@ def measured_rows(config: TrainConfig, spec: ModelSpec, number: int) -> RowStati
     alone = dataclasses.replace(config.data, num_workers=0)
     loader = build_loader(alone, spec, config.model.hf, dp_rank=0, dp_size=1, facts=facts)
     try:
-        shapes = tuple(_shape(row) for row in itertools.islice(loader, number))
+        shapes = []
+        end = time.monotonic() + seconds
+        for row in itertools.islice(loader, number):
+            shapes.append(shape_of(row))
+            if len(shapes) >= 2 and time.monotonic() > end:
+                break
     finally:
         loader.close()
-    return RowStatistics(f"{len(shapes)} rows of {config.data.path}", shapes)
+    fewer = f" (more than {seconds:.0f} s for {number})" if len(shapes) < number else ""
+    return RowStatistics(f"{len(shapes)} rows of {config.data.path}{fewer}", tuple(shapes), sampled=True)
 
 
-def _shape(row: Row) -> RowShape:
+def shape_of(row: Row) -> RowShape:
+    """What a row holds, as far as it decides time."""
     lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
     frames: list[int] = []
     windows: list[int] = []

@@ -36,16 +36,16 @@ def show(result: Plan) -> None:
             print(f"does not fit: {lost.text} ({lost.why})")
     if not best.fits:
         print(_too_large(result))
-    if not c.measured:
-        print(f"note: the rates of {c.gpu} were not measured but scaled from H200's by the data sheets")
+    print(f"{'' if c.measured else 'note: '}{c.source}")
 
 
 def _rows(result: Plan) -> list[str]:
     rows = result.wanted.rows
+    error = f", mean good to {rows.patches_error:.1%}" if rows.sampled else ""
     return [
         f"rows: {rows.source}",
         f"  {rows.tokens:,.0f} tokens, {rows.loss_tokens:,.0f} with loss, {rows.pictures:.1f} pictures,"
-        f" {rows.patches:,.0f} patches (spread {rows.spread:.0%}) a row",
+        f" {rows.patches:,.0f} patches (spread {rows.spread:.0%}{error}) a row",
     ]
 
 

@@ -63,21 +63,18 @@ def _config(fields: list[str]) -> TrainConfig:
 def _refuse(config: TrainConfig, world: int) -> None:
     """Refuses an impossible or too large run once, before any process starts."""
     validate(config, world)
-    from megatron_vl.planning.fit import check_memory
-    from megatron_vl.planning.run import run_layout
+    from megatron_vl.planning.gpus import calibration_here
     from megatron_vl.spec.families import read_spec
-    from megatron_vl.training.preflight import gpu_of, resumed_from, saved_layout
+    from megatron_vl.training.preflight import check_gpu_memory, resumed_from, split_of
 
-    gpu = gpu_of(config)
-    if gpu is None:
+    if config.platform == "cpu" or calibration_here() is None:
         return
     try:
         spec = read_spec(config.model.hf)
-        saved = saved_layout(config, spec, resumed_from(config))
-        layout = run_layout(config, spec, world, calibration=gpu, saved=saved)
+        layout = split_of(config, spec, world, resumed_from(config))
     except (UserError, OSError, ValueError):
         return  # the ranks say what is wrong, with all that they check before
-    check_memory(config, spec, layout, world, gpu)
+    check_gpu_memory(config, spec, layout, world)
 
 
 def _be_a_rank(fields: list[str], variables: object) -> int:

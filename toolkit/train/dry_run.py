@@ -8,13 +8,14 @@ import sys
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, peak_gib, warm_up_passes
 from megatron_vl.planning.offload import least_share, resolve
 from megatron_vl.planning.predict import Prediction, predict
-from megatron_vl.planning.run import keeps_split, run_layout
+from megatron_vl.planning.run import run_layout, split_source
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.preflight import gpu_of, resumed_from, saved_layout
+from megatron_vl.training.preflight import resumed_from, saved_layout
 from toolkit.doctor.machine import list_gpus
 
 
@@ -41,14 +42,14 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         )
 
     spec = read_spec(config.model.hf)
-    gpu = gpu_of(config)
+    rates = calibration_for(config.platform)
     saved = saved_layout(config, spec, resumed_from(config))
-    layout = run_layout(config, spec, world, calibration=gpu, saved=saved)
+    layout = run_layout(config, spec, world, calibration=rates, saved=saved)
     micro_batches = config.global_batch_size // dp
-    shares = {name: least_share(config, spec, world, gib) for name, gib in GPU_GIB.items()}
+    shares = {name: least_share(config, spec, layout, dp, gib) for name, gib in GPU_GIB.items()}
     if config.optimizer.offload_fraction == "auto":
-        config = resolve(config, spec, world, next(iter(GPU_GIB.values())))
-    prediction = predict(config, spec, world, layout, calibration=gpu)
+        config = resolve(config, spec, layout, dp, next(iter(GPU_GIB.values())))
+    prediction = predict(config, spec, world, layout, calibration=rates)
     stages = [stage.memory for stage in prediction.stages]
     fit = [name for name, gib in GPU_GIB.items() if peak_gib(stages) + RESERVE_GIB <= gib]
 
@@ -66,7 +67,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "offload_fraction": config.optimizer.offload_fraction,
         "least_offload_fraction": shares,
         "host_gib_per_rank": round(max(stage.host for stage in stages) / 2**30, 1),
-        "split": _split_source(config, layout, saved),
+        "split": split_source(config, layout, saved),
         "speed": _speed(prediction),
     }
 
@@ -104,17 +105,11 @@ def _schedule(layout: Layout, micro_batches: int) -> dict[str, Any]:
     }
 
 
-def _split_source(config: TrainConfig, layout: Layout, saved: Layout | None) -> str:
-    """Where the split comes from."""
-    if layout.pp == 1 or isinstance(config.parallel.layers, list):
-        return "given"
-    return "saved" if saved is not None and keeps_split(config, saved) else "planned"
-
-
 def _speed(prediction: Prediction) -> dict[str, float | str]:
     """The predicted speed with image rows."""
     return {
         "gpu": prediction.calibration.gpu,
+        "rates": prediction.calibration.source,
         "step_s": round(prediction.step, 3),
         "bubble": round(prediction.bubble, 3),
         "mfu": round(prediction.mfu, 3),
@@ -191,5 +186,5 @@ def _print(facts: dict[str, Any]) -> None:
     )
     print(
         f"estimated speed on {speed['gpu']} with image rows: {rate}, "
-        f"{speed['hours_per_billion_tokens']} hours per billion tokens"
+        f"{speed['hours_per_billion_tokens']} hours per billion tokens ({speed['rates']})"
     )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_vl.errors import UsageError
 from toolkit.options import CommandOptions, option
+
+if TYPE_CHECKING:
+    from megatron_vl.config import TrainConfig
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 ONE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "layers": None}
@@ -18,13 +23,15 @@ class LayoutOptions(CommandOptions):
 
     config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
     """Take the layout from the parallel section of this run; the options below override it."""
+    gpus: int | None = option(None, metavar="N", least=1)
+    """GPUs of the run of --config. Its planned split depends on them, if it gives no parallel.layers."""
     tp: int | None = option(None, metavar="T", shown_default="1")
     """Tensor parallel size in ranks."""
     pp: int | None = option(None, metavar="P", shown_default="1")
     """Pipeline parallel size in stages."""
     vpp: int | None = option(None, metavar="V", shown_default="1")
     """Virtual pipeline chunks per stage."""
-    layers: list[int] | None = option(None, metavar="6,8,8,6", shown_default="even")
+    layers: list[int] | None = option(None, metavar="6,8,8,6", shown_default="even; with --config, planned")
     """Decoder layers of each of the pp x vpp chunks, in model order."""
     ep: int | None = option(None, metavar="E", shown_default="1")
     """Expert parallel size in ranks, for models with experts."""
@@ -35,17 +42,38 @@ class LayoutOptions(CommandOptions):
     def layout(self) -> dict[str, Any] | None:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
         given = {name: getattr(self, name) for name in (*SIZES, "layers") if getattr(self, name) is not None}
-        if self.config is None and not given:
-            return None
-        return ONE_RANK | self._of_run() | given
-
-    def _of_run(self) -> dict[str, Any]:
         if self.config is None:
-            return {}
+            return ONE_RANK | given if given else None
         from megatron_vl.config import parse_config
 
-        parallel = parse_config(["--config", str(self.config)]).parallel
-        return {name: getattr(parallel, name) for name in (*SIZES, "layers")}
+        run = parse_config(["--config", str(self.config)])
+        run.parallel = dataclasses.replace(run.parallel, **given)
+        layout = {name: getattr(run.parallel, name) for name in (*SIZES, "layers")}
+        if not isinstance(run.parallel.layers, list):
+            layout["layers"] = self._planned(run) if run.parallel.pp > 1 else None
+        return layout
+
+    def _planned(self, run: TrainConfig) -> list[int]:
+        """The split that the run gets, as it gives none."""
+        by_hand = "or give the split with --layers"
+        if self.gpus is None:
+            raise UsageError(
+                f"{self.config} gives no parallel.layers, which means the planned split, and that depends on"
+                f" the number of GPUs: give it with --gpus, {by_hand}"
+            )
+        from megatron_vl.planning.gpus import calibration_for
+        from megatron_vl.planning.run import run_layout
+        from megatron_vl.spec.families import read_spec
+
+        hf = getattr(self, "hf", None) or run.model.hf
+        try:
+            spec = read_spec(hf)
+        except OSError as error:
+            raise UsageError(
+                f"{self.config} gives no parallel.layers, and the split cannot be planned without the model's"
+                f" sizes ({error}): correct model.hf, {by_hand}"
+            ) from error
+        return list(run_layout(run, spec, self.gpus, calibration=calibration_for(run.platform)).layers)
 
 
 @dataclass(kw_only=True)

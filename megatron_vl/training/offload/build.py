@@ -35,7 +35,7 @@ class Offload:
         return sum(chunk.bytes for chunk in self.traffic.chunks)
 
     followed: list[ReplicaDDP] = field(default_factory=list)
-    """Chunks of the model behind whose passes copies hide."""
+    """Chunks of the model whose passes hide copies."""
     hooks: list[Any] = field(default_factory=list)
     """Handles of their modules' hooks."""
 
@@ -44,7 +44,7 @@ class Offload:
         self.traffic.settle()
 
     def follow(self, chunks: list[ReplicaDDP]) -> None:
-        """Hides copies behind the passes of the model: fetches state while the last backward pass of a step
+        """Copies beside the passes of the model: fetches state while the last backward pass of a step
         frees memory, and lets the next forward pass take the memory of what is on its way back."""
         self.followed = list(chunks)
         self.traffic.hides = True

@@ -1,0 +1,146 @@
+"""Tools, calls and loss weights: what the released template of Qwen3.5 writes, and what is learnt of it.
+
+``qwen3_5.chat_template.jinja`` is the template released with Qwen3.5-4B and larger (Apache-2.0). The expected
+text below was written by hand from it, and transformers renders the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from data_tools.formats import read_conversation
+from megatron_vl.data.assemble import Sample, pack_row
+from megatron_vl.data.chat import ChatEncoder, ChatError
+from megatron_vl.spec.families import read_spec
+from megatron_vl.training.step import token_loss
+from tests.data.helpers import spec_of
+from tests.data_tools.test_formats import TOOL, WITH_TOOLS
+from tests.tiny import tiny_checkpoint
+
+TEMPLATE = Path(__file__).with_name("qwen3_5.chat_template.jinja")
+CALLED = """<|im_start|>assistant
+<think>
+
+</think>
+
+I look.
+
+<tool_call>
+<function=weather>
+<parameter=city>
+Oslo
+</parameter>
+</function>
+</tool_call><|im_end|>
+"""
+ANSWERED = """<|im_start|>user
+<tool_response>
+{"rain": true}
+</tool_response><|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+Yes.<|im_end|>
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint folder with the released template of Qwen3.5."""
+    path = tmp_path_factory.mktemp("qwen3_5") / "hf"
+    shutil.copytree(tiny_checkpoint("qwen2_5_vl"), path)
+    (path / "chat_template.json").unlink()
+    (path / "chat_template.jinja").write_text(TEMPLATE.read_text())
+    return path
+
+
+def test_calls_of_all_formats_are_written_as_the_released_template_writes_them(folder):
+    encoder = ChatEncoder(folder, read_spec(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for record in WITH_TOOLS.values():
+        conversation = read_conversation(record)
+        text = encoder.render(conversation.messages, tools=conversation.tools)
+        assert text == tokenizer.apply_chat_template(
+            conversation.messages,
+            tools=conversation.tools,
+            chat_template=TEMPLATE.read_text(),
+            tokenize=False,
+        )
+        head, question, rest = text.partition("<|im_start|>user\nRain?<|im_end|>\n")
+        assert question and rest == CALLED + ANSWERED
+        assert (
+            head.startswith("<|im_start|>system\n# Tools\n")
+            and f"<tools>\n{json.dumps(TOOL)}\n</tools>" in head
+        )
+
+
+def test_the_call_is_learnt_and_its_result_is_not(folder):
+    encoder = ChatEncoder(folder, read_spec(folder))
+    conversation = read_conversation(WITH_TOOLS["openai"])
+    ids, learnt = encoder.encode(conversation.messages, [], conversation.tools)
+    said = encoder.tokenizer.decode(ids[learnt.bool()])
+    assert "<function=weather>" in said and "Oslo" in said and "Yes.<|im_end|>" in said
+    assert "rain" not in said and "Rain" not in said and "# Tools" not in said
+
+
+@pytest.mark.parametrize("part", ["tools", "tool calls", "reasoning_content"])
+def test_a_template_that_would_leave_something_out_is_refused(part):
+    """Qwen2-VL's and Qwen2.5-VL's released template ignores all of them without a word."""
+    encoder = ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
+    turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]
+    tools = []
+    if part == "tools":
+        tools = [TOOL]
+    elif part == "tool calls":
+        turns = read_conversation(WITH_TOOLS["openai"]).messages
+    else:
+        turns[1] = {**turns[1], "reasoning_content": "Clouds."}
+    with pytest.raises(ChatError, match=f"template does not write {part}"):
+        encoder.encode(turns, [], tools)
+    with pytest.raises(ChatError, match=f"template does not write {part}"):
+        encoder.encode_prompt(turns[:3], [], tools)
+
+
+# --- Weights ------------------------------------------------------------------------------------------------
+
+TURNS = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "First."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Second."},
+]
+
+
+def test_weights_change_the_mask_and_nothing_else():
+    encoder = ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
+    ids, plain = encoder.encode(TURNS, [])
+    assert plain.dtype == torch.bool
+    weighted = [{**turn, "loss_weight": w} for turn, w in zip(TURNS, (1.0, 0.0, 1.0, 0.25), strict=True)]
+    found, mask = encoder.encode(weighted, [])
+    assert torch.equal(found, ids) and mask.dtype == torch.float32
+    second = plain.clone()
+    second[: int((~plain & torch.cat([torch.tensor([False]), plain[:-1]])).nonzero()[0])] = False
+    assert torch.equal(mask, second * 0.25) and mask.sum() > 0
+    same = [{**turn, "loss_weight": 1.0} for turn in TURNS]
+    assert encoder.encode(same, [])[1].dtype == torch.bool
+
+
+def test_the_loss_is_divided_by_the_number_of_learnt_tokens():
+    """Worked out by hand: 0.5 x 2 + 2 x 3 + 1 x 4 = 11, of three tokens with another weight than 0."""
+    spec = spec_of("qwen2_5_vl")
+    sample = Sample(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0.0, 0.0, 0.5, 2.0, 1.0]))
+    row = pack_row([sample], spec, 8)
+    assert row.loss_mask.tolist() == [0.0, 0.5, 2.0, 1.0, 0, 0, 0, 0]
+    assert row.labels.tolist() == [0, 7, 8, 9, 0, 0, 0, 0]
+    losses = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 9.0, 9.0]])
+    total, tokens, report = token_loss(row, losses)
+    assert (total.item(), tokens.item()) == (11.0, 3) and tokens.dtype == torch.int
+    assert report["loss"].tolist() == [11.0, 3.0]

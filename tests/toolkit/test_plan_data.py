@@ -1,0 +1,103 @@
+"""``megatron-vl plan --data`` on data sets that ``data convert`` has written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_tools.convert import ConversionOptions
+from data_tools.convert import convert as convert_data
+from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.planning.predict import predict
+from megatron_vl.planning.rows import RowShape, RowStatistics
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.layout import make_layout
+from tests.training.small_run import prepare
+from toolkit.cli import main
+from toolkit.plan.data_rows import measured_rows
+
+PATCHES = {4 * round((60 + 14 * (i % 5)) / 28) * round((80 + 28 * (i % 3)) / 28) for i in range(24)}
+"""Of the pictures that :func:`prepare` draws: sides in units of 28 pixels, four patches a unit."""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("plan-data") / "prepared"
+    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
+
+
+def run_of(prepared: dict[str, Path], *words: str) -> TrainConfig:
+    small = ["--data.shuffle_buffer", "8", "--data.packing_buffer", "8", "--data.seq_len", "256"]
+    own = ["--model.hf", str(prepared["hf"]), "--data.path", str(prepared["data"])]
+    return parse_config([*own, *small, "--global_batch_size", "4", *words])
+
+
+def test_what_is_measured_is_what_the_rows_hold(prepared: dict[str, Path]) -> None:
+    run, spec = run_of(prepared), read_spec(prepared["hf"])
+    rows = measured_rows(run, spec, 6)
+    assert len(rows.rows) == 6 and rows.sampled and str(prepared["data"]) in rows.source
+    assert {n for row in rows.rows for n in row.frames} <= PATCHES and rows.patches > 0
+    assert all(sum(row.windows) == sum(row.frames) for row in rows.rows)
+    assert all(row.pictures == len(row.frames) and sum(row.lengths) <= 256 for row in rows.rows)
+    assert 0 < rows.loss_tokens < rows.tokens
+
+    # After the time is over, two rows are enough, and the source says that there were to be more.
+    few = measured_rows(run, spec, 6, seconds=0.0)
+    assert few.rows == rows.rows[:2] and "2 rows of" in few.source and "more than 0 s for 6" in few.source
+
+
+def test_limits_of_pixels_and_patches_count(prepared: dict[str, Path]) -> None:
+    spec = read_spec(prepared["hf"])
+    fewest = min(PATCHES)
+    smaller = measured_rows(run_of(prepared, "--data.max_pixels", str(28 * 28 * 4)), spec, 4)
+    assert max(n for row in smaller.rows for n in row.frames) <= 16 < fewest + 9
+    bounded = measured_rows(run_of(prepared, "--data.max_patches", "64"), spec, 4)
+    assert 0 < bounded.most_patches <= 64
+
+
+def test_a_data_set_without_pictures_has_no_tower_time(prepared: dict[str, Path], tmp_path: Path) -> None:
+    records = [
+        {
+            "conversations": [
+                {"from": "human", "value": f"How many are {i} and {i}?"},
+                {"from": "gpt", "value": f"{2 * i}."},
+            ]
+        }
+        for i in range(24)
+    ]
+    (tmp_path / "text.json").write_text(json.dumps(records))
+    options = ConversionOptions(out=tmp_path / "text", media_root=tmp_path, workers=1, val_fraction=0.0)
+    convert_data([tmp_path / "text.json"], options)
+
+    run, spec = run_of(prepared), read_spec(prepared["hf"])
+    run.data.path = str(tmp_path / "text")
+    rows = measured_rows(run, spec, 3)
+    assert rows.patches == rows.pictures == rows.spread == rows.patches_error == rows.most_patches == 0
+    text = predict(run, spec, 1, make_layout(spec), rows=rows)
+    frozen = dataclasses.replace(run, model=dataclasses.replace(run.model, freeze_vision=True))
+    assert predict(frozen, spec, 1, make_layout(spec), rows=rows).pipeline == text.pipeline
+    pictures = measured_rows(run_of(prepared), spec, 3)
+    assert predict(run, spec, 1, make_layout(spec), rows=pictures).pipeline > text.pipeline
+
+
+def test_the_command_says_what_it_measured_and_how_well(prepared: dict[str, Path], capsys) -> None:
+    words = ["plan", "--gpus", "1", "--gpu", "H200", "--data", str(prepared["data"]), "--rows", "5", "--json"]
+    small = ["--hf", str(prepared["hf"]), "--data.seq_len", "256", "--global_batch_size", "4"]
+    assert main([*words, *small, "--data.shuffle_buffer", "8", "--data.packing_buffer", "8"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows["rows"] == 5 and rows["source"] == f"5 rows of {prepared['data']}"
+    patches = rows["patches"]
+    assert patches["standard_error"] == pytest.approx(patches["spread"] / 2, abs=1e-3)
+
+
+def test_the_error_by_hand() -> None:
+    """Patches of 80 and 120: a spread of 20 %, and with five rows 20 % / sqrt(4)."""
+    rows = tuple(RowShape((10,), (n,), (n,)) for n in (80, 120, 80, 120, 100))
+    spread = math.sqrt(4 * 400 / 5) / 100
+    assert RowStatistics("", rows, sampled=True).patches_error == pytest.approx(spread / 2)
+    assert RowStatistics("", rows).patches_error == 0.0
