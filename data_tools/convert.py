@@ -29,12 +29,15 @@ from megatron_vl import durable
 from megatron_vl.data.pixels import MAX_PIXELS
 from megatron_vl.errors import UserError
 
+from .embedded import MediaFile, MediaFolder, is_embedded
 from .formats import FORMATS, RecordError, read_conversation
 from .identities import Identities
+from .inputs import InputError, Source, expand
 from .media import MediaInfo, inspect, read_media, resolve
+from .parts import Part, PartJournal, PartVerdicts, missing_parts
 from .records import BadLine, read_records
 from .resume import ResumeError, VerdictJournal, Workspace, make_plan, names
-from .shards import Entry, IndexWriter, Shard, finish_shard
+from .shards import WORK, Entry, IndexWriter, Shard, finish_shard
 
 RECORDS_A_TASK = 16
 MOST_IGNORED_KEYS = 100
@@ -88,6 +91,12 @@ class DataReport:
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += entry.answer_media
 
+    def refuse(self, entry: Entry | dict[str, Any]) -> None:
+        """Counts a line of the quarantine file; a sample is none."""
+        if isinstance(entry, dict):
+            by_reason = self.refused.setdefault(entry["file"], {})
+            by_reason[entry["reason"]] = by_reason.get(entry["reason"], 0) + 1
+
     def as_json(self) -> dict[str, Any]:
         return {"samples": self.samples, **self.__dict__}
 
@@ -110,6 +119,22 @@ class ConversionOptions:
     """What to do with a record whose ``id`` occurred in an earlier usable record."""
     force: bool = False
     """Delete what an earlier conversion left in ``out``."""
+    datasets: list[str] | None = None
+    """Data sets of an index among the inputs; None: all."""
+    part: Part | None = None
+    """Verify only this part of the records, and write no shards; see :mod:`data_tools.parts`."""
+
+    def planned(self) -> dict[str, Any]:
+        """The options that determine the output."""
+        names = (
+            "val_fraction",
+            "samples_per_shard",
+            "bytes_per_shard",
+            "max_pixels",
+            "duplicate_ids",
+            "format",
+        )
+        return {name: getattr(self, name) for name in names}
 
 
 def convert(
@@ -119,7 +144,7 @@ def convert(
     the same files.
 
     Args:
-        inputs: JSON or JSON-lines files; their samples follow each other.
+        inputs: files of records, folders of them, or an index; their samples follow each other.
         progress: receives a line of text now and then; None: nothing is shown.
 
     Raises:
@@ -128,27 +153,26 @@ def convert(
         ShardError: a medium changed while it was converted.
         ReadError: an input is not JSON.
     """
-    _check(inputs, options)
+    sources = check_inputs(inputs, options)
     start = time.monotonic()
-    plan = make_plan(
-        inputs,
-        options.media_root,
-        val_fraction=options.val_fraction,
-        samples_per_shard=options.samples_per_shard,
-        bytes_per_shard=options.bytes_per_shard,
-        max_pixels=options.max_pixels,
-        duplicate_ids=options.duplicate_ids,
-        format=options.format,
-    )
+    planned = options.planned()
+    if any(source.columns or source.tags or source.format for source in sources):
+        planned["index"] = [source.plan() for source in sources]
+    plan = make_plan([source.path for source in sources], options.media_root, **planned)
+    part = options.part
     try:
-        space = Workspace(options.out, plan, options.force)
+        space = Workspace(options.out, plan, options.force, part.name if part else "")
     except ResumeError as error:
         raise ConvertError(str(error)) from error
 
     try:
         if space.complete:
             return DataReport.read(options.out / "report.json")
-        report = _convert(inputs, options, space, progress)
+        if part is None:
+            report = _convert(sources, options, space, progress)
+        else:
+            _remember(inputs, options, space)
+            report = _convert_part(sources, options, part, space, progress)
     except (OSError, sqlite3.Error) as error:
         raise ConvertError(
             f"{error}; nothing is lost: fix this and start again with the same arguments"
@@ -160,13 +184,99 @@ def convert(
     return report
 
 
-def _convert(
-    inputs: list[Path], options: ConversionOptions, space: Workspace, progress: Callable[[str], None] | None
+ARGUMENTS = "arguments.json"
+
+
+def _remember(inputs: list[Path], options: ConversionOptions, space: Workspace) -> None:
+    """Notes the arguments for the process that writes the shards."""
+    arguments = {
+        "inputs": [str(path.resolve()) for path in inputs],
+        "media_root": str(options.media_root.resolve()),
+        "datasets": options.datasets,
+        "options": options.planned(),
+    }
+    space.write_once(ARGUMENTS, json.dumps(arguments).encode())
+
+
+def remembered(out: Path, workers: int) -> tuple[list[Path], ConversionOptions]:
+    """The inputs and options with which parts were converted in a folder.
+
+    Raises:
+        ConvertError: there is no part, or one is not complete.
+    """
+    work = out / WORK
+    try:
+        arguments = json.loads((work / ARGUMENTS).read_text())
+        missing = missing_parts(work)
+    except FileNotFoundError as error:
+        raise ConvertError(f"{out} holds no parts of `megatron-vl data convert --shard`") from error
+    if missing:
+        raise ConvertError(
+            f"{out}: the parts {missing} are not complete; run `megatron-vl data convert --shard` for "
+            "them again. Without --shard, it does all that is missing itself"
+        )
+    options = ConversionOptions(
+        Path(arguments["media_root"]),
+        out,
+        workers,
+        datasets=arguments["datasets"],
+        **arguments["options"],
+    )
+    return [Path(path) for path in arguments["inputs"]], options
+
+
+def _convert_part(
+    sources: list[Source],
+    options: ConversionOptions,
+    part: Part,
+    space: Workspace,
+    progress: Callable[[str], None] | None,
 ) -> DataReport:
-    meter = _Meter(sum(path.stat().st_size for path in inputs), progress)
+    """Verifies the records of a part. The report counts only these, whether now or in an earlier run."""
+    meter = _Meter(sum(source.path.stat().st_size for source in sources), progress)
+    report = DataReport()
+    journal = PartJournal(space.work / f"{part.name}.jsonl")
+    root = options.media_root.resolve()
+    numbers: deque[int] = deque()
+
+    def wanted(first: int, end: int) -> bool:
+        return part.wants(first, end, RECORDS_A_TASK)
+
+    def tasks() -> Iterator[tuple[Any, ...]]:
+        for number, batch in enumerate(_batches(_records(sources, meter, wanted))):
+            if part.has(number) and number not in journal.done:
+                numbers.append(number)
+                meter.marks.append(meter.read)
+                yield batch, root, options, None, None
+
+    with _Pool(options.workers) as pool:
+        for result in pool.ordered(_verify, tasks()):
+            journal.add(
+                numbers.popleft(), [entry.infos if isinstance(entry, Entry) else entry for entry in result]
+            )
+            for entry in result:
+                report.records += 1
+                report.train += isinstance(entry, Entry)
+                report.refuse(entry)
+            meter.show(report)
+    meter.finish(report)
+    journal.end()
+    journal.close()
+    return report
+
+
+def _convert(
+    sources: list[Source],
+    options: ConversionOptions,
+    space: Workspace,
+    progress: Callable[[str], None] | None,
+) -> DataReport:
+    meter = _Meter(sum(source.path.stat().st_size for source in sources), progress)
     report = DataReport()
     journal = VerdictJournal(space.work / "journal.jsonl")
     known = journal.known()
+    parts = PartVerdicts(space.work)
+    media = MediaFolder(space.work / "media")
     root = options.media_root.resolve()
     partial = space.work / "quarantine.jsonl"
 
@@ -175,12 +285,17 @@ def _convert(
         partial.open("w", encoding="utf-8") as quarantine,
         _Duplicates(options.duplicate_ids, space.work / "ids.sqlite") as duplicates,
     ):
-        writer = _Writer(pool, root, options, report, space)
-        batches = meter.mark(_batches(_records(inputs, meter)))
-        tasks = ((batch, root, options, next(known, None)) for batch in batches)
+        writer = _Writer(pool, root, options, report, space, media)
+        batches = meter.mark(_batches(_records(sources, meter)))
+        tasks = (
+            (batch, root, options, next(known, None) or parts.of(number), media.path(number))
+            for number, batch in enumerate(batches)
+        )
         for number, result in enumerate(pool.ordered(_verify, tasks)):
             if number >= journal.count:
                 journal.add([entry.infos if isinstance(entry, Entry) else entry for entry in result])
+            held = [entry for entry in result if isinstance(entry, Entry)]
+            media.hold(held)
             for entry in map(duplicates.first_or_refusal, result):
                 report.records += 1
                 if isinstance(entry, Entry):
@@ -188,8 +303,8 @@ def _convert(
                     writer.add(entry)
                 else:
                     quarantine.write(json.dumps(entry, ensure_ascii=False) + "\n")
-                    by_reason = report.refused.setdefault(entry["file"], {})
-                    by_reason[entry["reason"]] = by_reason.get(entry["reason"], 0) + 1
+                    report.refuse(entry)
+            media.release(held)  # the writer has counted those that it waits for
             meter.show(report, going_on=number < journal.count)
 
         meter.finish(report)
@@ -208,10 +323,14 @@ def _convert(
     return report
 
 
-def _check(inputs: list[Path], options: ConversionOptions) -> None:
-    for path in inputs:
-        if not path.is_file():
-            raise ConvertError(f"--input {path} is not a file")
+def check_inputs(inputs: list[Path], options: ConversionOptions) -> list[Source]:
+    """The files of the inputs. Raises ConvertError if an argument cannot be used."""
+    try:
+        sources = expand(inputs, options.datasets)
+    except InputError as error:
+        raise ConvertError(str(error)) from error
+    if options.part is not None and options.force:
+        raise ConvertError("--force would delete the work of other parts; remove the folder instead")
     if not options.media_root.is_dir():
         raise ConvertError(f"--media-root {options.media_root} is not a folder")
     if not 0 <= options.val_fraction < 1:
@@ -226,14 +345,28 @@ def _check(inputs: list[Path], options: ConversionOptions) -> None:
     }
     if wrong := [name for name, value in sizes.items() if value < 1]:
         raise ConvertError(f"{' and '.join(wrong)} must be positive")
+    return sources
 
 
-def _records(inputs: list[Path], meter: _Meter) -> Iterator[tuple[int, str, int, Any]]:
-    """Yields (index among all records, file, number in the file, record)."""
+def _everything(first: int, end: int) -> bool:
+    return True
+
+
+def _records(
+    sources: list[Source], meter: _Meter, wanted: Callable[[int, int], bool] = _everything
+) -> Iterator[tuple[int, str, int, Any, str]]:
+    """Yields (index among all records, file, number in the file, record, format or "").
+
+    A record is None if those from its index to before the next are not ``wanted``.
+    """
     index = 0
-    for name, path in zip(names(inputs), inputs, strict=True):
-        for number, record in read_records(path, meter.advance):
-            yield index, name, number, record
+    for name, source in zip(names([source.path for source in sources]), sources, strict=True):
+
+        def here(first: int, end: int, start: int = index) -> bool:
+            return wanted(start + first, start + end)
+
+        for number, record in read_records(source.path, meter.advance, here):
+            yield index, name, number, source.renamed(record), source.format
             index += 1
 
 
@@ -290,15 +423,21 @@ def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def _verify(
-    batch: list[tuple[int, str, int, Any]], root: Path, options: ConversionOptions, known: list[Any] | None
+    batch: list[tuple[int, str, int, Any, str]],
+    root: Path,
+    options: ConversionOptions,
+    known: list[Any] | None,
+    aside: Path | None,
 ) -> list[Entry | dict[str, Any]]:
     """Returns samples ready for a shard; for an unusable record, its line of the quarantine file.
 
     Args:
         known: the verdicts of an earlier run on this batch; None: decode the media now.
+        aside: file for media that records hold themselves; None: the samples are not needed later.
     """
     out: list[Entry | dict[str, Any]] = []
-    for i, (index, file, number, record) in enumerate(batch):
+    kept = MediaFile(aside) if aside is not None else None
+    for i, (index, file, number, record, format) in enumerate(batch):
         source = {"file": file, "record": number}
         verdict = known[i] if known is not None else None
         if isinstance(verdict, dict):
@@ -308,21 +447,27 @@ def _verify(
         try:
             if isinstance(record, BadLine):
                 raise RecordError(record.reason, str(record))
-            conversation = read_conversation(record, options.format)
+            conversation = read_conversation(record, options.format or format)
             infos = (
                 verdict
                 if verdict is not None
-                else _inspect_all(conversation.media, conversation.fields, root, options.max_pixels)
+                else inspect_all(conversation.media, conversation.fields, root, options.max_pixels)
             )
         except RecordError as error:
             out.append(
                 {**source, "field": error.field, "reason": error.reason, "detail": _printable(str(error))}
             )
         else:
+            references: list[tuple[str, Any]] = []
+            if kept is not None:
+                references = [
+                    (kind, kept.keep(read_media(ref, root)) if is_embedded(ref) else ref)
+                    for kind, ref in conversation.media
+                ]
             entry = Entry(
                 f"{index:09d}",
                 conversation.messages,
-                conversation.media,
+                references,
                 infos,
                 source,
                 conversation.identity,
@@ -340,7 +485,7 @@ def _printable(detail: str) -> str:
     return detail.encode(errors="backslashreplace").decode()
 
 
-def _inspect_all(
+def inspect_all(
     media: list[tuple[str, str]], fields: list[str], root: Path, max_pixels: int
 ) -> list[MediaInfo]:
     infos = []
@@ -353,9 +498,10 @@ def _inspect_all(
     return infos
 
 
-def _inspect(kind: str, reference: str, root: Path, max_pixels: int) -> MediaInfo:
-    if reference[:5].lower() == "data:":
-        return inspect(kind, "data: URI", read_media(reference, root), max_pixels)
+def _inspect(kind: str, reference: Any, root: Path, max_pixels: int) -> MediaInfo:
+    if is_embedded(reference):
+        name = "bytes in the record" if isinstance(reference, bytes) else "data: URI"
+        return inspect(kind, name, read_media(reference, root), max_pixels)
     return _inspect_file(kind, reference, resolve(reference, root), root, max_pixels)
 
 
@@ -376,7 +522,13 @@ class _Writer:
     """
 
     def __init__(
-        self, pool: _Pool, root: Path, options: ConversionOptions, report: DataReport, space: Workspace
+        self,
+        pool: _Pool,
+        root: Path,
+        options: ConversionOptions,
+        report: DataReport,
+        space: Workspace,
+        media: MediaFolder,
     ) -> None:
         self.pool = pool
         self.root = root
@@ -387,9 +539,11 @@ class _Writer:
         self.open_bytes = {"train": 0, "val": 0}
         self.started: Counter[str] = Counter()
         self.seen = self.number = 0
-        self.writing: deque[Future[Shard]] = deque()
+        self.media = media
+        self.writing: deque[tuple[Future[Shard], list[Entry]]] = deque()
 
     def add(self, entry: Entry) -> None:
+        self.media.hold([entry])
         fraction = self.options.val_fraction
         is_val = int((self.seen + 1) * fraction + 1e-9) > int(self.seen * fraction + 1e-9)
         self.seen += 1
@@ -421,15 +575,16 @@ class _Writer:
 
         name = f"{part}-{self.started[part]:06d}.tar"
         self.started[part] += 1
-        self.writing.append(
-            self.pool.submit(finish_shard, name, self.number, entries, self.root, self.options.out)
-        )
+        future = self.pool.submit(finish_shard, name, self.number, entries, self.root, self.options.out)
+        self.writing.append((future, entries))
         self.number += 1
         while len(self.writing) > 2 * self.options.workers:
             self._collect()
 
     def _collect(self) -> None:
-        shard = _result(self.writing.popleft())
+        future, entries = self.writing.popleft()
+        shard = _result(future)
+        self.media.release(entries)
         self.index.add(shard)
         self.report.shards += 1
         self.report.bytes += shard.bytes

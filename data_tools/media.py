@@ -19,6 +19,7 @@ from megatron_vl.data.pixels import (
     probe_video,
 )
 
+from .embedded import Stored
 from .formats import RecordError
 
 SUFFIX = re.compile(r"[a-z0-9]{1,8}")
@@ -106,8 +107,13 @@ def resolve(reference: str, root: Path) -> Path:
     return path
 
 
-def read_media(reference: str, root: Path) -> bytes:
-    """Reads a medium: a file inside ``root``, or a base64 ``data:`` URI. Raises :class:`RecordError`."""
+def read_media(reference: str | bytes | Stored, root: Path) -> bytes:
+    """Reads a medium: a file inside ``root``, a base64 ``data:`` URI, or one that was set aside or is given
+    itself. Raises :class:`RecordError`."""
+    if isinstance(reference, bytes):
+        return reference
+    if isinstance(reference, Stored):
+        return reference.read()
     if reference[:5].lower() == "data:":
         head, comma, body = reference.partition(",")
         if not comma or not head.lower().endswith(";base64"):

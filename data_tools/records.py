@@ -1,13 +1,19 @@
-"""Reads conversation files (a JSON array or JSON lines) as a stream, never whole in memory."""
+"""Reads files of records as a stream, never whole in memory: a JSON array, JSON lines (both also as .gz or
+.zst), Parquet, and Arrow."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_vl.errors import UserError
+
+from . import tables
 
 CHUNK = 1 << 20
 LARGEST_RECORD = 1 << 30
@@ -33,31 +39,91 @@ class BadLine(str):
         return BadLine.of, (self.reason, str(self))
 
 
-def read_records(path: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[tuple[int, Any]]:
-    """Yields ``(number, record)``: the line number in JSON lines or the position in a JSON array, from 1.
+def _all(first: int, end: int) -> bool:
+    return True
 
-    A line that is not JSON is yielded as a :class:`BadLine`, and reading continues. ``on_bytes`` receives the
-    number of bytes read for each record.
+
+def read_records(
+    path: Path,
+    on_bytes: Callable[[int], None] = lambda n: None,
+    wanted: Callable[[int, int], bool] = _all,
+) -> Iterator[tuple[int, Any]]:
+    """Yields ``(number, record)``: the line number in JSON lines, or the position in a JSON array or a table,
+    from 1.
+
+    A line that is not JSON is yielded as a :class:`BadLine`, and reading continues.
+
+    Args:
+        on_bytes: receives the number of bytes read for each record.
+        wanted: whether records from the ``first`` to before the ``end`` of those that are yielded, counted
+            from 0, are of use; the others are yielded as None, and their lines are not parsed.
 
     Raises:
-        ReadError: a JSON array is broken (the start of its next record is unknown), or the file is empty.
+        ReadError: a JSON array or a table is broken (the start of its next record is unknown), or the file
+            is empty.
     """
+    if path.suffix in tables.SUFFIXES:
+        try:
+            yield from tables.read_rows(path, on_bytes, wanted)
+        except (ValueError, OSError) as error:
+            raise ReadError(f"{path} cannot be read: {error}") from error
+        return
+
     array = is_array(path)
-    with path.open("rb") as file:
-        yield from _array(path, file, on_bytes) if array else _lines(file, on_bytes)
+    with _opened(path) as (raw, file):
+        told = 0
+
+        def tell(count: int) -> None:
+            nonlocal told
+            on_bytes(raw.tell() - told)
+            told = raw.tell()
+
+        counted = on_bytes if file is raw else tell
+        yield from _array(path, file, counted) if array else _lines(file, counted, wanted)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], Any]]:
+    """A file and its content, which may be compressed. Raises ReadError if that is damaged."""
+    try:
+        with path.open("rb") as raw, _unpacked(path, raw) as file:
+            yield raw, file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ReadError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        if path.suffix != ".zst" or error.errno:
+            raise
+        raise ReadError(f"{path} is damaged: {error}") from error
+
+
+def _unpacked(path: Path, raw: IO[bytes]) -> Any:
+    """The content of a file that may be compressed, by its suffix."""
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if path.suffix == ".zst":
+        import io
+
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), CHUNK)
+    return raw
 
 
 def is_array(path: Path) -> bool:
     """Whether a file is a JSON array rather than JSON lines. Raises ReadError if it is empty."""
-    with path.open("rb") as file:
+    if path.suffix in tables.SUFFIXES:
+        return False
+    with _opened(path) as (_, file):
         start = file.read(CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if not start:
         raise ReadError(f"{path} is empty")
     return start == b"["
 
 
-def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
-    number = 0
+def _lines(
+    file: IO[bytes], on_bytes: Callable[[int], None], wanted: Callable[[int, int], bool]
+) -> Iterator[tuple[int, Any]]:
+    number = yielded = 0
     while line := file.readline(LARGEST_RECORD):
         number += 1
         on_bytes(len(line))
@@ -66,6 +132,7 @@ def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[i
                 number,
                 BadLine.of("line too long", f"the line does not end within {LARGEST_RECORD >> 20} MiB"),
             )
+            yielded += 1
             while line and not line.endswith(b"\n"):
                 line = file.readline(LARGEST_RECORD)
                 on_bytes(len(line))
@@ -74,7 +141,8 @@ def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[i
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
-            yield number, _parsed(line)
+            yield number, _parsed(line) if wanted(yielded, yielded + 1) else None
+            yielded += 1
 
 
 def _parsed(line: bytes) -> Any:

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,7 +49,7 @@ class ResumeError(UserError, ValueError):
 def make_plan(inputs: list[Path], media_root: Path, **options: Any) -> dict[str, Any]:
     """Everything that determines the output: options, media root, and the content of the input files."""
     files = [
-        {"name": name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
+        {"name": name, "bytes": path.stat().st_size, **_digest(path)}
         for name, path in zip(names(inputs), inputs, strict=True)
     ]
     return {"format": FORMAT, "options": options, "inputs": files, "media_root": str(media_root.resolve())}
@@ -63,9 +64,22 @@ def names(inputs: list[Path]) -> list[str]:
     return [str(path.resolve().relative_to(common)) for path in inputs]
 
 
-def _sha256(path: Path) -> str:
+HASHED = 4 << 30
+"""Of a larger file, only pieces are hashed, or every node would read terabytes before it begins."""
+PIECES = 256
+
+
+def _digest(path: Path) -> dict[str, str]:
+    """The SHA-256 of a file, or of evenly spaced pieces of a MiB if it is large."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if size <= HASHED:
+            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        digest = hashlib.sha256()
+        for i in range(PIECES):
+            file.seek((size - (1 << 20)) * i // (PIECES - 1))
+            digest.update(file.read(1 << 20))
+        return {"sha256_of_pieces": digest.hexdigest()}
 
 
 def public(plan: dict[str, Any]) -> dict[str, Any]:
@@ -101,18 +115,19 @@ class Workspace:
 
     Args:
         out: folder of the data set. plan: from :func:`make_plan`. force: delete what an earlier
-            conversion left there.
+            conversion left there. part: name of a part of the work; parts hold the folder together.
 
     Raises:
         ResumeError: the folder holds something else, a conversion with another plan, or a running one.
     """
 
-    def __init__(self, out: Path, plan: dict[str, Any], force: bool) -> None:
+    def __init__(self, out: Path, plan: dict[str, Any], force: bool, part: str = "") -> None:
         self.out = out
+        self.part = part
         self.work = out / WORK
         self.plan = plan
         self.meta = self.work / "nv-meta"
-        self._lock: IO[bytes] | None = None
+        self._locks: list[IO[bytes]] = []
         if out.exists() and not out.is_dir():
             raise ResumeError(f"--out {out} is not a folder")
 
@@ -130,11 +145,27 @@ class Workspace:
         self.complete = False
         self._take_lock()
         try:
-            self._open(force)
+            with self._alone():
+                self._open(force)
         except BaseException:
             self.complete = (out / ".nv-meta" / RECORD).exists()  # a complete data set has no work folder
             self.close()
             raise
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lets one part after the other read and write what they share."""
+        import fcntl
+
+        with (self.work / "shared.lock").open("ab") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            yield
+
+    def write_once(self, name: str, data: bytes) -> None:
+        """Writes a file of the work folder, unless another part did."""
+        with self._alone():
+            if not (self.work / name).exists():
+                durable.write(self.work / name, data)
 
     def _open(self, force: bool) -> None:
         if force:
@@ -143,7 +174,7 @@ class Workspace:
                 if path != self.work:
                     _remove(path)
             for path in self.work.iterdir():
-                if path.name != "lock":
+                if path.name not in ("lock", "shared.lock"):
                     _remove(path)
 
         record = _read(self.out / ".nv-meta" / RECORD)
@@ -164,8 +195,9 @@ class Workspace:
                 )
 
         self.complete = record is not None
-        if not self.complete:
+        if not self.complete and (not self.part or old is None):
             durable.write(self.work / PLAN, json.dumps(self.plan).encode())
+        if not self.complete and not self.part:
             _remove(self.meta)
             for stale in (
                 *self.work.glob("tmp.*"),
@@ -203,12 +235,16 @@ class Workspace:
         import fcntl
 
         self.work.mkdir(exist_ok=True)
-        self._lock = (self.work / "lock").open("ab")
-        try:
-            # The lock is released with the process; children do not inherit it.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ResumeError(f"--out {self.out}: another conversion is writing there") from error
+        kinds = {"lock": fcntl.LOCK_SH if self.part else fcntl.LOCK_EX}
+        if self.part:
+            kinds[f"{self.part}.lock"] = fcntl.LOCK_EX
+        for name, kind in kinds.items():
+            self._locks.append((self.work / name).open("a+b"))
+            try:
+                # The lock is released with the process; children do not inherit it.
+                fcntl.lockf(self._locks[-1], kind | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ResumeError(f"--out {self.out}: another conversion is writing there") from error
 
     def finish(self, shards: dict[str, dict[str, Any]]) -> None:
         """Makes the data set appear in one step, and removes the work folder."""
@@ -220,9 +256,9 @@ class Workspace:
         self.complete = True
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-        if self.complete:
+        for lock in self._locks:
+            lock.close()
+        if self.complete and not self.part:
             _remove(self.work)
 
 
@@ -266,8 +302,7 @@ class VerdictJournal:
                 yield _verdicts(file.readline()) or []
 
     def add(self, verdicts: list[list[MediaInfo] | dict[str, Any]]) -> None:
-        plain = [v if isinstance(v, dict) else [dataclasses.astuple(info) for info in v] for v in verdicts]
-        self.file.write(json.dumps(plain).encode() + b"\n")
+        self.file.write(json.dumps(as_plain(verdicts)).encode() + b"\n")
         self.file.flush()
 
     def close(self) -> None:
@@ -275,9 +310,22 @@ class VerdictJournal:
 
 
 def _verdicts(line: bytes) -> list[Any] | None:
-    """For each record, the measures of its media or its line of the quarantine file; None if the
-    line is damaged."""
+    """The verdicts of a line; None if it is damaged."""
     try:
-        return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in json.loads(line)]
-    except (ValueError, TypeError):
+        return parse_verdicts(json.loads(line))
+    except ValueError:
+        return None
+
+
+def as_plain(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
+    """Verdicts as they are written: for each record, the measures of its media or its line of the
+    quarantine file."""
+    return [v if isinstance(v, dict) else [dataclasses.astuple(info) for info in v] for v in verdicts]
+
+
+def parse_verdicts(plain: Any) -> list[Any] | None:
+    """The verdicts that :func:`as_plain` wrote; None if they are something else."""
+    try:
+        return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in plain]
+    except TypeError:
         return None

@@ -126,7 +126,7 @@ def _write_tar(path: Path, entries: list[Entry], root: Path) -> None:
                     ) from error
                 if zlib.crc32(data) != info.crc32:
                     raise ShardError(
-                        f"{_where(entry)}: {reference[:200]} changed after it was verified; {AGAIN}"
+                        f"{_where(entry)}: {str(reference)[:200]} changed after it was verified; {AGAIN}"
                     )
                 _add(tar, f"{entry.key}.{key}", data)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import random
 import sqlite3
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron.energon import Sample
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
@@ -166,9 +166,13 @@ def _sources(description: Description, value: Any, split: str, name: str) -> Ite
 
 
 class Reader:
-    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised."""
+    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised.
 
-    def __init__(self, source: Source) -> None:
+    Args:
+        timeout: ``data.sample_timeout_s``.
+    """
+
+    def __init__(self, source: Source, timeout: float = 0.0) -> None:
         from megatron.energon.epathlib import EPath
         from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
         from megatron.energon.flavors.webdataset.structs import ShardInfo
@@ -182,7 +186,7 @@ class Reader:
         self.reader = ShardInfosITarReader(
             folder, shards, self._wanted, sample_filter=lambda name: name not in excluded
         )
-        self.tolerant = TolerantReader(self.reader)
+        self.tolerant = TolerantReader(self.reader, timeout)
         self.whole = False
 
     def _wanted(self, part: str) -> bool:
@@ -215,10 +219,16 @@ def open_encoder(data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEn
     Raises:
         ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
     """
-    encoder = RowEncoder(data, spec, hf_dir)
+    encoder = _QuietEncoder(data, spec, hf_dir)
     encoder.most_refused = 1 << 62
-    logging.getLogger("megatron_vl.data.loader").setLevel(logging.ERROR)
     return encoder
+
+
+class _QuietEncoder(RowEncoder):
+    """A survey counts unusable samples itself."""
+
+    def _log(self, sample: Sample, reason: str, detail: str) -> None:
+        pass
 
 
 # --- Drawing ------------------------------------------------------------------------------------------------
@@ -370,7 +380,7 @@ def survey(
     start = time.monotonic()
     data = encoder.data
     found = Survey(Path(data.path), split, seed, data.seq_len, sources(Path(data.path), split))
-    readers = [Reader(source) for source in found.sources]
+    readers = [Reader(source, data.sample_timeout_s) for source in found.sources]
     places = draw(found.sources, samples, seed)
     begin = time.monotonic()
     for number, (source, index) in enumerate(places):
@@ -424,7 +434,7 @@ def _drawn(encoder: RowEncoder, sample: RawSample, source: int, index: int) -> D
         sample.__key__,
         encoded.source,
         tokens=len(encoded.token_ids),
-        learnt=int(encoded.loss_mask.sum()),
+        learnt=int(encoded.loss_mask.count_nonzero()),
         turns=sum(message["role"] == "assistant" for message in messages),
         grids=tuple(encoded.grids),
     )

@@ -220,6 +220,9 @@ class DataConfig:
     so an open file, to every other one."""
     max_bad_share: float = 0.01
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
+    sample_timeout_s: float = 300.0
+    """Seconds that reading a sample, and then decoding its pictures and videos, may take. A sample that takes
+    longer cannot be used. 0: wait without end."""
     seed: int = 1234
     """Seed of the sample order."""
 
@@ -757,7 +760,7 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
             " data.shuffle_buffer"
         ),
     ),
-    (0, math.inf, "data.shuffle_buffer_gib failures.timeout_s"),
+    (0, math.inf, "data.shuffle_buffer_gib data.sample_timeout_s failures.timeout_s"),
     (
         0,
         math.inf,

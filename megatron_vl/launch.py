@@ -1,4 +1,4 @@
-"""Starts the ranks of a training run on this node, with torchrun's options. Three things differ from it.
+"""Starts the ranks of a training run on this node, with torchrun's options. Four things differ from it.
 
     python -m megatron_vl.launch --standalone --nproc-per-node 8 -m megatron_vl.train --config RUN.yaml
 
@@ -7,22 +7,31 @@
 * SIGTERM and SIGUSR1 ask the ranks to save and end, and the exit code is then 0. torchrun would kill the
   ranks after 30 seconds.
 * A rank that stays stopped (SIGSTOP) is killed. Other ranks of its node do that too, but it may be alone.
+* On CPU the ranks of a single node are forks of this process, which has imported what they need. Importing
+  takes seconds of processor time, and there are more ranks than cores. With GPUs each rank is a program of
+  its own. ``--fork`` before torchrun's options forks any module, for commands that know that they run on CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import gc
+import importlib
 import logging
 import os
+import runpy
 import signal
 import sys
 import threading
 import time
+import traceback
+import uuid
 from types import FrameType
 
 import psutil
 
-from megatron_vl.config import parse_config
+from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.processes import children
 
@@ -38,27 +47,37 @@ def main(argv: list[str] | None = None) -> int:
         0 when all ranks ended well, otherwise the exit code of the first that failed (128 + N if signal N
         ended it).
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    fork = words[:1] == ["--fork"]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     raise_open_files()  # this process serves the store of all ranks
 
-    args = parse_args(sys.argv[1:] if argv is None else argv)
-    # The signals on which torchrun may still kill the ranks.
-    args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _ask_ranks)
+    args = parse_args(words[1:] if fork else words)
+    config = _config(args.training_script, args.training_script_args)
+    fork = fork or (args.standalone and config is not None and config.platform == "cpu")
+    if fork:
+        import_stack(args.training_script)
 
-    if limit := _hang_limit(args.training_script, args.training_script_args):
-        threading.Thread(target=kill_stopped, args=(limit + STOPPED_S,), daemon=True).start()
+    if args.training_script == RANK_PROGRAM:
+        # The signals on which torchrun may still kill the ranks.
+        args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, _ask_ranks)
+
+    if config is not None and config.failures.timeout_s:
+        limit_s = config.failures.timeout_s + STOPPED_S
+        threading.Thread(target=kill_stopped, args=(limit_s,), daemon=True).start()
 
     # torchrun logs each failure and each signal that it sends,
     # but the ranks have already said what was wrong.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
     try:
-        run(args)
+        run_forks(args) if fork else run(args)
         return 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -72,13 +91,61 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + error.sigval.value
 
 
-def _hang_limit(program: str, words: list[str]) -> float:
-    """``failures.timeout_s`` of the run; 0 if this starts something else."""
+def _config(program: str, words: list[str]) -> TrainConfig | None:
+    """The run's configuration; None if this starts something else."""
     if program != RANK_PROGRAM:
-        return 0.0
+        return None
     with contextlib.suppress(Exception):  # the ranks say what is wrong with it
-        return parse_config(list(words)).failures.timeout_s
-    return 0.0
+        return parse_config(list(words))
+    return None
+
+
+def import_stack(module: str) -> None:
+    """Imports what ranks on CPU need. No platform is chosen and no process group exists in this process, so a
+    fork of it is as fresh as a new program."""
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # or core's imports would initialise a GPU
+    import transformers.models.auto.tokenization_auto  # noqa: F401
+
+    import megatron_vl.training.loop  # noqa: F401
+
+    importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # pages that the ranks share stay shared
+
+
+def run_forks(args: argparse.Namespace) -> None:
+    """Does what torchrun's ``run`` does, for a module on a single node. The ranks are forks."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args
+
+    args.start_method = "fork"
+    args.rdzv_backend = "c10d"
+    args.rdzv_endpoint = "localhost:0"
+    args.rdzv_id = str(uuid.uuid4())
+    config, _, _ = config_from_args(args)
+    elastic_launch(config=config, entrypoint=_be_rank)(args.training_script, args.training_script_args)
+
+
+def _be_rank(module: str, words: list[str]) -> None:
+    """Runs ``python -m module words`` in a fork. Exits unless all went well."""
+    import torch
+
+    os.setsid()  # Ctrl-C is for the launcher, which ends the ranks
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # read already when torch was imported
+
+    sys.argv = [module, *words]
+    sys.modules.pop(module, None)  # it runs as __main__ and must not be known under its own name as well
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code:
+            raise
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
 
 
 def kill_stopped(limit_s: float, every_s: float = 5.0) -> None:
@@ -118,8 +185,10 @@ def _ask_ranks(number: int, frame: FrameType | None) -> None:
         file=sys.stderr,
         flush=True,
     )
-    for pid, command in children(os.getpid()).items():
-        if RANK_PROGRAM in command:
+    everyone = children(os.getpid())
+    forked = tuple(psutil.Process().cmdline())
+    for pid, command in everyone.items():
+        if RANK_PROGRAM in command or command == forked:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
                 os.kill(pid, signal.SIGUSR1)
 

@@ -37,6 +37,7 @@ COMMANDS = {
     "export": Command("weights", "ExportOptions", "export"),
     "verify": Command("weights", "VerifyOptions", "verify"),
     "data convert": Command("data", "DataConvertOptions", "convert"),
+    "data merge": Command("data", "DataMergeOptions", "merge"),
     "data verify": Command("data", "DataVerifyOptions", "verify"),
     "data stats": Command("data", "DataStatsOptions", "stats"),
     "data inspect": Command("data", "DataInspectOptions", "inspect"),

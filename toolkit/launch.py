@@ -20,6 +20,7 @@ def run_group(
     show: Literal["nothing", "all", "errors"] = "nothing",
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python -m module arguments`` in ``ranks`` processes on this machine and waits for them to end.
 
@@ -27,11 +28,13 @@ def run_group(
         show: where the output of the processes goes. nothing: into the result; all: to this process' output;
             errors: all of it to standard error, because this process needs standard output for itself.
         environment: variables of the processes, unless the user has set them.
+        on_cpu: the processes use no GPU, so several of them may be forks of one that has imported the module.
         timeout: seconds after which the group is killed and subprocess.TimeoutExpired is raised.
     """
-    launch = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    )
+    launch: list[str] = []
+    if ranks > 1:
+        launcher = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
+        launch = ["-m", *launcher, "--standalone", "--nproc-per-node", str(ranks)]
     variables = {
         "OMP_NUM_THREADS": "1",
         **(environment or {}),

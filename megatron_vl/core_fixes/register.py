@@ -177,6 +177,7 @@ FIXES: tuple[Fix, ...] = (
         touches=(
             "torch.distributed.run.run",
             "torch.distributed.elastic",
+            "torch.multiprocessing.spawn",
         ),
         why=(
             "torchrun kills ranks 30 seconds after SIGTERM, and prints a report of its own after a"

@@ -46,6 +46,7 @@ from megatron_vl.config import RULES_BEFORE, DataConfig, video_rule
 from megatron_vl.data import assemble
 from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
 from megatron_vl.data.chat import ChatEncoder
+from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
 from megatron_vl.data.description import LoaderError, SplitFacts, difference, read_description
 from megatron_vl.data.early_saves import allow_early_saves
 from megatron_vl.data.location import location
@@ -186,7 +187,7 @@ class RowEncoder(DefaultTaskEncoder):
 
     def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
         built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
-        make_tolerant(built)
+        make_tolerant(built, self.data.sample_timeout_s)
         return built
 
     def build_encode_sample(self, dataset: Any, *, worker_config: WorkerConfig) -> Any:
@@ -334,9 +335,10 @@ class RowEncoder(DefaultTaskEncoder):
             return DecodedSample.derive_from(sample, sample=None)
         problem: tuple[str, str] | None = None
         items = []
+        deadline = Deadline(self.data.sample_timeout_s)
         for grid, item, data in zip(sample.grids, sample.media, sample.data, strict=True):
             try:
-                planes = self._planes(item, data, grid)
+                planes = self._planes(item, data, grid, deadline)
             except UnusableError as error:
                 problem = problem or (error.reason, str(error))
                 shape = (1, grid.h * grid.w, 3 * self.settings.patch_size**2)
@@ -351,12 +353,15 @@ class RowEncoder(DefaultTaskEncoder):
             self._log(sample, *problem)
         return DecodedSample.derive_from(sample, sample=assemble.Sample(sample.token_ids, loss_mask, items))
 
-    def _planes(self, item: dict[str, Any], data: bytes, grid: GridTHW) -> Tensor:
+    def _planes(self, item: dict[str, Any], data: bytes, grid: GridTHW, deadline: Deadline) -> Tensor:
         name = f"{item['kind']} {item['key']}"
         if item.get("crc32", zlib.crc32(data)) != zlib.crc32(data):
             raise UnusableError(f"{item['kind']} changed since conversion", f"the CRC-32 of {name} differs")
         try:
-            return planes_of(item, data, grid, self.settings)
+            deadline.check()
+            return planes_of(item, data, grid, self.settings, deadline)
+        except OutOfTimeError as error:
+            raise UnusableError("decoding takes too long", f"{name}: {error}") from error
         except Exception as error:  # decoders raise all kinds of errors on invalid bytes
             raise UnusableError(f"{item['kind']} does not decode", f"{name}: {error}") from error
 
@@ -394,17 +399,23 @@ def grid_of(item: dict[str, Any], settings: PixelSettings) -> GridTHW:
     return video_grid(VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), settings)
 
 
-def planes_of(item: dict[str, Any], data: bytes, grid: GridTHW, settings: PixelSettings) -> Tensor:
+def planes_of(
+    item: dict[str, Any],
+    data: bytes,
+    grid: GridTHW,
+    settings: PixelSettings,
+    deadline: Deadline = UNLIMITED,
+) -> Tensor:
     """Decodes a stored medium. A picture larger than its stored size is refused.
 
     Raises:
         PixelError: the medium does not decode.
+        OutOfTimeError: the deadline has passed while a video was decoded.
     """
     if item["kind"] == "image":
         return image_planes(data, grid, settings, item["height"] * item["width"])
-    return video_planes(
-        data, VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), grid, settings
-    )
+    video = VideoInfo(item["frames"], item["fps"], item["height"], item["width"])
+    return video_planes(data, video, grid, settings, deadline)
 
 
 # --- The loader

@@ -40,6 +40,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
+from megatron_vl.data.video_files import FrameTable, frame_table, frames_at
 from megatron_vl.errors import UserError
 from megatron_vl.spec.positions import GridTHW
 
@@ -470,7 +472,10 @@ def _planes(frames: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
 
 
 def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
-    """Decodes a whole video file to find its true number of frames, rate and size.
+    """Finds the true number of frames, rate and size of a video file, by decoding all of it.
+
+    Of a file with more than :data:`LONG_VIDEO` frames, only the key frames are decoded if its packets say how
+    many frames there are.
 
     Raises:
         TooLargeError: a frame has more than ``max_pixels``.
@@ -479,7 +484,11 @@ def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
     try:
         with _open_video(data, max_pixels) as container:
             stream = container.streams.video[0]
-            frames = sum(1 for _ in container.decode(stream))
+            table = None
+            if stream.frames > LONG_VIDEO:
+                with _open_video(data, max_pixels) as listed:
+                    table = frame_table(listed)
+            frames = _count_frames(container, table)
             rate = stream.average_rate or stream.guessed_rate
             info = VideoInfo(frames, float(rate or 0), stream.height, stream.width)
     except PixelError:
@@ -491,16 +500,31 @@ def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
     return info
 
 
-def video_planes(data: bytes, video: VideoInfo, grid: GridTHW, settings: PixelSettings) -> Tensor:
+def _count_frames(container: Any, table: FrameTable | None) -> int:
+    """Decodes all frames; if a table lists them, only the key frames."""
+    if table is None:
+        return sum(1 for _ in container.decode(video=0))
+    container.streams.video[0].codec_context.skip_frame = "NONKEY"
+    if sum(1 for _ in container.decode(video=0)) < len(table.keys):
+        raise PixelError("a key frame of the video does not decode")
+    return len(table.times)
+
+
+def video_planes(
+    data: bytes, video: VideoInfo, grid: GridTHW, settings: PixelSettings, deadline: Deadline = UNLIMITED
+) -> Tensor:
     """The planes, uint8 [frames, h * w, 3 * patch * patch], of the sampled frames of a video file.
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than ``video`` says.
+        OutOfTimeError: the deadline has passed.
     """
-    return _planes(video_frames(data, video, frame_indices(video, settings)), grid, settings)
+    return _planes(video_frames(data, video, frame_indices(video, settings), deadline), grid, settings)
 
 
-def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor:
+def video_frames(
+    data: bytes, video: VideoInfo, wanted: Sequence[int], deadline: Deadline = UNLIMITED
+) -> Tensor:
     """Frames of a video file, uint8 [len(wanted), 3, height, width], in RGB and in their stored size.
 
     Args:
@@ -508,6 +532,7 @@ def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than are wanted.
+        OutOfTimeError: the deadline has passed.
     """
     from av.video.reformatter import VideoReformatter
 
@@ -519,14 +544,11 @@ def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor
 
     try:
         # Coded frames are larger than displayed ones, because sides are rounded up to whole blocks.
-        with _open_video(data, (video.height + 256) * (video.width + 256)) as container:
-            for i, frame in enumerate(container.decode(video=0)):
-                if i == wanted[len(chosen)]:
-                    rgb = converter.reformat(frame, format="rgb24", threads=1).to_ndarray()
-                    chosen.append(torch.from_numpy(rgb).permute(2, 0, 1))
-                    if len(chosen) == len(wanted):
-                        break
-    except PixelError:
+        most = (video.height + 256) * (video.width + 256)
+        for frame in frames_at(lambda: _open_video(data, most), video.frames, wanted, deadline):
+            rgb = converter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+            chosen.append(torch.from_numpy(rgb).permute(2, 0, 1))
+    except (PixelError, OutOfTimeError):
         raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
@@ -536,6 +558,8 @@ def video_frames(data: bytes, video: VideoInfo, wanted: Sequence[int]) -> Tensor
     return torch.stack(chosen)
 
 
+LONG_VIDEO = 18_000
+"""Frames; ten minutes at 30 frames a second."""
 VIDEO_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
 )

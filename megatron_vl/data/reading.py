@@ -7,10 +7,14 @@ that the order of samples and saved states stay valid.
 
 from __future__ import annotations
 
+import copy
+import queue
+import threading
 import zlib
 from bisect import bisect_right
 from typing import Any
 
+from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 
@@ -19,18 +23,33 @@ BROKEN = "__broken__"
 CRC_FIELD = b', "crc32": '
 
 
-class TolerantReader:
-    """Wraps an Energon reader. If reading fails, it returns a crude sample with the field :data:`BROKEN`."""
+class StalledError(Exception):
+    """A file system that does not answer."""
 
-    def __init__(self, reader: Any) -> None:
+
+class TolerantReader:
+    """Wraps an Energon reader. If reading fails, it returns a crude sample with the field :data:`BROKEN`.
+
+    Args:
+        timeout: seconds to wait for a sample; 0: without end.
+    """
+
+    def __init__(self, reader: Any, timeout: float = 0.0) -> None:
         self.reader = reader
+        self.timeout = timeout
+        self.thread: _ReadingThread | None = None
+        self.stalled: dict[str, _ReadingThread] = {}
+        """The threads that still wait for a shard."""
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         try:
-            return self.reader[index]
+            return self._read(index) if self.timeout else self.reader[index]
+        except StalledError as error:
+            reason = "reading takes too long"
+            detail = str(error)
         except FileNotFoundError as error:
             reason = "shard missing"
             detail = f"{error.filename or error} does not exist"
@@ -53,6 +72,24 @@ class TolerantReader:
             BROKEN: (reason, f"sample {number} of {shard}: {detail}"),
         }
 
+    def _read(self, index: int) -> dict[str, Any] | None:
+        """Reads in a thread, because nothing else can give up a read that does not return."""
+        shard, _ = self._place(index)
+        waiting = self.stalled.get(shard)
+        if waiting is not None and waiting.busy:
+            raise StalledError("an earlier read of the shard has not returned yet")
+        self.stalled.pop(shard, None)
+
+        if self.thread is None:
+            self.thread = _ReadingThread(self.reader)
+        try:
+            return self.thread.read(index, self.timeout)
+        except StalledError:
+            # The thread keeps its reader; the next read has its own.
+            self.stalled[shard], self.thread = self.thread, None
+            self.reader = _reopened(self.reader)
+            raise
+
     def _place(self, index: int) -> tuple[str, int]:
         """The shard, and the sample's number in it, counted from 0."""
         if not isinstance(self.reader, ShardInfosITarReader):
@@ -62,12 +99,58 @@ class TolerantReader:
         return self.reader.shard_infos[shard].name, index - starts[shard]
 
 
-def make_tolerant(dataset: Any) -> None:
-    """Wraps the readers of every tar data set within ``dataset``, in place."""
+def _reopened(reader: Any) -> Any:
+    """A reader of the same files with handles of its own."""
+    fresh = copy.copy(reader)
+    fresh.itar_files_cache = {}
+    if isinstance(reader, ShardInfosITarReader):
+        fresh.cached_offset_reader = CachedItarOffsetReader(cache_size=reader.itar_cache_size)
+    return fresh
+
+
+class _ReadingThread:
+    """Reads samples one by one. It does not keep the process from ending."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+        self.tasks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.busy = False
+        threading.Thread(target=self._work, daemon=True, name="read samples").start()
+
+    def read(self, index: int, timeout: float) -> Any:
+        """Raises what the reader raises, or :class:`StalledError`."""
+        self.busy = True
+        self.tasks.put(index)
+        try:
+            result = self.results.get(timeout=min(timeout, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            self.tasks.put(-1)  # ends the thread if the read ever returns
+            raise StalledError(f"it took longer than data.sample_timeout_s {timeout:g}") from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _work(self) -> None:
+        while (index := self.tasks.get()) >= 0:
+            try:
+                result = self.reader[index]
+            except BaseException as error:  # raised again by the thread that asked
+                result = error
+            self.busy = False
+            self.results.put(result)
+
+
+def make_tolerant(dataset: Any, timeout: float = 0.0) -> None:
+    """Wraps the readers of every tar data set within ``dataset``, in place.
+
+    Args:
+        timeout: as for :class:`TolerantReader`.
+    """
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
-        dataset.join_readers = [TolerantReader(reader) for reader in dataset.join_readers]
+        dataset.join_readers = [TolerantReader(reader, timeout) for reader in dataset.join_readers]
     for inner in getattr(dataset, "datasets", ()):
-        make_tolerant(inner)
+        make_tolerant(inner, timeout)
 
 
 def with_crc(text: bytes) -> bytes:

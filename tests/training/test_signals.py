@@ -65,6 +65,8 @@ def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_p
     second = start(LAUNCHER, prepared, run)
     wait_for(lambda: metrics(run)[-1]["step"] >= last + 2, second)
     assert metrics(run)[last]["step"] == last + 1
+    commands = children(second.pid).values()
+    assert set(commands) == {tuple(second.args)}, "on CPU the ranks are forks of the launcher"
     os.kill(ranks_of(second)[1], signal.SIGKILL)
     began = time.monotonic()
     out, err = second.communicate(timeout=60)

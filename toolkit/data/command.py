@@ -9,16 +9,21 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_vl.errors import UsageError
+
 from .options import (
     DataConvertOptions,
     DataInspectOptions,
+    DataMergeOptions,
     DataReportOptions,
     DataStatsOptions,
     DataVerifyOptions,
 )
 
 if TYPE_CHECKING:
-    from data_tools.convert import DataReport
+    from data_tools.convert import ConversionOptions, DataReport
+    from data_tools.parts import Part
+    from data_tools.preview import Preview
 
 MOST_SHOWN = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
@@ -38,7 +43,7 @@ TOO_MANY_QUARANTINED = 3
 
 def convert(given: DataConvertOptions) -> int:
     """Converts conversations into a data set. Returns the exit code."""
-    from data_tools.convert import ConversionOptions, ConvertError, convert, default_workers
+    from data_tools.convert import ConversionOptions, convert, default_workers
 
     options = ConversionOptions(
         media_root=given.media_root,
@@ -51,9 +56,91 @@ def convert(given: DataConvertOptions) -> int:
         format=given.format or "",
         duplicate_ids=given.duplicate_ids,
         force=given.force,
+        datasets=given.dataset,
+        part=_part(given.shard),
     )
+    if given.dry_run:
+        return _preview(given, options)
 
     report = convert(given.input, options, _show)
+    if options.part is not None:
+        _print_part(report, given, str(options.part))
+        return 0
+    return _report(report, given, given.val_fraction)
+
+
+def merge(given: DataMergeOptions) -> int:
+    """Writes the data set whose parts are verified. Returns the exit code."""
+    from data_tools.convert import convert, default_workers, remembered
+
+    workers = given.workers if given.workers is not None else default_workers()
+    inputs, options = remembered(given.out, workers)
+    return _report(convert(inputs, options, _show), given, options.val_fraction)
+
+
+def _part(text: str | None) -> Part | None:
+    """The part that ``I/N`` names. Raises UsageError if it names none."""
+    from data_tools.parts import Part
+
+    if text is None:
+        return None
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise UsageError(f"--shard {text} must be I/N with I from 0 to N - 1, for instance 0/8")
+    return Part(int(index), int(count))
+
+
+def _preview(given: DataConvertOptions, options: ConversionOptions) -> int:
+    """Prints what is understood of the first records. Returns 1 if no record can be used."""
+    from data_tools.preview import preview
+
+    found = preview(given.input, options)
+    if given.json:
+        print(json.dumps([file.as_json() for file in found]))
+    else:
+        print("\n".join(line for file in found for line in _described(file)))
+    return 0 if any(file.samples for file in found) else 1
+
+
+def _described(file: Preview) -> list[str]:
+    def listed(counts: Counter[str]) -> str:
+        return ", ".join(f"{name} {count}" for name, count in counts.most_common(MOST_SHOWN)) or "none"
+
+    lines = [
+        f"{file.file}: the first {file.records} records, of which {file.samples} can be used",
+        f"  format   {listed(file.formats)}",
+        f"  turns    {listed(file.roles)}",
+        f"  media    {listed(file.media)}",
+        f"  tokens   about {file.tokens // max(file.samples, 1)} a sample",
+    ]
+    if file.features:
+        lines.append(f"  with     {listed(file.features)}")
+    if file.ignored:
+        lines.append(f"  ignored  {listed(file.ignored)}")
+    if file.refused:
+        lines.append(f"  would be quarantined: {listed(file.refused)}")
+        lines += [f"    {example}" for example in file.examples]
+    if file.first:
+        lines += ["  the first sample:", *(f"    {turn}" for turn in file.first)]
+    return lines
+
+
+def _print_part(report: DataReport, given: DataConvertOptions, part: str) -> None:
+    if given.json:
+        print(json.dumps({"part": part, "records": report.records, "refused": report.refused}))
+        return
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    print(
+        f"part {part}: {report.records} records verified in {report.seconds:.1f} s, {report.quarantined} "
+        f"cannot be used; when all parts are done: megatron-vl data merge {given.out}"
+    )
+
+
+def _report(report: DataReport, given: DataConvertOptions | DataMergeOptions, val_fraction: float) -> int:
+    """Prints the results of a conversion. Returns the exit code."""
+    from data_tools.convert import ConvertError
+
     quarantine = given.out / "quarantine.jsonl"
     if given.json:
         print(
@@ -66,7 +153,7 @@ def convert(given: DataConvertOptions) -> int:
         raise ConvertError(
             f"none of {report.records} records can be used{_first_refusal(quarantine)}; see {quarantine}"
         )
-    if given.val_fraction and not report.val:
+    if val_fraction and not report.val:
         raise ConvertError(
             f"{report.samples} sample is too few for a validation split; "
             "give more, or leave out --val-fraction"

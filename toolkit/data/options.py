@@ -24,7 +24,10 @@ class DataConvertOptions(CommandOptions):
     """
 
     input: list[Path] = option(metavar="FILE", several=True, must_exist=True)
-    """Read conversations from these files: JSON arrays or JSON lines."""
+    """Read conversations from these files or folders: JSON or JSON lines (also .gz, .zst), Parquet, Arrow,
+    a folder of `datasets`, or LLaMA-Factory's dataset_info.json."""
+    dataset: list[str] | None = option(None, metavar="NAME", several=True, shown_default="all")
+    """Take only these data sets of a dataset_info.json."""
     format: str | None = option(None, metavar="NAME", shown_default="the record's own")
     """Read all records in this format (see the documentation of data for the names)."""
     media_root: Path = option(metavar="DIR", must_exist=True)
@@ -47,6 +50,28 @@ class DataConvertOptions(CommandOptions):
     """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     force: bool = False
     """Delete what an earlier conversion left in OUT and start over."""
+    dry_run: bool = False
+    """Say what is understood of the first 200 records of each file, and write nothing."""
+    shard: str | None = option(None, metavar="I/N", shown_default="everything")
+    """Only verify part I (from 0) of N of the records, on any node; `megatron-vl data merge` follows."""
+    json: bool = False
+    """Print the report as JSON."""
+
+
+@dataclass(kw_only=True)
+class DataMergeOptions(CommandOptions):
+    """Write the data set whose parts `megatron-vl data convert --shard` has verified.
+
+    The result is that of one conversion, byte for byte, however many parts there were. Run the same command
+    again to continue an interrupted merge. Exit codes are those of `megatron-vl data convert`.
+    """
+
+    out: Path = option(metavar="DIR", positional=True, must_exist=True)
+    """Folder that was --out of all parts."""
+    workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
+    """Processes."""
+    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", share=True)
+    """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     json: bool = False
     """Print the report as JSON."""
 

@@ -72,7 +72,7 @@ class SampleView:
 
     @property
     def learnt(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(self.loss_mask.count_nonzero())
 
 
 class Viewer:
@@ -117,7 +117,7 @@ class Viewer:
         Raises:
             SurveyError: the description of the data set excludes it.
         """
-        reader = Reader(source)
+        reader = Reader(source, self.prepared.config.data.sample_timeout_s)
         try:
             raw = reader.read(index, whole=True)
         finally:
@@ -262,7 +262,7 @@ def as_json(sample: SampleView) -> dict[str, Any]:
         ],
         "token_ids": sample.token_ids.tolist(),
         "token_texts": [run.text for run in sample.runs for _ in range(run.count)],
-        "loss_mask": sample.loss_mask.int().tolist(),
+        "loss_mask": sample.loss_mask.bool().int().tolist(),
         "position_ids": sample.position_ids.tolist(),
     }
 

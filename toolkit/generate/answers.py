@@ -93,7 +93,12 @@ def run_generate(
             f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} "
             f"process{'es' if ranks > 1 else ''}"
         )
-        done = run_group("toolkit.generate.worker", [work / "job.json", work / "answers.json"], ranks)
+        done = run_group(
+            "toolkit.generate.worker",
+            [work / "job.json", work / "answers.json"],
+            ranks,
+            on_cpu=request.platform == "cpu",
+        )
         if done.returncode:
             raise UserError(f"the processes failed:\n{end_of(done)}")
 

@@ -276,7 +276,9 @@ def run_layouts(
         say(f"{', '.join(layout.text for layout in group)} in {ranks} process{'es' if ranks > 1 else ''}")
         given, out = work / f"cases_{ranks}.json", work / f"results_{ranks}.json"
         write_cases(cases, given)
-        done = run_group("toolkit.parity.worker", [given, out, request.platform], ranks)
+        done = run_group(
+            "toolkit.parity.worker", [given, out, request.platform], ranks, on_cpu=request.platform == "cpu"
+        )
         found = json.loads(out.read_text()) if out.exists() else {}
         for layout in group:
             missing = {"ok": False, "error": f"the processes ended before this layout:\n{end_of(done)}"}

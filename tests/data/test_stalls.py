@@ -1,0 +1,94 @@
+"""Storage that does not answer: a shard that is a pipe to which nobody writes, so that opening it waits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from data_tools.survey import Reader, open_encoder, sources, survey
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import build_loader
+from megatron_vl.spec.families import read_spec
+from tests.tiny import tiny_checkpoint
+
+from .datasets import converted, mixed_records
+
+PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine")
+    return converted(folder, mixed_records(folder / "media", 24), samples_per_shard=6)[0]
+
+
+@pytest.fixture
+def stalled(pristine, tmp_path):
+    """The data set with a shard that cannot be opened; after the test it can."""
+    data = shutil.copytree(pristine, tmp_path / "data")
+    shard = data / "train-000001.tar"
+    shard.unlink()
+    os.mkfifo(shard)
+    yield data
+    # Whoever waits gets an empty file.
+    os.close(os.open(shard, os.O_RDWR))
+
+
+def _config(path: Path, **fields) -> DataConfig:
+    fields = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 0} | fields
+    return DataConfig(path=str(path), **PIXELS, **fields)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    data = _config(stalled, num_workers=workers, sample_timeout_s=1.0)
+    loader = build_loader(data, read_spec(folder), folder)
+    used: set[str] = set()
+    dropped: dict[str, str] = {}
+    for row in islice(loader, 24):
+        used |= set(row.keys)
+        dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
+    loader.close()
+
+    assert used == {f"{i:09d}" for i in range(24) if not 6 <= i < 12}
+    # Each worker waits once; the rest of the shard is refused while that read has not returned.
+    assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(6)}
+
+
+def test_a_survey_counts_a_shard_that_does_not_answer(stalled):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    found = survey(open_encoder(_config(stalled, sample_timeout_s=0.5), read_spec(folder), folder), samples=0)
+    assert Counter(sample.refused[0] for sample in found.samples if sample.refused) == {
+        "reading takes too long": 6
+    }
+
+
+def test_a_limit_changes_no_row(pristine):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    rows = []
+    for seconds in (0.0, 60.0):
+        loader = build_loader(_config(pristine, sample_timeout_s=seconds), read_spec(folder), folder)
+        rows.append([(row.keys, row.tokens, row.vision.planes) for row in islice(loader, 8)])
+        loader.close()
+    for (keys, tokens, planes), (own_keys, own_tokens, own_planes) in zip(*rows, strict=True):
+        assert keys == own_keys and tokens.equal(own_tokens) and planes.equal(own_planes)
+
+
+def test_a_decode_that_takes_too_long_hides_the_sample(pristine):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    encoder = open_encoder(_config(pristine), read_spec(folder), folder)
+    (source,) = sources(pristine, "train")
+    reader = Reader(source)
+    encoded = encoder.preencode_sample(reader.read(3, whole=True))  # the record with a video alone
+    reader.close()
+    encoder.data.sample_timeout_s = 1e-9
+    ready = encoder.postencode_sample(encoded).sample
+    assert encoder.dropped == {"decoding takes too long": 1}
+    assert not ready.loss_mask.any() and (ready.media[0].planes == 128).all()
+    assert len(ready.token_ids) == len(encoded.token_ids)

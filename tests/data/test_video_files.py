@@ -1,0 +1,224 @@
+"""Frames of every container, of variable rates, of long and of damaged files.
+
+Each frame says its own number: eight squares, black or white, are its binary digits. So what comes back is
+checked by what the picture shows, not by what another decoder says.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from data_tools.formats import RecordError
+from data_tools.media import inspect
+from megatron_vl.data import pixels, video_files
+from megatron_vl.data.deadline import Deadline, OutOfTimeError
+from megatron_vl.data.pixels import (
+    PixelError,
+    PixelSettings,
+    VideoInfo,
+    frame_indices,
+    probe_video,
+    video_frames,
+    video_grid,
+)
+
+SIDE = 64
+DIGITS = 12
+CONTAINERS = [
+    ("mp4", "libx264", "yuv420p"),
+    ("mp4", "mpeg4", "yuv420p"),
+    ("mov", "libx265", "yuv420p"),
+    ("matroska", "libx264", "yuv420p"),
+    ("webm", "libvpx-vp9", "yuv420p"),
+    ("webm", "libvpx", "yuv420p"),
+    ("avi", "mpeg4", "yuv420p"),
+    ("avi", "mjpeg", "yuvj420p"),
+    ("mpegts", "libx264", "yuv420p"),
+    ("gif", "gif", "rgb8"),
+]
+
+
+def numbered(number: int) -> np.ndarray:
+    """uint8 [64, 64, 3]: twelve squares of 16 x 20 pixels that are the number's binary digits."""
+    picture = np.zeros((SIDE, SIDE, 3), np.uint8)
+    for digit in range(DIGITS):
+        row, column = divmod(digit, 4)
+        picture[row * 20 : row * 20 + 20, column * 16 : column * 16 + 16] = 255 * (number >> digit & 1)
+    return picture
+
+
+def numbers(frames: torch.Tensor) -> list[int]:
+    """What numbers the frames, uint8 [n, 3, 64, 64], show."""
+    found = []
+    for frame in frames:
+        centres = [
+            frame[:, row * 20 + 5 : row * 20 + 15, c * 16 + 4 : c * 16 + 12]
+            for row in range(3)
+            for c in range(4)
+        ]
+        found.append(sum((int(centre.float().mean() > 127)) << digit for digit, centre in enumerate(centres)))
+    return found
+
+
+def written(
+    form: str, codec: str, pixel: str, count: int, *, times: list[int] | None = None, key: int = 12
+) -> bytes:
+    """A video file of numbered frames at 10 a second.
+
+    Args:
+        times: time of each frame in tenths of a second; None: one after the other.
+        key: frames from one key frame to the next.
+    """
+    out = io.BytesIO()
+    with av.open(out, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=10)
+        stream.width = stream.height = SIDE
+        stream.pix_fmt = pixel
+        stream.codec_context.gop_size = key
+        stream.codec_context.time_base = Fraction(1, 10)
+        if codec == "libx264":
+            stream.options = {"preset": "ultrafast", "bf": "0" if times else "2", "qp": "10"}
+        if codec == "libx265":
+            stream.options = {"preset": "ultrafast", "x265-params": "log-level=none"}
+        if codec.startswith("libvpx"):
+            stream.options = {"deadline": "realtime", "cpu-used": "8"}
+            stream.bit_rate = 2_000_000
+        for i in range(count):
+            frame = av.VideoFrame.from_ndarray(numbered(i), format="rgb24")
+            frame.pts = times[i] if times else i
+            frame.time_base = Fraction(1, 10)
+            if times:
+                frame.duration = (times[i + 1] if i + 1 < count else times[i] + 2) - times[i]
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("form", "codec", "pixel"), CONTAINERS)
+def test_frames_of_every_container_are_those_that_are_wanted(form, codec, pixel):
+    data = written(form, codec, pixel, 100)
+    info = probe_video(data)
+    assert (info.frames, info.height, info.width) == (100, SIDE, SIDE)
+    assert info.fps == pytest.approx(10, rel=0.02)
+    wanted = [0, 1, 14, 83, 99]  # farther apart than FAR
+    assert numbers(video_frames(data, info, wanted)) == wanted
+
+
+@pytest.mark.parametrize(("form", "codec", "pixel"), CONTAINERS[:8])
+def test_seeking_gives_the_pixels_of_a_whole_decode(form, codec, pixel, monkeypatch):
+    data = written(form, codec, pixel, 100)
+    info = probe_video(data)
+    wanted = [3, 40, 41, 70, 99]
+    monkeypatch.setattr(video_files, "FAR", 1000)
+    whole = video_frames(data, info, wanted)
+    monkeypatch.setattr(video_files, "FAR", 0)
+    monkeypatch.setattr(video_files, "SKIP", 0)
+    assert torch.equal(video_frames(data, info, wanted), whole)
+
+
+def test_a_long_file_is_not_decoded_where_it_is_not_sampled(monkeypatch):
+    data = written("mp4", "libx264", "yuv420p", 3000, key=30)
+    info = VideoInfo(3000, 10.0, SIDE, SIDE)
+    wanted = frame_indices(info, PixelSettings(video_max_frames=8))
+    assert wanted == [0, 375, 750, 1125, 1500, 1875, 2250, 2625]
+
+    decoded = []
+    real = video_files._sought
+
+    def counted(container, table, frames, deadline):
+        decode = container.decode
+
+        class Counting:
+            streams, seek = container.streams, staticmethod(container.seek)
+
+            def decode(self, stream):
+                for frame in decode(stream):
+                    decoded.append(frame.pts)
+                    yield frame
+
+        return real(Counting(), table, frames, deadline)
+
+    monkeypatch.setattr(video_files, "_sought", counted)
+    assert numbers(video_frames(data, info, wanted)) == wanted
+    # At most a group of 30 for each wanted frame; a whole decode up to the last takes 2,626.
+    assert 8 <= len(decoded) <= 8 * 30
+
+    monkeypatch.setattr(pixels, "LONG_VIDEO", 2000)
+    assert probe_video(data) == info
+
+
+def test_a_gif_is_painted_from_its_start(monkeypatch):
+    data = written("gif", "gif", "rgb8", 100)
+    monkeypatch.setattr(video_files, "_sought", lambda *a: pytest.fail("a GIF has no key frames"))
+    assert numbers(video_frames(data, probe_video(data), [99])) == [99]
+
+
+@pytest.mark.parametrize("form", ["mp4", "matroska"])
+def test_a_variable_rate_worked_out_by_hand(form):
+    """Eight frames at 0, 0.1, 0.2, 1, 2, 2.1, 2.2 and 3 s, the last for 0.1 s: 8 in 3.1 s are 80/31 a second.
+
+    transformers and qwen-vl-utils take frames by their number and the mean rate, and so do the models: at 2
+    frames a second, int(3.1 x 2) = 6 frames, spread over 0 to 7: 0, 1.4, 2.8, 4.2, 5.6, 7. A frame's time is
+    its number x 31/80 s; a group's the mean of its two.
+    """
+    data = written(form, "libx264", "yuv420p", 8, times=[0, 1, 2, 10, 20, 21, 22, 30])
+    info = probe_video(data)
+    assert info.frames == 8
+    if form == "mp4":
+        assert info.fps == pytest.approx(80 / 31, rel=1e-3)
+    spread = PixelSettings(patch_size=16, video_spread=True, video_fps=2.0)
+    known = VideoInfo(8, 80 / 31, SIDE, SIDE)
+    indices = frame_indices(known, spread)
+    assert indices == [0, 1, 3, 4, 6, 7]
+    assert video_grid(known, spread).timestamps == pytest.approx((0.19375, 1.35625, 2.51875))
+    assert numbers(video_frames(data, known, indices)) == indices
+
+    # Qwen2.5-VL: 6.2 frames are rounded down to 6, frame i is int(i x 8 / 6), and a group covers
+    # 2 / (6 / 8 x 80 / 31) s.
+    plain = PixelSettings(video_fps=2.0)
+    assert frame_indices(known, plain) == [0, 1, 2, 4, 5, 6]
+    assert video_grid(known, plain).second_per_grid == pytest.approx(31 / 30)
+
+
+@pytest.mark.parametrize(("form", "codec", "pixel"), CONTAINERS)
+def test_a_truncated_file_is_refused_or_shorter(form, codec, pixel):
+    """What remains is either refused, or every frame of it shows what it should: never another frame."""
+    whole = written(form, codec, pixel, 90)
+    info = probe_video(whole)
+    for share in (0.1, 0.5, 0.9):
+        data = whole[: int(len(whole) * share)]
+        try:
+            rest = probe_video(data)
+        except PixelError:
+            continue
+        if rest.frames < 90:  # the conversion saw 90
+            with pytest.raises(PixelError):
+                video_frames(data, info, [0, 89])
+        # The last frame may be cut, and so may those that are predicted from it.
+        whole_ones = list(range(rest.frames - 3))
+        assert not whole_ones or numbers(video_frames(data, rest, whole_ones)) == whole_ones
+
+
+def test_a_decode_ends_at_its_deadline():
+    data = written("mp4", "libx264", "yuv420p", 300)
+    info = probe_video(data)
+    late = Deadline(1e-9)
+    time.sleep(1e-3)
+    for wanted in ([0, 5], [0, 299]):  # decoded from the start, and sought
+        with pytest.raises(OutOfTimeError, match="data.sample_timeout_s 1e-09"):
+            video_frames(data, info, wanted, late)
+    assert numbers(video_frames(data, info, [0, 299], Deadline(60))) == [0, 299]
+    assert numbers(video_frames(data, info, [0, 299], Deadline(0))) == [0, 299]
+
+
+def test_what_is_no_video_is_refused_by_the_data_tool():
+    for data in (b"", b"\0" * 5000, b"#EXTM3U\nfile:///etc/passwd\n", written("gif", "gif", "rgb8", 3)[:30]):
+        with pytest.raises(RecordError, match="clip"):
+            inspect("video", "clip.mp4", data, 1 << 20)

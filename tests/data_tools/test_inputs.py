@@ -1,0 +1,248 @@
+"""Tests of files other than plain JSON: tables with pictures in them, compressed files, folders, an index."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_tools.convert import ConversionOptions, ConvertError, convert
+from data_tools.formats import read_conversation
+from data_tools.inputs import expand
+from data_tools.records import ReadError, read_records
+from tests.data.media import encoded, write
+from tests.data_tools.test_convert import refused, shards
+from toolkit.cli import main
+
+PICTURE = encoded(40, 60)
+SAY = {"role": "assistant", "content": "A cat."}
+CALL = {"name": "look", "arguments": {"where": "left"}}
+
+
+def rows(count: int) -> list[dict]:
+    """Conversations with pictures as tables hold them: two with bytes, one with a path, one without."""
+    turns = [{"role": "user", "content": "<image>What?"}, SAY]
+    text = {"id": None, "images": [], "messages": [{"role": "user", "content": "Hi"}, SAY]}
+    kinds = [
+        {"id": "a", "images": [{"bytes": PICTURE, "path": None}], "messages": turns},
+        {"id": "b", "images": [{"bytes": PICTURE, "path": "named.png"}], "messages": turns},
+        {"id": "c", "images": [{"bytes": None, "path": "here.png"}], "messages": turns},
+        text,
+    ]
+    return [{**kinds[i % 4], "id": f"{i}"} for i in range(count)]
+
+
+def out_of(folder: Path, *inputs: Path, **options) -> Path:
+    (folder / "media").mkdir(exist_ok=True)
+    out = folder / "out"
+    convert(list(inputs), ConversionOptions(folder / "media", out, **options))
+    return out
+
+
+def test_tables_give_the_samples_of_the_same_records_in_json(tmp_path):
+    """In Parquet, in a folder of `datasets` and as data URIs: the same samples."""
+    import datasets
+
+    write(tmp_path / "media/here.png", PICTURE)
+    table = rows(30)
+    uri = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+    plain = [{**row, "images": [uri if i["bytes"] else i["path"] for i in row["images"]]} for row in table]
+    (tmp_path / "x.json").write_text(json.dumps(plain))
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "x.parquet", row_group_size=7)
+    saved = datasets.Dataset.from_list(table)
+    saved.save_to_disk(str(tmp_path / "disk"), num_shards=2)
+
+    found = {}
+    for name in ("x.json", "x.parquet", "disk"):
+        out = out_of(tmp_path, tmp_path / name, force=True, samples_per_shard=4, val_fraction=0.1)
+        assert not list((out / ".convert").glob("*")) and refused(out) == {}
+        members = shards(out)
+        samples = [json.loads(data) for member, data in members.items() if member.endswith(".json")]
+        for sample in samples:
+            del sample["source"], sample["crc32"]
+        found[name] = (samples, [data for member, data in members.items() if not member.endswith(".json")])
+    assert len(found["x.json"][0]) == 30 and found["x.json"][1] == [PICTURE] * 23
+    assert found["x.parquet"] == found["x.json"] and found["disk"] == found["x.json"]
+
+
+def test_nulls_that_a_table_fills_in_are_not_learnt(tmp_path):
+    """Arrow gives each call the arguments of all others; what a row lacks must not come back as null."""
+    other = {"name": "wait", "arguments": {"seconds": 3}}
+    record = {
+        "messages": [
+            {"role": "user", "content": "Go", "tool_calls": None},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}, {"function": other}]},
+            {"role": "tool", "content": "ok"},
+            {"role": "assistant", "content": "Done."},
+        ]
+    }
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "t.parquet")
+    ((_, read),) = read_records(tmp_path / "t.parquet")
+    calls = read_conversation(read).messages[1]["tool_calls"]
+    assert [call["function"] for call in calls] == [CALL, other]
+
+
+@pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_files_are_read_and_damage_is_named(tmp_path, array, suffix):
+    records = [{"a": "x" * 50 + str(i)} for i in range(2000)]
+    text = (json.dumps(records) if array else "\n".join(map(json.dumps, records))).encode()
+    packed = gzip.compress(text) if suffix == "gz" else pa.compress(text, codec="zstd", asbytes=True)
+    path = tmp_path / f"a.json.{suffix}"
+    path.write_bytes(packed)
+    counted: list[int] = []
+    assert [record for _, record in read_records(path, counted.append)] == records
+    assert sum(counted) == len(packed)
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(ReadError, match=f"a.json.{suffix} is damaged"):
+        list(read_records(path))
+
+
+def test_damaged_tables_are_named(tmp_path):
+    for name in ("a.parquet", "a.arrow"):
+        (tmp_path / name).write_bytes(b"PAR1 nothing")
+        with pytest.raises(ReadError, match=name):
+            list(read_records(tmp_path / name))
+
+
+# --- Folders and the index ----------------------------------------------------------------------------------
+
+
+def index_of(folder: Path, entries: dict) -> Path:
+    (folder / "dataset_info.json").write_text(json.dumps(entries))
+    return folder / "dataset_info.json"
+
+
+def test_an_index_names_files_columns_and_tags(tmp_path):
+    """A column that the index leaves out has no effect, as in LLaMA-Factory."""
+    alpaca = [{"question": "Q", "answer": "A", "system": "not named"}]
+    chats = [
+        {
+            "talk": [{"who": "person", "says": "<image>?"}, {"who": "model", "says": "Yes."}],
+            "pictures": ["a.png"],
+            "rules": "Be brief.",
+        }
+    ]
+    (tmp_path / "alpaca.jsonl").write_text(json.dumps(alpaca[0]))
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats/1.json").write_text(json.dumps(chats))
+    index = index_of(
+        tmp_path,
+        {
+            "first": {"file_name": "alpaca.jsonl", "columns": {"prompt": "question", "response": "answer"}},
+            "second": {
+                "file_name": "chats",
+                "formatting": "sharegpt",
+                "columns": {"messages": "talk", "images": "pictures", "system": "rules"},
+                "tags": {
+                    "role_tag": "who",
+                    "content_tag": "says",
+                    "user_tag": "person",
+                    "assistant_tag": "model",
+                },
+            },
+        },
+    )
+    first, second = expand([index])
+    read = [
+        read_conversation(source.renamed(record), source.format)
+        for source in (first, second)
+        for _, record in read_records(source.path)
+    ]
+    assert [m["content"] for m in read[0].messages] == ["Q", "A"]
+    assert read[0].ignored == [("records", "system (not in the index)")]
+    assert [(m["role"], m["content"]) for m in read[1].messages] == [
+        ("system", "Be brief."),
+        ("user", [{"type": "image"}, {"type": "text", "text": "?"}]),
+        ("assistant", "Yes."),
+    ]
+    assert read[1].media == [("image", "a.png")] and read[1].ignored == []
+
+    write(tmp_path / "media/a.png", PICTURE)
+    out = out_of(tmp_path, index, datasets=["second"])
+    assert len([name for name in shards(out) if name.endswith(".json")]) == 1
+    with pytest.raises(ConvertError, match="other arguments or input: "):
+        out_of(tmp_path, index)
+
+
+@pytest.mark.parametrize(
+    "entry,message",
+    [
+        (
+            {"hf_hub_url": "a/b"},
+            "hf download --repo-type dataset a/b .* choose the local ones with --dataset ok",
+        ),
+        ({"script_url": "x"}, "is on a hub"),
+        ({"file_name": "in.json", "ranking": True}, "preferences"),
+        ({"file_name": "in.json", "formatting": "csv"}, "formatting 'csv'; valid: alpaca, sharegpt, openai"),
+        ({"file_name": "in.json", "columns": {"picture": "x"}}, "columns picture are unknown"),
+        ({"file_name": "in.json", "tags": {"tool_tag": "x"}}, "tags tool_tag are unknown"),
+        ({"file_name": "in.json", "num_samples": 5}, "num_samples"),
+        ({"file_name": "gone.json"}, "gone.json does not exist"),
+        ({}, 'no "file_name"'),
+    ],
+)
+def test_what_an_index_cannot_mean_here_is_refused(tmp_path, entry, message):
+    (tmp_path / "in.json").write_text("[]")
+    index = index_of(tmp_path, {"ok": {"file_name": "in.json"}, "bad": entry})
+    with pytest.raises(ConvertError, match=message):
+        out_of(tmp_path, index)
+    with pytest.raises(ConvertError, match="--dataset none"):
+        out_of(tmp_path, index, datasets=["ok", "none"])
+
+
+def test_a_folder_with_several_splits_or_kinds_is_refused(tmp_path):
+    for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
+        pq.write_table(pa.Table.from_pylist(rows(1)), tmp_path / name)
+    with pytest.raises(ConvertError, match="the splits test, train; give the files"):
+        out_of(tmp_path, tmp_path)
+    (tmp_path / "test-00000-of-00001.parquet").rename(tmp_path / "more.jsonl")
+    with pytest.raises(ConvertError, match=".jsonl and .parquet; give the files"):
+        out_of(tmp_path, tmp_path)
+
+
+# --- Looking before converting ------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys):
+    write(tmp_path / "media/a.png", encoded(280, 280))
+    good = {
+        "image": "a.png",
+        "licence": "CC0",
+        "conversations": [
+            {"from": "human", "value": "<image>What is this?"},
+            {"from": "gpt", "value": "<think>x</think>A cat.", "weight": 0.5},
+        ],
+    }
+    bad = {**good, "image": "none.png"}
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, [good, bad, {**good, "objects": [1]}])))
+    base = ["--input", str(tmp_path / "in.jsonl"), "--media-root", str(tmp_path / "media")]
+    command = ["data", "convert", *base, "--out", str(tmp_path / "out"), "--dry-run"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "in.jsonl: the first 3 records, of which 1 can be used",
+        "  format   sharegpt 1",
+        "  turns    user 1, assistant 1",
+        "  media    image 1",
+        "  with     reasoning 1, loss weights 1",
+        "  ignored  licence (records) 1",
+        "  would be quarantined: medium missing 1, not supervised text 1",
+        "    record 2, field image: medium missing: none.png does not exist in the media root",
+        "    user: <image>What is this?",
+        "    assistant (weight 0.5): <think>x</think>A cat.",
+    ):
+        assert f"{line}\n" in said
+    # 280 x 280 pixels are 100 tokens; 13 and 22 characters are 3 and 5, and each turn has 5 around it.
+    assert "  tokens   about 118 a sample\n" in said
+    assert not (tmp_path / "out").exists()
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["refused"] == {
+        "medium missing": 1,
+        "not supervised text": 1,
+    }

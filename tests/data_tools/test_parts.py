@@ -1,0 +1,124 @@
+"""Tests of a conversion that several nodes share: its data set must not depend on how they did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_tools import parts
+from data_tools.convert import ConversionOptions, ConvertError, convert, remembered
+from data_tools.parts import Part
+from tests.data.media import encoded, write
+from toolkit.cli import main
+
+COUNT = 150
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch) -> list[Path]:
+    """A file of each kind, with broken records, double ids and pictures in the records."""
+    monkeypatch.setattr(parts, "BATCHES_A_BLOCK", 1)  # blocks of 16 records
+    write(tmp_path / "media/a.png", encoded(40, 60))
+
+    def record(i: int) -> dict:
+        if i % 29 == 5:
+            return {"id": i}
+        turns = [{"from": "human", "value": "<image>" if i % 3 else "Hi"}, {"from": "gpt", "value": f"{i}"}]
+        return {"id": i % 140, "conversations": turns, "image": "a.png" if i % 3 else None}
+
+    records = [record(i) for i in range(COUNT)]
+    lines = [json.dumps(r) for r in records[:50]]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:20], "{broken", "", *lines[20:]]))
+    (tmp_path / "b.json").write_text(json.dumps(records[50:100]))
+    table = [
+        {**r, "image": {"bytes": encoded(30, 30), "path": None} if r.get("image") else None}
+        for r in records[100:]
+    ]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "c.parquet", row_group_size=9)
+    return [tmp_path / name for name in ("a.jsonl", "b.json", "c.parquet")]
+
+
+def options(tmp_path: Path, name: str, **more) -> ConversionOptions:
+    return ConversionOptions(
+        tmp_path / "media", tmp_path / name, val_fraction=0.1, samples_per_shard=11, **more
+    )
+
+
+def files(out: Path) -> dict[str, str]:
+    found = (path for path in out.rglob("*") if path.is_file())
+    return {str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
+
+
+def test_the_merged_set_is_that_of_one_conversion_whatever_the_parts(tmp_path, inputs, monkeypatch):
+    whole = convert(inputs, options(tmp_path, "whole"))
+    wanted = files(tmp_path / "whole")
+    assert whole.records == COUNT + 1 and whole.quarantined > 10
+
+    for count in (1, 2, 3, 16):
+        name = f"of{count}"
+        records = 0
+        for i in reversed(range(count)):
+            records += convert(inputs, options(tmp_path, name, part=Part(i, count))).records
+        assert records == COUNT + 1
+        given, stored = remembered(tmp_path / name, 1)
+
+        monkeypatch.setattr("data_tools.convert.inspect", None)  # media are not decoded a second time
+        report = convert(given, stored)
+        monkeypatch.undo()
+        monkeypatch.setattr(parts, "BATCHES_A_BLOCK", 1)
+        assert files(tmp_path / name) == wanted
+        assert report.refused == whole.refused
+
+
+def test_a_killed_part_goes_on_and_parts_of_several_divisions_add_up(tmp_path, inputs):
+    convert(inputs, options(tmp_path, "whole"))
+    out = tmp_path / "out"
+    convert(inputs, options(tmp_path, "out", part=Part(0, 2)))
+    journal = out / ".convert/part-0-of-2.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:2]) + lines[2][:10])  # killed while it wrote its third line
+
+    with pytest.raises(ConvertError, match="the parts 0/2, 1/2 are not complete"):
+        remembered(out, 1)
+    again = convert(inputs, options(tmp_path, "out", part=Part(0, 2)))
+    assert journal.read_bytes() == b"".join(lines) and again.records == 16 * (len(lines) - 3)
+    assert convert(inputs, options(tmp_path, "out", part=Part(0, 2))).records == 0
+    with pytest.raises(ConvertError, match="the parts 1/2 are not complete"):
+        remembered(out, 1)
+
+    convert(inputs, options(tmp_path, "out", part=Part(2, 3)))
+    convert(inputs, options(tmp_path, "out"))  # does what no part has done
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_parts_of_other_arguments_and_merges_beside_parts_are_refused(tmp_path, inputs):
+    convert(inputs, options(tmp_path, "out", part=Part(0, 2)))
+    with pytest.raises(ConvertError, match="other arguments or input: inputs were"):
+        convert(inputs[:2], options(tmp_path, "out", part=Part(1, 2)))
+    with pytest.raises(ConvertError, match="--force would delete"):
+        convert(inputs, options(tmp_path, "out", part=Part(1, 2), force=True))
+    with pytest.raises(ConvertError, match="holds no parts"):
+        remembered(tmp_path, 1)
+
+
+def test_the_commands_of_an_array_of_jobs(tmp_path, inputs, capsys):
+    out = tmp_path / "out"
+    command = ["data", "convert", "--input", *map(str, inputs), "--media-root", str(tmp_path / "media")]
+    command += ["--out", str(out), "--workers", "2"]
+    assert main([*command, "--shard", "0/2"]) == 0
+    assert "when all parts are done: megatron-vl data merge" in capsys.readouterr().out
+    assert main(["data", "merge", str(out)]) == 1
+    assert "1/2 are not complete" in capsys.readouterr().err
+    assert main([*command, "--shard", "1/2"]) == 0
+    assert main(["data", "merge", str(out), "--workers", "2", "--max-quarantined", "1"]) == 0
+    assert main(["data", "verify", str(out)]) == 0
+    assert main([*command, "--shard", "2/2"]) == 2
+    alone = tmp_path / "alone"
+    shutil.copytree(out, alone)
+    assert main(["data", "merge", str(alone)]) == 1

@@ -1,0 +1,32 @@
+"""Groups of processes on CPU are forks of one process that has imported what they need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.launch import end_of, run_group
+
+pytestmark = pytest.mark.ranks
+PROGRAM = "tests.toolkit.forked_program"
+
+
+def test_forks_are_ranks_with_the_stack_imported(tmp_path: Path) -> None:
+    done = run_group(PROGRAM, [tmp_path], 2, on_cpu=True)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        facts = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert facts["world"] == "2" and facts["words"] == [str(tmp_path)] and facts["threads"] == 1
+        assert facts["session"] and facts["sigterm"], "a fork keeps nothing of the launcher's signals"
+        assert "megatron_vl.launch" in facts["command"], "it is a fork"
+        assert facts["imported"] == ["megatron.core", "transformers"]
+
+
+def test_a_fork_that_fails_shows_its_traceback_alone(tmp_path: Path) -> None:
+    done = run_group(PROGRAM, [tmp_path, "1"], 2, on_cpu=True)
+    assert done.returncode == 1
+    said = end_of(done)
+    assert "RuntimeError: rank 1 fails here" in said and said.count("Traceback") == 1
+    assert "ChildFailedError" not in done.stderr
