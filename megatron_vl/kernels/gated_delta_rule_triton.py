@@ -50,6 +50,7 @@ class Config:
     out: int = 4
     prepare: int = 4
     queries: int = 8
+    pairs: int = 8
     keys: int = 8
     columns: int = 64
     stages: int = 3
@@ -663,29 +664,22 @@ def _query_gradients(
 
 
 @triton.jit(do_not_specialize=["length"])
-def _key_gradients(
+def _pair_gradients(
     q,
     k,
-    v,
     g,
     beta,
     segments,
     dout,
     d,
     e,
-    states,
-    grads,
     decays,
-    dk,
-    dv,
-    dg,
-    dbeta,
+    of_decays,
+    of_betas,
+    partial,
     length,
     q_stride,
     k_stride,
-    v_stride,
-    dk_stride,
-    dv_stride,
     heads,
     repeats,
     SCALE: tl.constexpr,
@@ -694,13 +688,11 @@ def _key_gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The other gradients of a chunk and key head, over the value heads that it serves."""
+    """What reaches keys, beta and c through pairs of tokens; float32, for :func:`_key_gradients`."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C)
+    segment, _ = _sequences(segments, chunk, length, C)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    token = chunk * C + i
-    inside = token < length
     keep, seen = _pairs(segment, C), _pairs_transposed(segment, C)
     queries = _tile(q, chunk, q_stride, key_head, length, C, K)
     keys = _tile(k, chunk, k_stride, key_head, length, C, K)
@@ -711,7 +703,6 @@ def _key_gradients(
         head = key_head * repeats + repeat
         here = chunk * heads + head
         c = _decay(g, keep, chunk, head, length, heads, C)
-        read, write, alive = _borders(c, segment, before, C)
         b = _beta(beta, chunk, head, length, heads, C)
         grad = _tile(dout, chunk, heads * V, head, length, C, V)
         at = (here * C + i[:, None]) * V + n[None, :]
@@ -734,6 +725,62 @@ def _key_gradients(
         system = tl.dot(new, tl.trans(back), input_precision=PRECISION) * -pairs * (b * of_key)[None, :]
         system = tl.where(i[:, None] < i[None, :], system, 0.0)
         of_keys = tl.dot(system.to(kind), keys, acc=of_keys, input_precision=PRECISION)
+        tl.store(of_decays + here * C + i, of_c)
+        tl.store(of_betas + here * C + i, of_beta)
+
+    at = ((chunk * tl.num_programs(0) + key_head) * C + i[:, None]) * K + j[None, :]
+    tl.store(partial + at, of_keys)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _key_gradients(
+    k,
+    v,
+    g,
+    beta,
+    segments,
+    d,
+    e,
+    states,
+    grads,
+    decays,
+    of_betas,
+    partial,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    length,
+    k_stride,
+    v_stride,
+    dk_stride,
+    dv_stride,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The other gradients of a chunk and key head, over the value heads that it serves."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = k.dtype.element_ty
+    segment, before = _sequences(segments, chunk, length, C)
+    i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    token = chunk * C + i
+    inside = token < length
+    keep = _pairs(segment, C)
+    of_key = _inverse_length(_tile(k, chunk, k_stride, key_head, length, C, K))
+
+    at = ((chunk * tl.num_programs(0) + key_head) * C + i[:, None]) * K + j[None, :]
+    of_keys = tl.load(partial + at)
+    for repeat in tl.range(0, repeats, num_stages=1):
+        head = key_head * repeats + repeat
+        here = chunk * heads + head
+        c = _decay(g, keep, chunk, head, length, heads, C)
+        read, write, alive = _borders(c, segment, before, C)
+        b = _beta(beta, chunk, head, length, heads, C)
+        of_c, of_beta = tl.load(decays + here * C + i), tl.load(of_betas + here * C + i)
 
         # The state before the chunk, which the system reads, and the one after it.
         wide = _with_state(e, states, here, K, V, C, PRECISION)
@@ -861,10 +908,14 @@ def backward(
         q, k, g, segments, dout, d, states, dq, write_scale, length, *strides[:2], dq.stride(0),
         SCALE=scale, num_warps=config.queries, **sizes, **precision,
     )  # fmt: skip
+    partial = g.new_empty(chunks, key_heads, CHUNK, q.shape[2], dtype=torch.float32)
+    _pair_gradients[key_heads, chunks](
+        q, k, g, beta, segments, dout, d, e, write_scale, read_scale, beta_scale, partial,
+        length, *strides[:2], SCALE=scale, num_warps=config.pairs, **sizes, **precision,
+    )  # fmt: skip
     _key_gradients[key_heads, chunks](
-        q, k, v, g, beta, segments, dout, d, e, states, after, write_scale, dk, dv, dg, dbeta,
-        length, *strides, dk.stride(0), dv.stride(0),
-        SCALE=scale, num_warps=config.keys, **sizes, **precision,
+        k, v, g, beta, segments, d, e, states, after, read_scale, beta_scale, partial, dk, dv, dg, dbeta,
+        length, *strides[1:], dk.stride(0), dv.stride(0), num_warps=config.keys, **sizes, **precision,
     )  # fmt: skip
     return dg, dbeta
 

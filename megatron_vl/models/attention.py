@@ -30,6 +30,8 @@ from megatron_vl.models.batch import Segments
 from megatron_vl.models.kv_cache import CacheUse
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
+TE_HEADS = (64, 128)
+"""Widths of heads for which Transformer Engine's packed attention is right (``tests.gpu.attention``)."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 """(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""
@@ -122,7 +124,8 @@ def choose_backend(
 
     On H200 (docs/log/2026-11.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
     FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
-    language model's long causal segments.
+    language model's long causal segments. Heads wider than 128 (Qwen3.5) take FlashAttention-2: the gradients
+    of packed rows that cuDNN computes for them are wrong.
 
     Raises:
         ValueError: the name is unknown, or the backend cannot run on this platform or for this attention.
@@ -135,7 +138,7 @@ def choose_backend(
             return "sdpa"  # no fused kernel supports such heads
         if towers and kernels_are_fastest(head_dim):
             return "triton"
-        return "te" if causal and head_dim % 64 == 0 else "torch_varlen"
+        return "te" if causal and head_dim in TE_HEADS else "torch_varlen"
 
     if name not in BACKENDS:
         raise RunConfigError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
@@ -145,6 +148,12 @@ def choose_backend(
         raise RunConfigError(
             "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use"
             " auto"
+        )
+
+    if name == "te" and causal and head_dim > max(TE_HEADS):
+        raise RunConfigError(
+            f"attention backend te: cuDNN computes wrong gradients for packed rows with heads of {head_dim};"
+            " use auto or torch_varlen"
         )
 
     if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_vl.kernels.tower_attention import tower_attention
+from megatron_vl.config import RunConfigError
 from megatron_vl.models.attention import choose_backend
 from tests.models.programs import step_with_and_without_kernels
 from tests.support.ranks import call
@@ -32,6 +33,14 @@ def test_triton_is_for_towers_in_bfloat16() -> None:
     assert [chosen("auto"), chosen("auto", 80), chosen("auto", 64)] == ["triton", "triton", "torch_varlen"]
     assert chosen("auto", 72, dtype=torch.float16) == "torch_varlen"
     assert chosen("auto", 128, causal=True) == "te"
+
+
+def test_wide_heads_do_not_take_cudnn() -> None:
+    """Its gradients of packed rows are wrong for heads of 256, which Qwen3.5 has (tests.gpu.attention)."""
+    options = {"platform": "cuda", "head_dim": 256, "causal": True}
+    assert choose_backend("auto", **options) == "torch_varlen"
+    with pytest.raises(RunConfigError, match="wrong gradients"):
+        choose_backend("te", **options)
 
 
 def test_a_size_without_a_kernel_is_refused() -> None:
