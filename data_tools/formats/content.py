@@ -15,6 +15,7 @@ from .canonical import (
     refuse_audio_in,
     refuse_listed_audio,
     shown,
+    text,
 )
 from .weights import TURN_KEYS, turn_weight
 
@@ -35,7 +36,6 @@ ROLES = {
 }
 """What each spelling of a role stands for; ``call`` is an assistant's turn whose text is a call."""
 MARKER = re.compile("(<image>|<video>)")
-PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 KINDS = ("image", "video")
 PARTS = ("text", "image", "image_url", "video", "video_url", "reasoning", "thinking", "tool_call")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -303,23 +303,4 @@ def reference(value: Any, where: str) -> Any:
         found = "an empty string" if value == "" else f"a {type(value).__name__}"
         detail = f"a path, a data: URI or bytes are required, but this is {found}"
         raise RecordError("bad media reference", detail, where)
-    return value
-
-
-def text(value: Any, where: str) -> str:
-    """A text without placeholder tokens. Raises RecordError if it is something else."""
-    if not isinstance(value, str):
-        raise RecordError("bad text", f"a string is required, but this is a {type(value).__name__}", where)
-    if PLACEHOLDER.search(value):
-        raise RecordError(
-            "placeholder token in text",
-            "the text holds a token that stands for image or video features",
-            where,
-        )
-    if found := audio.TOKEN.search(value):
-        raise audio_error(found[0], where)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RecordError("bad text", f"the text is not valid Unicode: {error.reason}", where) from error
     return value

@@ -4,6 +4,8 @@ formats, from the file to the loader's tokens."""
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from decimal import Decimal
 
 import pytest
 
@@ -360,6 +362,18 @@ def call_of(arguments):
     return {**SAY, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
+def offers(**more):
+    """A conversation with one function, which has these fields beside its name."""
+    return {"tools": [{"name": "f", **more}], "messages": [ASK, SAY]}
+
+
+def nested(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"x": value}
+    return value
+
+
 def asks(part):
     """A conversation whose question is one content part."""
     return {"messages": [{"role": "user", "content": [part]}, SAY]}
@@ -419,6 +433,19 @@ REFUSED = [
         "messages[1].thinking",
     ),
     ([{"conversations": SHAREGPT}], "not an object", ""),
+    # Functions and arguments are text for the model too.
+    (offers(description="\ud800"), "bad text", "tools[0]"),
+    (offers(description="<|image_pad|>"), "placeholder token in text", "tools[0]"),
+    (offers(parameters={"x": ["<|audio_pad|>"]}), "audio not supported", "tools[0]"),
+    (offers(parameters={"default": datetime(2026, 1, 1)}), "bad tools", "tools[0]"),
+    (offers(parameters={"default": b"x"}), "bad tools", "tools[0]"),
+    (offers(parameters=nested(300)), "bad tools", "tools[0]"),
+    ({"messages": [ASK, call_of({"x": Decimal(1)})]}, "bad tool call", ARGUMENTS),
+    ({"messages": [ASK, call_of({"x": float("inf")})]}, "bad tool call", ARGUMENTS),
+    ({"messages": [ASK, call_of('{"x": NaN}')]}, "bad tool call", ARGUMENTS),
+    ({"messages": [ASK, call_of({"x": [{"y": "\udfff"}]})]}, "bad text", ARGUMENTS),
+    ({"messages": [ASK, call_of({"<|video_pad|>": 1})]}, "placeholder token in text", ARGUMENTS),
+    ({"messages": [ASK, call_of({1: 1})]}, "bad text", ARGUMENTS),
 ]
 
 
