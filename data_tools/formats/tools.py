@@ -118,6 +118,7 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
 def read_calls(turn: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
     """The calls of an assistant's turn: ``tool_calls``, or one ``function_call`` (OpenAI's first form)."""
     calls = turn.get("tool_calls")
+    refuse_second_calls(turn, "tool_calls", ("function_call",), prefix)
     if calls in (None, "", []):
         single = turn.get("function_call")
         return [] if single in (None, "", {}) else [read_call(single, f"{prefix}function_call")]
@@ -126,6 +127,15 @@ def read_calls(turn: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
         detail = f"a list of calls is required, but this is {shown(calls)}"
         raise RecordError("bad tool call", detail, f"{prefix}tool_calls")
     return [read_call(call, f"{prefix}tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def refuse_second_calls(turn: dict[str, Any], first: str, others: tuple[str, ...], prefix: str) -> None:
+    """Raises RecordError if a turn has calls in a field and in another one, whose order is unknown."""
+    empty: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
+    second = next((key for key in others if turn.get(key) not in empty), None)
+    if second and turn.get(first) not in empty:
+        detail = f"the turn has calls in {first!r} and in {second!r}; leave out one"
+        raise RecordError("bad tool call", detail, f"{prefix}{second}")
 
 
 def calls_in_text(written: str, where: str) -> tuple[str, list[dict[str, Any]]]:
@@ -146,9 +156,16 @@ def merge_calls(messages: list[Message], call: Message) -> bool:
         return False
     if last.get("loss_weight") != call.get("loss_weight"):
         return False
+    thought = call.get("reasoning_content")
+    known = last.get("reasoning_content")
+    # A thought between two calls, or a second one, has no place in one turn.
+    if thought and thought != known and (known or last.get("tool_calls")):
+        return False
     if isinstance(last["content"], str) and call["content"]:
         last["content"] = f"{last['content']}{call['content']}"
     elif call["content"]:
         return False
+    if thought:
+        last["reasoning_content"] = thought
     last["tool_calls"] = [*last.get("tool_calls", []), *call["tool_calls"]]
     return True

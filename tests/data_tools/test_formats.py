@@ -306,6 +306,30 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
+def test_reasoning_of_a_call_is_carried_to_its_turn():
+    call = {"role": "function_call", "content": WRITTEN, "reasoning_content": "Look it up."}
+    rest = [{"role": "tool", "content": "rain"}, SAY]
+    wanted = {"role": "assistant", "reasoning_content": "Look it up.", "tool_calls": [CALL]}
+
+    alone = read_conversation({"messages": [ASK, call, *rest]})
+    assert alone.messages == [ASK, {**wanted, "content": ""}, *rest]
+    joined = read_conversation({"messages": [ASK, SAY, call, *rest]})
+    assert joined.messages == [ASK, {**wanted, "content": "Hello"}, *rest]
+    same = read_conversation({"messages": [ASK, {**SAY, "reasoning": "Look it up."}, call, *rest]})
+    assert same.messages == joined.messages and same.ignored == []
+
+    for first in ({**SAY, "reasoning": "Other."}, {**SAY, "tool_calls": [CALL]}):
+        with pytest.raises(RecordError) as error:
+            read_conversation({"messages": [ASK, first, call, *rest]})
+        assert error.value.reason == "wrong role order"
+
+
+def test_calls_and_reasoning_on_the_result_of_a_tool_are_listed_as_ignored():
+    result = {"role": "tool", "content": "rain", "tool_call_id": "1", "reasoning": "a", "tool_calls": [CALL]}
+    read = read_conversation({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, result, SAY]})
+    assert read.ignored == [("turns", "reasoning"), ("turns", "tool_calls")]
+
+
 def test_reasoning_is_carried_beside_the_answer():
     answer = {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."}
     for spelled in (
@@ -433,6 +457,21 @@ REFUSED = [
         "messages[1].thinking",
     ),
     ([{"conversations": SHAREGPT}], "not an object", ""),
+    (
+        {"messages": [ASK, {**SAY, "tool_calls": [CALL], "function_call": CALL["function"]}]},
+        "bad tool call",
+        "messages[1].function_call",
+    ),
+    (
+        {"messages": [ASK, {"role": "tool_call", "content": WRITTEN, "tool_calls": [CALL]}]},
+        "bad tool call",
+        "messages[1].tool_calls",
+    ),
+    (
+        {"messages": [ASK, {"role": "tool_call", "content": f"<think>a</think>{WRITTEN}", "reasoning": "b"}]},
+        "two reasonings",
+        "messages[1]",
+    ),
     # Functions and arguments are text for the model too.
     (offers(description="\ud800"), "bad text", "tools[0]"),
     (offers(description="<|image_pad|>"), "placeholder token in text", "tools[0]"),
