@@ -91,10 +91,15 @@ class Source:
             return turn
         role, content = self.tags["role_tag"], self.tags["content_tag"]
         roles = {self.tags[tag]: ours for tag, (_, ours) in ROLE_TAGS.items()}
-        rest = {name: value for name, value in turn.items() if name not in (role, content)}
+        # A field that the tags leave out must not be read as the role or the content.
+        rest = {
+            f"{name} (not in the index)" if name in ("role", "content") else name: value
+            for name, value in turn.items()
+            if name not in (role, content)
+        }
         written = turn.get(role)
         found = roles.get(written, written) if isinstance(written, str) else written
-        return {"role": found, "content": turn.get(content), **rest}
+        return {**rest, "role": found, "content": turn.get(content)}
 
 
 OURS = {*COLUMNS.values(), "image", "video", "conversations", "messages", "conversation", "weight"}

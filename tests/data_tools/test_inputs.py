@@ -196,6 +196,26 @@ def test_what_an_index_cannot_mean_here_is_refused(tmp_path, entry, message):
         out_of(tmp_path, index, datasets=["ok", "none"])
 
 
+def test_keys_that_the_tags_leave_out_are_not_read_as_role_or_content(tmp_path):
+    turns = [
+        {"who": "user", "says": "Hi", "content": "stray", "role": "system"},
+        {"who": "assistant", "says": "Hello", "value": "stray"},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": turns}]))
+    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "user", "assistant_tag": "assistant"}
+    entry = {
+        "file_name": "a.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": tags,
+    }
+    (source,) = expand([index_of(tmp_path, {"a": entry})])
+    read = read_conversation(source.renamed({"messages": turns}))
+    assert read.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    stray = ["content (not in the index)", "role (not in the index)", "value"]
+    assert read.ignored == [("turns", key) for key in stray]
+
+
 def test_a_folder_with_several_splits_or_kinds_is_refused(tmp_path):
     for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
         pq.write_table(pa.Table.from_pylist(rows(1)), tmp_path / name)
