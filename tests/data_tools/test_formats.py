@@ -306,6 +306,18 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
+def test_an_alpaca_prompt_with_a_history_needs_no_output():
+    record = {"instruction": "a", "output": "", "history": [["b", "c"]]}
+    turns = [("user", "b"), ("assistant", "c"), ("user", "a")]
+    assert read_prompt(record).messages == [{"role": role, "content": said} for role, said in turns]
+
+
+def test_a_second_spelling_in_a_pair_is_listed_as_ignored():
+    read = read_conversation({"conversation": [{"human": "a", "user": "z", "gpt": "b", "bot": "y"}]})
+    assert read.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert read.ignored == [("turns", "user"), ("turns", "bot")]
+
+
 def test_reasoning_of_a_call_is_carried_to_its_turn():
     call = {"role": "function_call", "content": WRITTEN, "reasoning_content": "Look it up."}
     rest = [{"role": "tool", "content": "rain"}, SAY]
@@ -421,6 +433,11 @@ REFUSED = [
     ({"instruction": "a", "output": "b", "history": ["c"]}, "bad history", "history[0]"),
     ({"instruction": "<image>", "output": "b"}, "markers and media differ", "instruction"),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
+    (
+        {"instruction": "a", "output": "", "history": [["b", "c"]]},
+        "empty answer",
+        "instruction[3]",
+    ),
     ({"conversation": [{"human": "a"}]}, "bad turn", "conversation[0]"),
     (
         {"messages": [{"role": "user", "content": [{**IMAGES, "video": "b.mp4"}]}, SAY]},
