@@ -137,10 +137,10 @@ def expand(inputs: list[Path], datasets: list[str] | None = None) -> list[Source
 def _folder(folder: Path) -> list[Path]:
     """The files of a folder: one that ``save_to_disk`` of ``datasets`` wrote, or files of one kind."""
     if (folder / "dataset_dict.json").is_file():
-        splits = _listed(folder / "dataset_dict.json", "splits", str)
+        saved = _listed(folder / "dataset_dict.json", "splits", str)
         raise InputError(
-            f"--input {folder} has the splits {', '.join(splits)}; give the folder of each "
-            "split to use, for instance " + str(folder / splits[0])
+            f"--input {folder} has the splits {', '.join(saved)}; give the folder of each "
+            "split to use, for instance " + str(folder / saved[0])
         )
     if (folder / "state.json").is_file():
         entries = _listed(folder / "state.json", "_data_files", dict)
