@@ -190,7 +190,8 @@ ARGUMENTS = "arguments.json"
 def _remember(inputs: list[Path], options: ConversionOptions, space: Workspace) -> None:
     """Notes the arguments for the process that writes the shards."""
     arguments = {
-        "inputs": [str(path.resolve()) for path in inputs],
+        # Links stay links: those of a hub's cache lead to files whose names lack the suffix.
+        "inputs": [os.path.abspath(path) for path in inputs],
         "media_root": str(options.media_root.resolve()),
         "datasets": options.datasets,
         "options": options.planned(),

@@ -91,10 +91,15 @@ class Source:
             return turn
         role, content = self.tags["role_tag"], self.tags["content_tag"]
         roles = {self.tags[tag]: ours for tag, (_, ours) in ROLE_TAGS.items()}
-        rest = {name: value for name, value in turn.items() if name not in (role, content)}
+        # A field that the tags leave out must not be read as the role or the content.
+        rest = {
+            f"{name} (not in the index)" if name in ("role", "content") else name: value
+            for name, value in turn.items()
+            if name not in (role, content)
+        }
         written = turn.get(role)
         found = roles.get(written, written) if isinstance(written, str) else written
-        return {"role": found, "content": turn.get(content), **rest}
+        return {**rest, "role": found, "content": turn.get(content)}
 
 
 OURS = {*COLUMNS.values(), "image", "video", "conversations", "messages", "conversation", "weight"}
@@ -132,14 +137,14 @@ def expand(inputs: list[Path], datasets: list[str] | None = None) -> list[Source
 def _folder(folder: Path) -> list[Path]:
     """The files of a folder: one that ``save_to_disk`` of ``datasets`` wrote, or files of one kind."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
+        saved = _listed(folder / "dataset_dict.json", "splits", str)
         raise InputError(
-            f"--input {folder} has the splits {', '.join(map(str, splits))}; give the folder of each "
-            "split to use, for instance " + str(folder / str((splits or ["train"])[0]))
+            f"--input {folder} has the splits {', '.join(saved)}; give the folder of each "
+            "split to use, for instance " + str(folder / saved[0])
         )
     if (folder / "state.json").is_file():
-        state = json.loads((folder / "state.json").read_text())
-        files = [folder / Path(str(entry["filename"])).name for entry in state.get("_data_files", [])]
+        entries = _listed(folder / "state.json", "_data_files", dict)
+        files = [folder / Path(str(entry.get("filename"))).name for entry in entries]
         if gone := [file for file in files if not file.is_file()]:
             raise InputError(f"--input {folder}: {gone[0].name} is missing")
         return files
@@ -157,6 +162,22 @@ def _folder(folder: Path) -> list[Path]:
     return found
 
 
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+
+
+def _listed(path: Path, key: str, of: type) -> list[Any]:
+    """The list under a key of a file that ``datasets`` wrote. Raises InputError if it has no such list."""
+    value = _json(path)
+    listed = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(listed, list) or not listed or not all(isinstance(item, of) for item in listed):
+        raise InputError(f"{path} is damaged: it has no list {key!r}; save the data set again")
+    return listed
+
+
 def kind(path: Path) -> str:
     """The suffix of a file that can be read, without that of its compression; empty for others."""
     suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
@@ -167,10 +188,7 @@ def _index(path: Path) -> dict[str, dict[str, Any]] | None:
     """The data sets of LLaMA-Factory's index; None if the file is something else."""
     if path.name != INDEX:
         return None
-    try:
-        index = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
+    index = _json(path)
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
         raise InputError(f"{path} is not an index: a name and a description of each data set are required")
     return index
@@ -198,17 +216,20 @@ def _entry(path: Path, name: str, entry: dict[str, Any]) -> list[Source]:
     if entry.get("num_samples") is not None:
         raise InputError(f"{where} asks for num_samples; take it out, and use a mixture's weights instead")
     formatting = entry.get("formatting", "alpaca")
-    if formatting not in FORMATTING:
+    if not isinstance(formatting, str) or formatting not in FORMATTING:
         raise InputError(f"{where} has the formatting {formatting!r}; valid: {', '.join(FORMATTING)}")
     file_name = entry.get("file_name")
     if not isinstance(file_name, str):
         raise InputError(f'{where} has no "file_name"')
 
-    columns = entry.get("columns") or {}
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    for key, names_of in (("columns", columns), ("tags", tags)):
+        named = isinstance(names_of, dict) and all(isinstance(n, str | None) for n in names_of.values())
+        if not named:
+            raise InputError(f"{where}: {key} must give a field's name for each of its keys")
     if unknown := [key for key in columns if key not in COLUMNS]:
         raise InputError(f"{where}: the columns {', '.join(unknown)} are unknown")
     ours = {theirs: COLUMNS[key] or "conversations" for key, theirs in columns.items() if theirs}
-    tags = entry.get("tags") or {}
     names = {
         "role_tag": "from",
         "content_tag": "value",

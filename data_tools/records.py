@@ -17,6 +17,8 @@ from . import tables
 
 CHUNK = 1 << 20
 LARGEST_RECORD = 1 << 30
+DEEPEST = 200
+"""Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
 
 class ReadError(UserError, ValueError):
@@ -24,8 +26,8 @@ class ReadError(UserError, ValueError):
 
 
 class BadLine(str):
-    """Says what is wrong with a line of a JSON-lines file, in place of its record; ``reason`` is what
-    it counts under."""
+    """Says what is wrong with a line of a JSON-lines file or a record of an array, in its place; ``reason``
+    is what it counts under."""
 
     reason = "not JSON"
 
@@ -51,7 +53,8 @@ def read_records(
     """Yields ``(number, record)``: the line number in JSON lines, or the position in a JSON array or a table,
     from 1.
 
-    A line that is not JSON is yielded as a :class:`BadLine`, and reading continues.
+    A line that is not JSON, or a record that is nested too deeply, is yielded as a :class:`BadLine`, and
+    reading continues.
 
     Args:
         on_bytes: receives the number of bytes read for each record.
@@ -147,11 +150,26 @@ def _lines(
 
 def _parsed(line: bytes) -> Any:
     try:
-        return json.loads(line.decode())
+        opened = line.count(b"[") + line.count(b"{")
+        return _not_too_deep(json.loads(line.decode()), opened)
     except UnicodeDecodeError as error:
         return BadLine.of("not UTF-8", error)
     except (ValueError, RecursionError) as error:
         return BadLine.of("not JSON", error)
+
+
+def _not_too_deep(value: Any, opened: int) -> Any:
+    """A parsed record, or what is wrong with it. ``opened``: the number of brackets and braces in its text,
+    which spares most records the search."""
+    if opened <= DEEPEST:
+        return value
+    level = [value]
+    for _ in range(DEEPEST):
+        held = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [child for items in held for child in items if isinstance(child, (dict, list))]
+        if not level:
+            return value
+    return BadLine.of("nested too deeply", f"the record has more than {DEEPEST} levels of lists and objects")
 
 
 def _array(path: Path, file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
@@ -238,10 +256,11 @@ class _Buffer:
                 value, end = self.parser.raw_decode(self.text, self.at)
                 # A number at the end of the buffer may continue in the next chunk.
                 if end < len(self.text) or self.ended:
+                    opened = self.text.count("[", self.at, end) + self.text.count("{", self.at, end)
                     self.at = end
                     self.number = number
                     self.tell()
-                    return value
+                    return _not_too_deep(value, opened)
             except RecursionError as error:
                 raise ReadError(f"{self.path}: record {number} is nested too deeply") from error
             except json.JSONDecodeError as error:

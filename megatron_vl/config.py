@@ -211,9 +211,9 @@ class DataConfig:
     streams: int = 0
     """Number of parts of the data set that are shuffled and packed on their own. They determine the order of
     samples, and a run keeps them when it goes on with other data-parallel ranks or workers. 0: one for each
-    loader process of the first start. Give a multiple of global_batch_size (or a divisor of it) if the run
-    will move to many more ranks or workers: otherwise several of them read the same stream, although each
-    decodes only its own pictures."""
+    loader process of the first start. Give a multiple of global_batch_size x num_workers if the run will
+    move to many more ranks or workers: otherwise several of them read the same stream, although each decodes
+    only its own pictures."""
     shuffle_buffer: int = 1000
     """Largest number of samples in the shuffle buffer of each stream (see streams).
     0: keep the order of the data set."""

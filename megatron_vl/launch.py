@@ -103,7 +103,8 @@ def _config(program: str, words: list[str]) -> TrainConfig | None:
 def import_stack(module: str) -> None:
     """Imports what ranks on CPU need. No platform is chosen and no process group exists in this process, so a
     fork of it is as fresh as a new program."""
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # or core's imports would initialise a GPU
+    # Core's imports would initialise a GPU, which forks cannot share. The ranks use none.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers.models.auto.tokenization_auto  # noqa: F401
 
     import megatron_vl.training.loop  # noqa: F401
@@ -134,7 +135,8 @@ def _be_rank(module: str, words: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # read already when torch was imported
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # torch read another value when it was imported
+        torch.set_num_threads(int(threads.split(",")[0]))
 
     sys.argv = [module, *words]
     sys.modules.pop(module, None)  # it runs as __main__ and must not be known under its own name as well
@@ -143,9 +145,15 @@ def _be_rank(module: str, words: list[str]) -> None:
     except SystemExit as end:
         if end.code:
             raise
+    except KeyboardInterrupt:  # the launcher would wait for the result of a rank that ends without a code
+        sys.exit(128 + signal.SIGINT)
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+
+    # This process waits until the launcher has read its result. The handlers of the program do not end it.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def kill_stopped(limit_s: float, every_s: float = 5.0) -> None:

@@ -17,6 +17,9 @@ NOT_SHOWN = {
     "PositionError": "of one sample: the loader counts it as unusable",
     "UnusableError": "of one sample: the loader goes on with the next",
     "_NotSaved": "the caller names what a checkpoint lacks",
+    "OutOfTimeError": "of one sample: the loader counts it as unusable",
+    "StalledError": "of one sample: the loader counts it as unusable",
+    "_UnsureError": "of a seek in a video: the video is decoded as a whole",
     "_Stopped": "tells a thread to end",
 }
 """Exceptions that never reach a user, and why."""

@@ -25,9 +25,10 @@ from .canonical import (
     refuse_audio_in,
     refuse_listed_audio,
     shown,
+    text,
     without_answer,
 )
-from .content import EMPTY, text
+from .content import EMPTY
 from .kind import Format
 from .tools import read_tools
 from .weights import apply_record_weight

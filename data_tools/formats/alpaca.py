@@ -44,6 +44,8 @@ def _read(record: dict[str, Any], reader: Reader) -> list[Message]:
     turns.append(("user", "\n".join(value for value, _ in question), question[0][1]))
     if (answer := _field(record, ANSWERS)) is not None:
         turns.append(("assistant", record[answer], answer))
+    elif history:  # without the empty turn, the answers of the history would hide that this one is missing
+        turns.append(("assistant", "", ANSWERS[0]))
 
     messages = []
     for role, content, where in turns:

@@ -8,6 +8,7 @@ with an object of arguments) and ``loss_weight`` (a float; without it the weight
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_vl.errors import UserError
 from .. import audio
 
 Message = dict[str, Any]
+PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 
 
 class RecordError(UserError, ValueError):
@@ -181,3 +183,22 @@ def refuse_audio_in(text: str, where: str, anywhere: bool) -> None:
 def audio_error(what: str, where: str, advice: str = "") -> RecordError:
     detail = f"{what} stands for audio, which the models cannot hear{advice}"
     return RecordError("audio not supported", detail, where)
+
+
+def text(value: Any, where: str) -> str:
+    """A text without placeholder tokens. Raises RecordError if it is something else."""
+    if not isinstance(value, str):
+        raise RecordError("bad text", f"a string is required, but this is a {type(value).__name__}", where)
+    if PLACEHOLDER.search(value):
+        raise RecordError(
+            "placeholder token in text",
+            "the text holds a token that stands for image or video features",
+            where,
+        )
+    if found := audio.TOKEN.search(value):
+        raise audio_error(found[0], where)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RecordError("bad text", f"the text is not valid Unicode: {error.reason}", where) from error
+    return value

@@ -15,6 +15,7 @@ from .canonical import (
     refuse_audio_in,
     refuse_listed_audio,
     shown,
+    text,
 )
 from .weights import TURN_KEYS, turn_weight
 
@@ -35,12 +36,15 @@ ROLES = {
 }
 """What each spelling of a role stands for; ``call`` is an assistant's turn whose text is a call."""
 MARKER = re.compile("(<image>|<video>)")
-PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 KINDS = ("image", "video")
 PARTS = ("text", "image", "image_url", "video", "video_url", "reasoning", "thinking", "tool_call")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-STRUCTURE = ("tool_calls", "function_call", "tool_call_id", "name", *REASONING, *TURN_KEYS)
-"""Keys of a turn that are read, or only connect turns with each other."""
+STRUCTURE = {
+    "assistant": ("tool_calls", "function_call", "tool_call_id", "name", *REASONING, *TURN_KEYS),
+    "call": ("tool_call_id", "name", *REASONING, *TURN_KEYS),
+    "tool": ("tool_call_id", "name", *TURN_KEYS),
+}
+"""Keys of a turn, by its role, that are read, or only connect turns with each other."""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 LONGEST_KEY = 60
 """Characters of an ignored key that are shown; keys come from untrusted input."""
@@ -136,11 +140,12 @@ class Reader:
             detail = f"turn {index + 1} has the unknown role {shown(written)}; valid: {', '.join(ROLES)}"
             raise RecordError("unknown role", detail, f"{where}.{role_field}")
 
-        read = STRUCTURE if role in ("assistant", "call", "tool") else TURN_KEYS
+        read = STRUCTURE.get(role, TURN_KEYS)
         self.ignore("turns", turn, role_field, content_field, *read)
         message: Message = {"role": "assistant" if role == "call" else role, "content": ""}
         content = turn.get(content_field)
         if role == "call":
+            tools.refuse_second_calls(turn, content_field, ("tool_calls", "function_call"), f"{where}.")
             said, calls = tools.calls_in_text(text(content, f"{where}.{content_field}"), where)
             message |= {"content": said, "tool_calls": calls, "call": True}
         else:
@@ -150,8 +155,11 @@ class Reader:
             self.fill(message, content, f"{where}.{content_field}")
             if calls:
                 message["tool_calls"] = [*message.get("tool_calls", []), *calls]
-        if role == "assistant":
+        if role in ("assistant", "call"):
             self.add_reasoning(message, turn, where)
+        if role == "call" and message["content"] and "reasoning_content" in message:
+            detail = f"the turn has reasoning in its {content_field!r} and beside it"
+            raise RecordError("two reasonings", detail, where)
         turn_weight(turn, message, f"{where}.")
         return message
 
@@ -303,23 +311,4 @@ def reference(value: Any, where: str) -> Any:
         found = "an empty string" if value == "" else f"a {type(value).__name__}"
         detail = f"a path, a data: URI or bytes are required, but this is {found}"
         raise RecordError("bad media reference", detail, where)
-    return value
-
-
-def text(value: Any, where: str) -> str:
-    """A text without placeholder tokens. Raises RecordError if it is something else."""
-    if not isinstance(value, str):
-        raise RecordError("bad text", f"a string is required, but this is a {type(value).__name__}", where)
-    if PLACEHOLDER.search(value):
-        raise RecordError(
-            "placeholder token in text",
-            "the text holds a token that stands for image or video features",
-            where,
-        )
-    if found := audio.TOKEN.search(value):
-        raise audio_error(found[0], where)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RecordError("bad text", f"the text is not valid Unicode: {error.reason}", where) from error
     return value

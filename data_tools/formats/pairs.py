@@ -18,14 +18,16 @@ def _read(record: dict[str, Any], reader: Reader) -> list[Message]:
         where = f"conversation[{i}]"
         if not isinstance(pair, dict):
             raise RecordError("bad turn", f"an object is required, but this is {shown(pair)}", where)
+        read = []
         for role, names in (("user", ASKED), ("assistant", ANSWERED)):
             key = next((name for name in names if pair.get(name) is not None), None)
             if key is None:
                 raise RecordError("bad turn", f"the {role}'s text is missing ({names[0]!r})", where)
+            read.append(key)
             message: Message = {"role": role, "content": ""}
             reader.fill(message, pair[key], f"{where}.{key}")
             messages.append(message)
-        reader.ignore("turns", pair, *ASKED, *ANSWERED)
+        reader.ignore("turns", pair, *read)
     return messages
 
 

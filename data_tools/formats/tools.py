@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
-from .canonical import Message, RecordError, shown
+from .canonical import Message, RecordError, shown, text
 
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 """Reasoning in front of a call, as LLaMA-Factory has it in a turn of the role function_call."""
+DEEPEST = 200
+"""Levels of lists and objects in a function or in arguments."""
 
 
 def read_tools(
@@ -47,7 +50,31 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         raise RecordError(
             "bad tools", f"a function with a name is required, but this is {shown(tool)}", where
         )
+    check_json(tool, where, "bad tools")
     return tool
+
+
+def check_json(value: Any, where: str, reason: str, depth: int = 0) -> None:
+    """Checks that a value is plain JSON whose texts, also its keys, could stand in a turn.
+
+    Raises:
+        RecordError: it holds something else, for instance a date of a table, or is nested too deeply.
+    """
+    if depth > DEEPEST:
+        raise RecordError(reason, f"more than {DEEPEST} levels of lists and objects", where)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            text(key, where)
+            check_json(item, where, reason, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_json(item, where, reason, depth + 1)
+    elif isinstance(value, str):
+        text(value, where)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RecordError(reason, f"{value} is not a number of JSON", where)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        raise RecordError(reason, f"a {type(value).__name__} cannot be written as JSON", where)
 
 
 def parsed(value: Any, where: str, reason: str) -> Any:
@@ -83,12 +110,15 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         detail = f"arguments must be an object, but these are {shown(arguments)}"
         raise RecordError("bad tool call", detail, f"{where}.arguments")
+    text(function["name"], f"{where}.name")
+    check_json(arguments, f"{where}.arguments", "bad tool call")
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def read_calls(turn: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
     """The calls of an assistant's turn: ``tool_calls``, or one ``function_call`` (OpenAI's first form)."""
     calls = turn.get("tool_calls")
+    refuse_second_calls(turn, "tool_calls", ("function_call",), prefix)
     if calls in (None, "", []):
         single = turn.get("function_call")
         return [] if single in (None, "", {}) else [read_call(single, f"{prefix}function_call")]
@@ -99,11 +129,20 @@ def read_calls(turn: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
     return [read_call(call, f"{prefix}tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
-def calls_in_text(text: str, where: str) -> tuple[str, list[dict[str, Any]]]:
+def refuse_second_calls(turn: dict[str, Any], first: str, others: tuple[str, ...], prefix: str) -> None:
+    """Raises RecordError if a turn has calls in a field and in another one, whose order is unknown."""
+    empty: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
+    second = next((key for key in others if turn.get(key) not in empty), None)
+    if second and turn.get(first) not in empty:
+        detail = f"the turn has calls in {first!r} and in {second!r}; leave out one"
+        raise RecordError("bad tool call", detail, f"{prefix}{second}")
+
+
+def calls_in_text(written: str, where: str) -> tuple[str, list[dict[str, Any]]]:
     """The reasoning and the calls of a turn whose role says that its text is a call."""
-    thought = THOUGHT.match(text)
+    thought = THOUGHT.match(written)
     said = thought[0] if thought else ""
-    calls = parsed(text[len(said) :], where, "bad tool call")
+    calls = parsed(written[len(said) :], where, "bad tool call")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls:
         raise RecordError("bad tool call", "the turn holds no call", where)
@@ -117,9 +156,16 @@ def merge_calls(messages: list[Message], call: Message) -> bool:
         return False
     if last.get("loss_weight") != call.get("loss_weight"):
         return False
+    thought = call.get("reasoning_content")
+    known = last.get("reasoning_content")
+    # A thought between two calls, or a second one, has no place in one turn.
+    if thought and thought != known and (known or last.get("tool_calls")):
+        return False
     if isinstance(last["content"], str) and call["content"]:
         last["content"] = f"{last['content']}{call['content']}"
     elif call["content"]:
         return False
+    if thought:
+        last["reasoning_content"] = thought
     last["tool_calls"] = [*last.get("tool_calls", []), *call["tool_calls"]]
     return True

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 type Location = Path | EPath
 
 STORE = "msc://"
-"""Begin of the path of a data set in an object store: ``msc://PROFILE/FOLDER``."""
+"""Beginning of the path of a data set in an object store: ``msc://PROFILE/FOLDER``."""
 
 
 class StoreError(UserError, ValueError):
-    """An object store that cannot be reached, or a path that names none."""
+    """An object store that cannot be reached, or a path that does not name one."""
 
 
 def in_store(path: str) -> bool:

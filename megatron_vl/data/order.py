@@ -1,4 +1,4 @@
-"""The order of a run's rows, and which rank and which loader process makes each of them.
+"""The order of a run's rows, and which rank and loader process make each of them.
 
 The samples are divided among a fixed number of *streams*. A stream is a part of the data set with its own
 shuffling, packing and epochs, so its rows depend on nothing else. All rows of a run form one sequence, which
@@ -6,8 +6,8 @@ takes the streams in turn (:class:`RowOrder`). Each step takes the next ``global
 sequence, whatever the number of ranks, so a run that goes on with other ranks or loader processes reads the
 same rows in the same steps.
 
-Ranks and processes only share out the work (:class:`Deal`). A rank whose rows come from a stream reads the
-whole stream, but decodes no pictures for the rows that another rank takes.
+Ranks and processes only share out the work (:class:`Deal`). A rank that takes rows of a stream reads all of
+it, but decodes no pictures for the rows that another rank takes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_vl.data.state import StateError
+
+MOST_COUNTED = 1 << 20
+"""Largest number of rows that are dealt on trial to find the streams of each rank, which takes about a
+second."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,10 @@ class Deal:
         return _sorted_step(self, step)[rank * self.share : (rank + 1) * self.share]
 
     def streams_of(self, rank: int) -> list[int]:
-        """All streams that a rank ever takes rows from."""
+        """All streams that a rank ever takes rows from; if finding them takes too long, a few more."""
         order = self.order
-        if self.rows_per_step % order.streams == 0:  # all steps are alike
-            return sorted({order.place(row)[0] for row in self.rows_of(rank, 0)})
+        if math.lcm(order.streams, self.rows_per_step) <= MOST_COUNTED:
+            return _streams_by_rank(self)[rank]
 
         # Rows of the lanes before `lane` in a step: a step may begin at any lane.
         each, rest = divmod(self.rows_per_step, order.lanes)
@@ -111,7 +115,7 @@ class Deal:
         """The rank that saves a stream when ``rows`` rows of the run are taken.
 
         It is the one that took the last row of the stream. If there is none since the start of this deal, the
-        streams are kept in equal parts.
+        streams are divided equally among the ranks.
         """
         last = self.order.last(stream, rows)
         if last < self.start:
@@ -191,3 +195,14 @@ def _sorted_step(deal: Deal, step: int) -> list[int]:
     first = deal.start + step * deal.rows_per_step
     lanes = deal.order.lanes
     return sorted(range(first, first + deal.rows_per_step), key=lambda row: (row % lanes, row))
+
+
+@lru_cache(maxsize=2)
+def _streams_by_rank(deal: Deal) -> list[list[int]]:
+    """The streams of each rank. Steps repeat after as many rows as streams and rows of a step divide."""
+    steps = deal.order.streams // math.gcd(deal.order.streams, deal.rows_per_step)
+    found: list[set[int]] = [set() for _ in range(deal.ranks)]
+    for step in range(steps):
+        for number, row in enumerate(_sorted_step(deal, step)):
+            found[number // deal.share].add(deal.order.place(row)[0])
+    return [sorted(streams) for streams in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from megatron_vl.data.saved_streams import ONE_LOADER, SavedStreams, streams_to_
 from megatron_vl.data.shuffling import at_most
 from megatron_vl.data.state import StateError
 from megatron_vl.data.streams import RankRows, Sources, StreamState
+from megatron_vl.data.thinking import ThinkingRule
 
 PIXEL_FIELDS = (
     "min_pixels",
@@ -103,6 +105,12 @@ class RowLoader:
         return self._identity["dataset"]
 
     @property
+    def thinking(self) -> dict[str, str]:
+        """The rule of what is learnt of thinking; empty if the chat template writes none."""
+        names = (field.name for field in dataclasses.fields(ThinkingRule))
+        return {name: self._identity[name] for name in names if name in self._identity}
+
+    @property
     def notes(self) -> list[str]:
         """Lines to print once at the start of a run."""
         train = self._identity["split"] == "train"
@@ -133,7 +141,7 @@ class RowLoader:
         Call it before the first row.
 
         Args:
-            state: the state of one data-parallel rank of then, best that with the number of this rank.
+            state: the state of one data-parallel rank of then, preferably of the same rank number.
             read: gives the state of another rank of then. It is needed if this rank takes rows of other
                 streams.
 
@@ -180,6 +188,11 @@ class RowLoader:
         now = self._identity
         if saved.get("version") == ONE_LOADER:
             saved["version"] = now["version"]
+        if "empty_think" in now and "empty_think" not in saved:
+            self._said.append(
+                "the loader state is from before this chat template could be trained on conversations of"
+                " several turns: they were left out until now, and are trained from here on"
+            )
 
         if "shuffle_buffer_gib" in now and "shuffle_buffer_gib" not in saved:
             saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
@@ -212,13 +225,13 @@ class RowLoader:
         said = []
         if (before.ranks, workers) != (now.ranks, self._data.num_workers):
             said.append(
-                f"the data go on with {now.ranks} data-parallel ranks x {self._data.num_workers} workers,"
-                f" after {before.ranks} x {workers}: every step takes the rows that it would have taken there"
+                f"the data continue on {now.ranks} data-parallel ranks x {self._data.num_workers} workers,"
+                f" after {before.ranks} x {workers}: every step takes the same rows as before"
             )
         if not saved.one_loader and before.rows_per_step != now.rows_per_step:
             said.append(
                 f"each step takes {now.rows_per_step} rows, after {before.rows_per_step}: the order of rows"
-                " stays"
+                " does not change"
             )
         return said
 

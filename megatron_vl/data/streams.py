@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.energon import WorkerConfig
 from megatron.energon.cache import NoCachePool
+from megatron.energon.epathlib import EPath
 from megatron.energon.errors import reraise_exception
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
@@ -49,7 +50,7 @@ def stream_config(stream: int, streams: int, seed: int) -> WorkerConfig:
 
 @dataclass
 class StreamState:
-    """Where a stream stands, as JSON-like values of Energon (see :mod:`megatron_vl.data.state`)."""
+    """The position of a stream, as JSON-like values of Energon (see :mod:`megatron_vl.data.state`)."""
 
     rows: int
     """Number of rows that it has made."""
@@ -121,6 +122,16 @@ class Sources:
         self.datasets, self.build = datasets, build
         self._readers: list[Any] = []
 
+    def reconnect(self) -> None:
+        """Gives a forked process connections of its own to object stores.
+
+        Two processes that share one would read each other's answers.
+        """
+        for loaded in self.datasets:
+            for path in (loaded.dataset.path, *(shard.path for shard in loaded.dataset.shards)):
+                if not path.is_local():
+                    path.fs = EPath(str(path)).fs
+
     def stream(self, number: int, streams: int, seed: int, encoder: Any, state: StreamState | None) -> Stream:
         """Builds one of ``streams`` streams.
 
@@ -178,6 +189,7 @@ class StreamRows(IterableDataset):
         in_process = get_worker_info() is not None
         if in_process:
             shield_loader_worker()
+            self.sources.reconnect()
             gc.collect()
             gc.freeze()  # the forked pages stay shared
 

@@ -10,7 +10,7 @@ An answer without thinking gets an empty block. A request opens the block for th
 writes the whole empty block. So what the model has to predict begins after the opening, or after the empty
 block. The text is always the template's own; only the loss mask depends on the options:
 
-* ``data.empty_think``: ``masked``, the default, learns nothing of an empty block. ``learnt`` learns what
+* ``data.empty_think``: ``masked``, the default, learns nothing from an empty block. ``learnt`` learns what
   follows its opening, so that a model that may think learns not to.
 * ``data.earlier_answers``: ``learnt``, the default, also learns the answers that the template writes without
   a block. ``masked`` learns only those with one, which look as a served model writes them.
@@ -32,7 +32,7 @@ EMPTY = "<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class ThinkingRule:
-    """What bears loss; the fields of the same names in :class:`megatron_vl.config.DataConfig`."""
+    """Which tokens bear loss; the fields of the same names in :class:`megatron_vl.config.DataConfig`."""
 
     empty_think: LearntOrMasked = "masked"
     earlier_answers: LearntOrMasked = "learnt"

@@ -25,13 +25,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError
+from megatron_vl.kernels.language_heads import TE_HEADS
 from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
 from megatron_vl.models.batch import Segments
 from megatron_vl.models.kv_cache import CacheUse
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
-TE_HEADS = (64, 128)
-"""Widths of heads for which Transformer Engine's packed attention is right (``tests.gpu.attention``)."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 """(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,10 +31,6 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import OUTPUT, TensorInfo, part_of, tensor_table
 
-SLOW_LINEAR_ATTENTION = (
-    "linear attention (Gated DeltaNet) has no GPU kernels yet: it runs in plain torch, correct but slow"
-)
-
 
 def build_chunks(
     platform: Platform,
@@ -53,9 +48,6 @@ def build_chunks(
     Megatron-core's process groups must exist (:func:`megatron_vl.parallel.grid.make_grid`).
     """
     from megatron.core import parallel_state as mpu
-
-    if platform.name == "cuda" and spec.language.linear_attention is not None and dist.get_rank() == 0:
-        warnings.warn(SLOW_LINEAR_ATTENTION, stacklevel=2)
 
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)

@@ -21,9 +21,9 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
 GPUS_OF_A_NODE = 8
-DELTA_RATE = 0.066
-"""Share of attention's rate that the delta rule's small products reach. With flash-linear-attention 0.6.0,
-8192 tokens of 32 heads of 128 took 1.44 ms on an H200."""
+DELTA_RATE = 0.12
+"""Share of attention's rate that the delta rule's small products reach. With our kernels, 8192 tokens of 32
+heads of 128 took 0.79 ms forward on an H200."""
 
 
 @dataclass(frozen=True)

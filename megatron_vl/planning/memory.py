@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.kernels.language_heads import TE_HEADS
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.families.base import MoeSpec
@@ -368,10 +369,12 @@ class _Sizes:
         ends = (
             hidden * (1 + levels) + (hidden * self._shared if first else 0.0) + (2 * hidden if last else 0.0)
         )
+        linear = any(m.is_linear(layer) for layer in layout.chunk_layers(stage, v))
+        rule = token * self._delta_rule(m) if linear else 0.0
         if recompute.language == "full":
-            return _Held(len(layers) * hidden + ends, max(layers, default=0.0))
+            return _Held(len(layers) * hidden + ends, max(layers, default=0.0) + rule)
 
-        return _Held(sum(layers) + ends)
+        return _Held(sum(layers) + ends, rule)
 
     @functools.cached_property
     def _kinds(self) -> dict[tuple[bool, bool], float]:
@@ -405,7 +408,9 @@ class _Sizes:
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
         heads = m.num_heads * m.head_dim / tp
         kv = max(m.num_kv_heads / tp, 1.0) * m.head_dim
-        v = kv if self.config.model.language_attention in ("auto", "te") else heads + 2 * kv
+        name = self.config.model.language_attention
+        fused = name == "te" or (name == "auto" and m.head_dim in TE_HEADS)
+        v = kv if fused else heads + 2 * kv
         gate = heads * (2 + 4 / self.element) if m.output_gate else 0.0
         return heads + kv + v + heads + m.num_heads * 4 / self.element / tp + gate
 
@@ -417,6 +422,14 @@ class _Sizes:
         projected = a.conv_channels + values + 2 * a.value_heads
         inside = a.conv_channels + values + a.value_heads * (1 + 4 / self.element + DELTA_CHUNK)
         return (projected + values + inside * ("core_attn" not in modules)) / self.layout.tp
+
+    def _delta_rule(self, m: LanguageSpec) -> float:
+        """Elements of one token that the backward pass of a delta rule holds while it runs: the states of all
+        chunks in both directions, and products that are computed a second time."""
+        a = m.linear_attention
+        assert a is not None
+        states = 2 * a.key_dim * a.value_dim / DELTA_CHUNK
+        return a.value_heads * (states + 2 * a.key_dim + 4 * a.value_dim) / self.layout.tp
 
     def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
         """Elements of one token: router logits, probabilities and the map in float32; inputs of the

@@ -103,7 +103,7 @@ class Evaluator:
         """The first ``count`` rows of the split, equal on every replica."""
         from megatron_vl.data.loader import build_loader
 
-        data = dataclasses.replace(self.config.data, num_workers=0, pack=pack)
+        data = dataclasses.replace(self.config.data, num_workers=0, pack=pack, streams=0)
         split = self.config.eval.split
         loader = build_loader(data, spec, self.config.model.hf, split=split, facts=self.facts)
         try:

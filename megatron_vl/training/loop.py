@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import progress
-from megatron_vl.config import TrainConfig, video_rule
+from megatron_vl.config import RULES_BEFORE, TrainConfig, video_rule
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.errors import UserError, describe, follows, is_fixable
@@ -251,11 +251,11 @@ def resume(run: Run, start: Start) -> None:
     saved = checkpoint.read_run(source.path)
     run.skipped |= _skipped_before(saved)
     say(run.grid, f"resumed at step {source.step} from {c.dir}")
-    if change := _changed_aux_loss(run, saved):
+    for change in filter(None, (_changed_aux_loss(run, saved), _changed_thinking(run, saved))):
         say(run.grid, f"NOTE: {change}")
 
 
-_SKIPPED_STEPS, _AUX_LOSS = "skipped_steps", "moe_aux_loss"
+_SKIPPED_STEPS, _AUX_LOSS, _THINKING = "skipped_steps", "moe_aux_loss", "thinking_rule"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
 
@@ -263,7 +263,7 @@ def _further_facts(run: Run) -> dict[str, Any]:
     facts: dict[str, Any] = {
         _SKIPPED_STEPS: dict(run.skipped),
         "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
-        "thinking_rule": dataclasses.asdict(ThinkingRule.of(run.config.data)),
+        _THINKING: dataclasses.asdict(ThinkingRule.of(run.config.data)),
     }
     if run.spec.language.moe is not None:
         facts[_AUX_LOSS] = aux_loss_coefficient(run.spec, run.config.model)
@@ -275,6 +275,27 @@ def _skipped_before(saved: dict[str, Any]) -> dict[str, int]:
     counts = saved.get(_SKIPPED_STEPS)
     known = counts if isinstance(counts, dict) else {}
     return {reason: count for reason, count in known.items() if reason in SKIPPED and isinstance(count, int)}
+
+
+def _changed_thinking(run: Run, saved: dict[str, Any]) -> str:
+    """A note if other tokens of answers with thinking are learnt than before; otherwise empty.
+
+    A loader that continues refuses this. One that starts its data again does not.
+    """
+    if run.loader is None or not run.loader.thinking:
+        return ""
+
+    before = {name: saved.get(_THINKING, {}).get(name, RULES_BEFORE[name]) for name in run.loader.thinking}
+    changed = [
+        f"data.{name} was {before[name]}, is {rule}"
+        for name, rule in run.loader.thinking.items()
+        if before[name] != rule
+    ]
+    return (
+        f"answers with thinking bear loss under another rule from here on: {'; '.join(changed)}"
+        if changed
+        else ""
+    )
 
 
 def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
@@ -377,7 +398,8 @@ def _train(config: TrainConfig) -> None:
         say(run.grid, run.split)
     if note := check_gpu_memory(run.config, run.spec, run.layout, run.grid.world_size):
         say(run.grid, f"NOTE: {note}")
-    for note in run.loader.notes if run.loader is not None else []:
+    # The notes look at all ranks, so only the rank that prints them asks for them.
+    for note in run.loader.notes if run.loader is not None and run.grid.rank == 0 else []:
         say(run.grid, note)
     log = MetricsLog(config, run.spec, run.grid, run.platform)
     if run.bad_samples is not None:

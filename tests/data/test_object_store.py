@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import boto3
+import multistorageclient.shortcuts
 import pytest
 import yaml
 from moto.server import ThreadedMotoServer
@@ -96,6 +97,19 @@ def test_a_run_moves_between_folder_and_store(dataset):
     rest, _ = rows("msc://pictures/sets/first", 3, state)
 
     assert all(same(one, other) for one, other in zip(all_rows[2:], rest, strict=True))
+
+
+def test_a_forked_process_has_connections_of_its_own(dataset):
+    """The client forgets its connections in a fork, but paths that exist already keep theirs."""
+    folder = tiny_checkpoint("qwen2_5_vl")
+    loader = build_loader(config("msc://pictures/sets/first"), read_spec(folder), folder)
+    data = loader._sources.datasets[0].dataset
+    before = data.path.fs
+    multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()
+
+    loader._sources.reconnect()
+    connections = {id(path.fs) for path in (data.path, *(shard.path for shard in data.shards))}
+    assert len(connections) == 1 and data.path.fs is not before
 
 
 def test_a_blend_in_a_store_names_sets_beside_it(dataset, store):

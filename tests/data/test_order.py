@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import megatron_vl.data.order as order_module
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import LoaderError, build_loader
 from megatron_vl.data.order import Deal, RowOrder, first_deal, read_deal
@@ -44,6 +45,34 @@ def test_places_and_counts_of_rows(order):
         made[stream] += 1
         last[stream] = row
     assert max(made.values()) - min(made.values()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("order", "rows_per_step", "ranks", "workers"),
+    [
+        (RowOrder(8, 2), 4, 4, 4),  # begun on 2 ranks x 4 workers, and twice the GPUs
+        (RowOrder(8, 2), 4, 4, 2),
+        (RowOrder(8, 4), 8, 8, 2),
+        (RowOrder(6, 3), 4, 2, 3),
+        (RowOrder(1, 1), 4, 4, 3),
+    ],
+    ids=str,
+)
+def test_every_process_has_rows_to_make(order, rows_per_step, ranks, workers):
+    """One without rows would look for its next turn without end."""
+    deal = Deal(order, 0, rows_per_step, ranks)
+    for rank in range(ranks):
+        turns = list(islice(deal.turns(rank, workers), 4 * order.streams * rows_per_step * workers))
+        assert {turn.stream for turn in turns} == set(deal.streams_of(rank))
+        assert {turn.worker for turn in turns} == set(range(workers))
+
+
+def test_streams_that_take_too_long_to_find_are_bounded(monkeypatch):
+    """The bound holds all streams that are taken."""
+    deal = Deal(RowOrder(12, 3), 31, 10, 5)
+    exact = [set(deal.streams_of(rank)) for rank in range(5)]
+    monkeypatch.setattr(order_module, "MOST_COUNTED", 0)
+    assert all(set(deal.streams_of(rank)) >= exact[rank] for rank in range(5))
 
 
 def test_the_first_rows_of_eight_streams_in_four_lanes():

@@ -123,10 +123,10 @@ def test_the_start_says_what_it_may_take(dataset):
     mean = sum(shard.stat().st_size for shard in shards) / COUNT
     (note,) = loader(dataset, num_workers=2, shuffle_buffer=1000).notes
     assert (
-        f"about {1000 * mean / GIB:.2f} GiB (1000 samples of {mean / 1e6:.2f} MB) in each of 2 workers"
+        f"about {1000 * mean / GIB:.2f} GiB (1000 samples of {mean / 1e6:.2f} MB) for each of 2 streams"
         in note
     )
-    assert "at most 2 GiB a worker and 4 GiB a rank" in note
+    assert "at most 2 GiB a stream and 4 GiB a rank" in note
     (note,) = loader(dataset, shuffle_buffer_gib=0).notes
     assert "without a limit in bytes" in note
     assert not loader(dataset, shuffle_buffer=0).notes

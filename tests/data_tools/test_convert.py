@@ -285,6 +285,23 @@ def test_lines_go_on_after_a_broken_one(tmp_path):
     assert (found[1][1].reason, found[2][1].reason) == ("not JSON", "not UTF-8")
 
 
+@pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
+def test_a_record_that_is_nested_too_deeply_is_quarantined(tmp_path, array):
+    """It must not reach the queue to a worker process, which fails on it."""
+    (tmp_path / "m").mkdir()
+
+    def record(levels: int) -> str:
+        """A record with this many levels, of which it is the first."""
+        return json.dumps(TEXT)[:-1] + ', "x": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+
+    flat = json.dumps({**TEXT, "x": [[]] * 500})
+    texts = [record(200), record(201), record(900), flat]
+    path = tmp_path / "in.json"
+    path.write_text(f"[{', '.join(texts)}]" if array else "\n".join(texts))
+    convert([path], ConversionOptions(tmp_path / "m", tmp_path / "out", workers=2))
+    assert refused(tmp_path / "out") == {2: "nested too deeply", 3: "nested too deeply"}
+
+
 def test_a_broken_line_far_down_is_named(tmp_path, monkeypatch):
     lines = [json.dumps(TEXT)] * 3100
     lines[2999] = '{"conversations": [{"from": "human", "value": "cut'

@@ -4,6 +4,8 @@ formats, from the file to the loader's tokens."""
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from decimal import Decimal
 
 import pytest
 
@@ -304,6 +306,42 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
+def test_an_alpaca_prompt_with_a_history_needs_no_output():
+    record = {"instruction": "a", "output": "", "history": [["b", "c"]]}
+    turns = [("user", "b"), ("assistant", "c"), ("user", "a")]
+    assert read_prompt(record).messages == [{"role": role, "content": said} for role, said in turns]
+
+
+def test_a_second_spelling_in_a_pair_is_listed_as_ignored():
+    read = read_conversation({"conversation": [{"human": "a", "user": "z", "gpt": "b", "bot": "y"}]})
+    assert read.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert read.ignored == [("turns", "user"), ("turns", "bot")]
+
+
+def test_reasoning_of_a_call_is_carried_to_its_turn():
+    call = {"role": "function_call", "content": WRITTEN, "reasoning_content": "Look it up."}
+    rest = [{"role": "tool", "content": "rain"}, SAY]
+    wanted = {"role": "assistant", "reasoning_content": "Look it up.", "tool_calls": [CALL]}
+
+    alone = read_conversation({"messages": [ASK, call, *rest]})
+    assert alone.messages == [ASK, {**wanted, "content": ""}, *rest]
+    joined = read_conversation({"messages": [ASK, SAY, call, *rest]})
+    assert joined.messages == [ASK, {**wanted, "content": "Hello"}, *rest]
+    same = read_conversation({"messages": [ASK, {**SAY, "reasoning": "Look it up."}, call, *rest]})
+    assert same.messages == joined.messages and same.ignored == []
+
+    for first in ({**SAY, "reasoning": "Other."}, {**SAY, "tool_calls": [CALL]}):
+        with pytest.raises(RecordError) as error:
+            read_conversation({"messages": [ASK, first, call, *rest]})
+        assert error.value.reason == "wrong role order"
+
+
+def test_calls_and_reasoning_on_the_result_of_a_tool_are_listed_as_ignored():
+    result = {"role": "tool", "content": "rain", "tool_call_id": "1", "reasoning": "a", "tool_calls": [CALL]}
+    read = read_conversation({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, result, SAY]})
+    assert read.ignored == [("turns", "reasoning"), ("turns", "tool_calls")]
+
+
 def test_reasoning_is_carried_beside_the_answer():
     answer = {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."}
     for spelled in (
@@ -360,6 +398,18 @@ def call_of(arguments):
     return {**SAY, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
+def offers(**more):
+    """A conversation with one function, which has these fields beside its name."""
+    return {"tools": [{"name": "f", **more}], "messages": [ASK, SAY]}
+
+
+def nested(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"x": value}
+    return value
+
+
 def asks(part):
     """A conversation whose question is one content part."""
     return {"messages": [{"role": "user", "content": [part]}, SAY]}
@@ -383,6 +433,11 @@ REFUSED = [
     ({"instruction": "a", "output": "b", "history": ["c"]}, "bad history", "history[0]"),
     ({"instruction": "<image>", "output": "b"}, "markers and media differ", "instruction"),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
+    (
+        {"instruction": "a", "output": "", "history": [["b", "c"]]},
+        "empty answer",
+        "instruction[3]",
+    ),
     ({"conversation": [{"human": "a"}]}, "bad turn", "conversation[0]"),
     (
         {"messages": [{"role": "user", "content": [{**IMAGES, "video": "b.mp4"}]}, SAY]},
@@ -419,6 +474,34 @@ REFUSED = [
         "messages[1].thinking",
     ),
     ([{"conversations": SHAREGPT}], "not an object", ""),
+    (
+        {"messages": [ASK, {**SAY, "tool_calls": [CALL], "function_call": CALL["function"]}]},
+        "bad tool call",
+        "messages[1].function_call",
+    ),
+    (
+        {"messages": [ASK, {"role": "tool_call", "content": WRITTEN, "tool_calls": [CALL]}]},
+        "bad tool call",
+        "messages[1].tool_calls",
+    ),
+    (
+        {"messages": [ASK, {"role": "tool_call", "content": f"<think>a</think>{WRITTEN}", "reasoning": "b"}]},
+        "two reasonings",
+        "messages[1]",
+    ),
+    # Functions and arguments are text for the model too.
+    (offers(description="\ud800"), "bad text", "tools[0]"),
+    (offers(description="<|image_pad|>"), "placeholder token in text", "tools[0]"),
+    (offers(parameters={"x": ["<|audio_pad|>"]}), "audio not supported", "tools[0]"),
+    (offers(parameters={"default": datetime(2026, 1, 1)}), "bad tools", "tools[0]"),
+    (offers(parameters={"default": b"x"}), "bad tools", "tools[0]"),
+    (offers(parameters=nested(300)), "bad tools", "tools[0]"),
+    ({"messages": [ASK, call_of({"x": Decimal(1)})]}, "bad tool call", ARGUMENTS),
+    ({"messages": [ASK, call_of({"x": float("inf")})]}, "bad tool call", ARGUMENTS),
+    ({"messages": [ASK, call_of('{"x": NaN}')]}, "bad tool call", ARGUMENTS),
+    ({"messages": [ASK, call_of({"x": [{"y": "\udfff"}]})]}, "bad text", ARGUMENTS),
+    ({"messages": [ASK, call_of({"<|video_pad|>": 1})]}, "placeholder token in text", ARGUMENTS),
+    ({"messages": [ASK, call_of({1: 1})]}, "bad text", ARGUMENTS),
 ]
 
 

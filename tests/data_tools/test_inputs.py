@@ -13,7 +13,7 @@ import pytest
 
 from data_tools.convert import ConversionOptions, ConvertError, convert
 from data_tools.formats import read_conversation
-from data_tools.inputs import expand
+from data_tools.inputs import InputError, expand
 from data_tools.records import ReadError, read_records
 from tests.data.media import encoded, write
 from tests.data_tools.test_convert import refused, shards
@@ -181,6 +181,7 @@ def test_an_index_names_files_columns_and_tags(tmp_path):
         ({"file_name": "in.json", "ranking": True}, "preferences"),
         ({"file_name": "in.json", "formatting": "csv"}, "formatting 'csv'; valid: alpaca, sharegpt, openai"),
         ({"file_name": "in.json", "columns": {"picture": "x"}}, "columns picture are unknown"),
+        ({"file_name": "in.json", "columns": ["x"]}, "columns must give a field.s name"),
         ({"file_name": "in.json", "tags": {"tool_tag": "x"}}, "tags tool_tag are unknown"),
         ({"file_name": "in.json", "num_samples": 5}, "num_samples"),
         ({"file_name": "gone.json"}, "gone.json does not exist"),
@@ -196,6 +197,26 @@ def test_what_an_index_cannot_mean_here_is_refused(tmp_path, entry, message):
         out_of(tmp_path, index, datasets=["ok", "none"])
 
 
+def test_keys_that_the_tags_leave_out_are_not_read_as_role_or_content(tmp_path):
+    turns = [
+        {"who": "user", "says": "Hi", "content": "stray", "role": "system"},
+        {"who": "assistant", "says": "Hello", "value": "stray"},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": turns}]))
+    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "user", "assistant_tag": "assistant"}
+    entry = {
+        "file_name": "a.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": tags,
+    }
+    (source,) = expand([index_of(tmp_path, {"a": entry})])
+    read = read_conversation(source.renamed({"messages": turns}))
+    assert read.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    stray = ["content (not in the index)", "role (not in the index)", "value"]
+    assert read.ignored == [("turns", key) for key in stray]
+
+
 def test_a_folder_with_several_splits_or_kinds_is_refused(tmp_path):
     for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
         pq.write_table(pa.Table.from_pylist(rows(1)), tmp_path / name)
@@ -207,6 +228,24 @@ def test_a_folder_with_several_splits_or_kinds_is_refused(tmp_path):
 
 
 # --- Looking before converting ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name,key", [("state.json", "_data_files"), ("dataset_dict.json", "splits")])
+def test_damaged_files_of_a_saved_data_set_are_named(tmp_path, name, key):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    index = index_of(tmp_path, {"a": {"file_name": "saved"}})
+    for content, said in [
+        ("{", "is not JSON"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged"),
+        (f'{{"{key}": []}}', "is damaged"),
+        (f'{{"{key}": [1]}}', "is damaged"),
+    ]:
+        (folder / name).write_text(content)
+        for given in (folder, index):
+            with pytest.raises(InputError, match=f"{name} {said}"):
+                expand([given])
 
 
 def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys):

@@ -107,6 +107,19 @@ def test_parts_of_other_arguments_and_merges_beside_parts_are_refused(tmp_path, 
         remembered(tmp_path, 1)
 
 
+def test_links_to_files_without_a_suffix_are_found_again(tmp_path, inputs, monkeypatch):
+    """A hub's cache keeps files under their hash, and links to them."""
+    (tmp_path / "snapshot").mkdir()
+    inputs[2].rename(tmp_path / "0a1b2c")
+    link = tmp_path / "snapshot/c.parquet"
+    link.symlink_to("../0a1b2c")
+    monkeypatch.chdir(tmp_path)
+    convert([Path("snapshot/c.parquet")], options(tmp_path, "out", part=Part(0, 1)))
+    given, stored = remembered(tmp_path / "out", 1)
+    assert given == [link]
+    assert convert(given, stored).records == COUNT - 100
+
+
 def test_the_commands_of_an_array_of_jobs(tmp_path, inputs, capsys):
     out = tmp_path / "out"
     command = ["data", "convert", "--input", *map(str, inputs), "--media-root", str(tmp_path / "media")]

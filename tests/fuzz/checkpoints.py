@@ -552,12 +552,12 @@ class Bench:
                 "grid": run.grid,
             }
             restored = saved.load(newest.path, **facts, run=run_facts(run.config, run.grid.dp))
+            states = restored.loader
+            loader = [states.read(rank) for rank in range(states.ranks)] if states else None
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
 
-        digest = hashlib.sha256(
-            json.dumps([step, restored.loader, restored.bad_samples], sort_keys=True).encode()
-        )
+        digest = hashlib.sha256(json.dumps([step, loader, restored.bad_samples], sort_keys=True).encode())
         digest.update(torch.get_rng_state().numpy().tobytes())
         for name, parameter, _ in parameters:
             digest.update(name.encode() + parameter.detach().numpy().tobytes())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_vl.kernels.tower_attention import tower_attention
 from megatron_vl.config import RunConfigError
+from megatron_vl.kernels.tower_attention import tower_attention
 from megatron_vl.models.attention import choose_backend
 from tests.models.programs import step_with_and_without_kernels
 from tests.support.ranks import call

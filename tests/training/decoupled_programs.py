@@ -45,7 +45,7 @@ def _move(
         else:
             parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
-            load(step_folder(folder / "0", 2), **parts, **place, run={})
+            load(step_folder(folder / "0", 2), **parts, **place, run={}, restart_data=True)
         saved.append(_saved(live, folder / str(number)))
         results.append(_step(live, platform, 2))
     if dist.get_rank():

@@ -57,7 +57,7 @@ def test_a_run_that_is_killed_and_moves_reads_the_rows_of_one_that_stays(
     for text, words in zip(
         said[1:], ("2 data-parallel ranks x 2", "3 data-parallel ranks x 0"), strict=False
     ):
-        assert "resumed at step" in text and f"the data go on with {words} workers, after" in text
+        assert "resumed at step" in text and f"the data continue on {words} workers, after" in text
     assert "2 of 4 streams of the data are read by up to 2 data-parallel ranks" in said[2]
 
     losses = {line["step"]: line["loss"] for line in metrics(whole)}

@@ -169,7 +169,8 @@ class Kernels:
         """Picoseconds of AdamW, and of clearing and scaling a gradient, for a parameter."""
         n = self.amounts.elements
         weight = torch.nn.Parameter(torch.zeros(n, device=self.platform.device))
-        gradient = weight.grad = torch.zeros_like(weight)
+        gradient = torch.zeros_like(weight)
+        weight.backward(gradient)
         adam = torch.optim.AdamW([weight], lr=1e-4, fused=True)
 
         def clear() -> None:

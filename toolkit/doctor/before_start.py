@@ -29,6 +29,7 @@ from megatron_vl.training.preflight import (
     remarks,
     step_to_resume,
 )
+from megatron_vl.weights.run_folder import latest
 from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.machine import Gpu, check_disk
 
@@ -227,13 +228,17 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
     from megatron_vl.data.loader import build_loader
 
     loader: Any = None
+    folder = config.checkpoint.dir
     try:
+        resumes = bool(folder) and latest(Path(folder)) is not None
         facts = read_data(config)["train"]
-        loader = build_loader(config.data, spec, config.model.hf, dp_rank=0, dp_size=dp, facts=facts)
+        ours: dict[str, Any] = {"dp_rank": 0, "dp_size": dp, "facts": facts}
+        ours |= {"rows_per_step": config.global_batch_size, "resumes": resumes}
+        loader = build_loader(config.data, spec, config.model.hf, **ours)
         samples = loader.samples
         loader.close()
         alone = dataclasses.replace(config.data, num_workers=0)
-        loader = build_loader(alone, spec, config.model.hf, dp_rank=0, dp_size=dp, facts=facts)
+        loader = build_loader(alone, spec, config.model.hf, **ours)
         start = time.perf_counter()
         row = next(loader)
         seconds = time.perf_counter() - start
