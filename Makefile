@@ -31,7 +31,7 @@ help:            ## what can be made
 demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face, every step checked (.demo/)
 	$(BIN)/megatron-vl demo --dir .demo
 
-quick: $(READY)  ## the fast tests, which start no ranks: about 3 minutes on 2 cores
+quick: $(READY)  ## the fast tests, which start no ranks: about 5 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not ranks and not slow and not full" $(ARGS)
 
 test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 24 minutes on 2 cores
