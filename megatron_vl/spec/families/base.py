@@ -394,7 +394,7 @@ def assemble(
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
         raise ConfigError(
             f"config.json: DeepStack layers {list(deep)} (deepstack_visual_indexes; default 8, 16, 24) "
-            f"must be in ascending order and below the number of vision layers, {vision.num_layers}"
+            f"must ascend and be below {vision.num_layers}, the number of vision layers"
         )
     if len(deep) > language.num_layers:
         raise ConfigError(
