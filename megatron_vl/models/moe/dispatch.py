@@ -56,8 +56,8 @@ class Counts:
     def __init__(self, to_rank: Tensor, to_expert: Tensor, group: dist.ProcessGroup) -> None:
         ranks = to_rank.shape[1]
         experts = to_expert.sum(0).view(ranks, -1)
-        # The table is [sent or received, rank, 1 + local experts]. The last dim holds the number of rows, then
-        # the number for each expert: that rank's experts for sent rows, this rank's for received rows.
+        # The table is [sent or received, rank, 1 + local experts]. The last dim holds the number of rows,
+        # then that for each expert: for sent rows, an expert of that rank; for received rows, of this rank.
         self._table = experts.new_empty(2, ranks, 1 + experts.shape[1])
         self._table[0, :, 0] = to_rank.sum(0)
         self._table[0, :, 1:] = experts
