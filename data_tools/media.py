@@ -244,10 +244,18 @@ def _video(reference: Any, data: bytes, max_pixels: int) -> MediaInfo:
     info = probe_video(data, max_pixels)
     written = PurePosixPath(str(reference)[-64:]).suffix[1:].lower()
     suffix = written if written in VIDEO_SUFFIXES else "mp4"
-    of_frames: dict[str, Any] = {}
+    sampling, assumed_fps = "", False
     if is_frame_file(data):
-        suffix = "zip"
-        of_frames = {"sampling": info.sampling, "assumed_fps": FrameFile(data).info.assumed_fps}
-    size = (info.height, info.width, info.height, info.width)
-    counted: dict[str, Any] = {"frames": info.frames, "fps": info.fps, "crc32": zlib.crc32(data)}
-    return MediaInfo("video", suffix, len(data), *size, **counted, **of_frames)
+        suffix, sampling = "zip", info.sampling
+        assumed_fps = FrameFile(data).info.assumed_fps
+    return MediaInfo(
+        "video",
+        suffix,
+        len(data),
+        *(info.height, info.width, info.height, info.width),
+        frames=info.frames,
+        fps=info.fps,
+        crc32=zlib.crc32(data),
+        sampling=sampling,
+        assumed_fps=assumed_fps,
+    )

@@ -529,14 +529,15 @@ def _probe_frame_file(data: bytes, max_pixels: int) -> VideoInfo:
     file = _frame_file(data)
     if not len(file):
         raise PixelError("a video of 0 frames is empty")
-    sizes = [tuple(_frame(file, number, max_pixels).shape[1:]) for number in range(len(file))]
+    sizes = [_frame(file, number, max_pixels).shape[1:] for number in range(len(file))]
+    height, width = sizes[0]
     for number, size in enumerate(sizes):
         if size != sizes[0]:
             raise PixelError(
-                f"{file.name(number)} has {size[0]} x {size[1]} pixels, {file.name(0)} {sizes[0][0]} x"
-                f" {sizes[0][1]}; the frames of a video must have one size"
+                f"{file.name(number)} has {size[0]} x {size[1]} pixels, {file.name(0)} {height} x {width};"
+                " the frames of a video must have one size"
             )
-    return VideoInfo(len(file), file.info.fps, *sizes[0], file.info.sampling)
+    return VideoInfo(len(file), file.info.fps, height, width, file.info.sampling)
 
 
 def _frame_file(data: bytes) -> FrameFile:
