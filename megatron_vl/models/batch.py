@@ -63,5 +63,8 @@ class DeviceRow:
     all rows of a step; None for a tower on the first stage."""
     loss_index: Tensor | None = None
     """int64 [N], ascending: the tokens whose logits are computed when losses are asked for; None: all."""
+    sources: Tensor | None = None
+    """int32 [segments]: the number in the blend of each segment's source, -1 for the padded tail; None if the
+    data set is no blend."""
     cache: CacheUse | None = None
     """The kept keys and values while text is generated; otherwise None."""
