@@ -74,7 +74,7 @@ def sources_of(identity: Any, name: str = "data", where: str = "") -> tuple[Sour
             f"{prefix}weights (blend) and repetitions (blend_epochized) cannot be mixed: use one of the two"
             " for all parts, nested mixtures included"
         )
-    amounts = [part.amount * (part.samples if EPOCHIZED in kinds else 1) for part in parts]
+    amounts = [part.amount * (part.samples if "repetitions" in kinds else 1) for part in parts]
     total = math.fsum(amounts)
     if len(parts) > 1 and not total:
         raise BlendError(f"{prefix}nothing is drawn from any part of the blend: give a part a weight above 0")
@@ -189,8 +189,6 @@ def _leaf(content: dict[str, Any], part: _Part) -> _Part:
     length = content.get("samples") or 0
     first, last = _taken(length, part.subsets)
     known = {name: content.get(name) for name in ("content", "split", "samples", "shards", "list")}
-    if not known["content"]:  # prepared by hand: its folder is all that tells it from others
-        known["content"] = posixpath.basename(part.path)
     if part.subsets:
         known["subset"] = [first, last]
     return replace(part, content=known, length=length, samples=last - first)

@@ -142,6 +142,8 @@ class Sources:
         self.datasets, self.build, self.blend = datasets, build, blend
         if [len(loaded.dataset) for loaded in datasets] != [source.length for source in blend]:
             raise RuntimeError(f"Energon reads other data sets than {[source.name for source in blend]}")
+        for i, loaded in enumerate(datasets):
+            loaded.dataset.subflavors = {**(loaded.dataset.subflavors or {}), SOURCE: i}
         self.drawn = [i for i, source in enumerate(blend) if source.share or not skipped]
         lengths = [source.length for source in blend]
         self.starts = [sum(lengths[:i]) for i in range(len(blend))]
@@ -169,7 +171,6 @@ class Sources:
             loaded = self.datasets[i]
             dataset = copy.copy(loaded.dataset)
             dataset.worker_config = config
-            dataset.subflavors = {**(dataset.subflavors or {}), SOURCE: i}
             copies.append(
                 PlacedDataset(
                     dataset=dataset,

@@ -112,12 +112,12 @@ class StepData:
     """Number of loss tokens of each row."""
     keys: list[list[str]] = field(default_factory=list)
     """Keys of each row's samples."""
-    learnt: list[list[tuple[int, int]]] = field(default_factory=list)
-    """(source, loss tokens) of each row's samples; empty lists if the data set is no blend."""
     dropped: list[dict[str, str]] = field(default_factory=list)
     """Samples that could not be used, as the loader lists them (at most some hundreds per row)."""
     wait_s: float = 0.0
     """Seconds that the loader's owner waited for its rows."""
+    learnt: list[list[tuple[int, int]]] = field(default_factory=list)
+    """(source, loss tokens) of each row's samples; empty lists if the data set is no blend."""
 
 
 @dataclass

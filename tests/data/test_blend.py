@@ -27,7 +27,8 @@ def mixed(*parts: dict[str, Any], kind: str = "blend") -> dict[str, Any]:
 
 
 def part(name: str, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "data": leaf(name)} | fields
+    """A part of a mixture, whose content is called like it."""
+    return {"name": name, "data": leaf(name), **fields}
 
 
 # --- Names and shares ---------------------------------------------------------------------------------------
@@ -162,10 +163,11 @@ def test_the_same_data_set_twice_is_two_sources():
     assert second == f"{first}-2"
 
 
-def test_without_an_id_the_folder_tells_data_sets_apart():
-    one, two = ({"name": f"x/{name}", "data": leaf("")} for name in "ab")
+def test_without_an_id_shards_and_counts_tell_data_sets_apart():
+    one, two = ({"name": f"x/{name}", "data": leaf("", list=name)} for name in "ab")
     first, second = keys_of(mixed(one, two))
-    assert first != second and keys_of(mixed({"name": "y/a", "data": leaf("")})) == [first]
+    assert first != second
+    assert keys_of(mixed({"name": "y/c", "data": leaf("", list="a")})) == [first]
 
 
 # --- What is refused ----------------------------------------------------------------------------------------

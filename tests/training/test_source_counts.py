@@ -122,7 +122,7 @@ def test_counts_go_on_after_a_resume_and_those_of_sources_that_left_stay():
     meter.add(SourceCounts([2, 1], [10, 5], [0.0, 0.0]))
     state = meter.state_dict()
 
-    moved = sources_of(mixed(part("s1", name="elsewhere/ships"), part("s2")))
+    moved = sources_of(mixed(part("s1") | {"name": "elsewhere/ships"}, part("s2")))
     again = SourceMeter(moved)
     again.load_state_dict(state)
     again.add(SourceCounts([1, 4], [1, 4], [0.0, 0.0]))
