@@ -367,6 +367,7 @@ def _usage(options: type[CommandOptions], program: str) -> str | None:
     return " ".join([program, *words, "[options] [--config RUN.yaml] [--section.field value ...]"])
 
 
+@functools.cache
 def _field_texts(options: type[CommandOptions]) -> dict[str, str]:
     """Maps each field to its docstring."""
     from docstring_parser import parse_from_object
