@@ -190,7 +190,7 @@ def build_parser(options: type[CommandOptions], program: str) -> Any:
         allow_abbrev=False,  # an option added later must not change what a shortened one means
     )
     hints = typing.get_type_hints(options)
-    texts = _field_texts(options)
+    texts = _field_texts(options)  # type: ignore[arg-type]
     for field in _shown(options):
         names, arguments = _argument(field, hints[field.name])
         parser.add_argument(*names, help=_help(field, texts[field.name]), **arguments)
