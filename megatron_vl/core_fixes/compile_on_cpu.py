@@ -1,14 +1,13 @@
-"""Lets a process start faster: core without Weights & Biases, and without compiling its small functions on
-CPU; transformers without scikit-learn.
+"""Makes imports faster: Megatron-core (0.19.2) without ``torch.compile`` on CPU and without wandb;
+transformers without scikit-learn.
 
-Megatron-core 0.19.2 wraps some forty of them in ``torch.compile`` while it is imported. Making the wrappers
-imports inductor. That takes two of the six seconds of processor time that each rank needs to start, and a CPU
-run gains nothing from the kernels. It also imports Weights & Biases for timers that are not used here, which
-takes half a second if that is installed; a run that logs there imports it itself.
+Core wraps some forty small functions in ``torch.compile`` while it is imported. To make the wrappers, torch
+imports inductor, which takes two of the six seconds of processor time that each rank needs to start. A CPU
+run gains nothing from the compiled functions. If Weights & Biases is installed, core also imports it for
+timers that are not used here. That takes half a second. A run that logs to Weights & Biases imports it later.
 
-transformers imports scikit-learn wherever it is installed, with SciPy and pandas: two seconds of every
-process that reads a tokenizer. It is for speculative decoding with an assistant model, which nobody does
-here.
+If scikit-learn is installed, transformers imports it, with SciPy and pandas, for speculative decoding. That
+takes two seconds of every process that reads a tokenizer. Nothing here decodes speculatively.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SPECULATIVE = "transformers.generation.candidate_generator"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as usual and lets a loader of ours load it."""
+    """Finds one module in the usual way, and lets a loader of ours load it."""
 
     def __init__(self, module: str, loader: type[_Loader]) -> None:
         self.module = module
@@ -70,12 +69,12 @@ class _CoreLoader(_Loader):
             self.loader.exec_module(module)
         finally:
             torch.compile = compile_
-        # Parts of core that are imported later get the wrapper from there.
+        # Parts of core that are imported later get the wrapper from this module.
         sys.modules[f"{CORE}.jit"].disable_jit_fuser()
 
 
 class _SpeculativeLoader(_Loader):
-    """In this module alone, scikit-learn is not there. What others find out about it stays."""
+    """For this one module, scikit-learn is not installed. Other modules find it."""
 
     def exec_module(self, module: ModuleType) -> None:
         import transformers.utils as utils
@@ -89,7 +88,10 @@ class _SpeculativeLoader(_Loader):
 
 @contextlib.contextmanager
 def without(package: str) -> Iterator[None]:
-    """Makes imports of a package fail as if it were not installed, unless it is imported already."""
+    """A context in which imports of a package fail as if it were not installed.
+
+    If the package was imported before, the context does nothing.
+    """
     if package in sys.modules:
         yield
         return
@@ -101,12 +103,12 @@ def without(package: str) -> Iterator[None]:
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Replaces ``torch.compile``, with or without options."""
+    """Replaces ``torch.compile``: returns the function unchanged, or a decorator that does so."""
     return function if function is not None else _as_it_is
 
 
 def install() -> None:
-    """Installs the finders. It must run before the modules are imported; later it does nothing."""
+    """Installs the finders. Call it before the modules are imported; afterwards, it does nothing."""
     found = {finder.module for finder in sys.meta_path if isinstance(finder, _Finder)}
     for module, loader in ((CORE, _CoreLoader), (SPECULATIVE, _SpeculativeLoader)):
         if module not in sys.modules and module not in found:
