@@ -97,7 +97,7 @@ FIXES: tuple[Fix, ...] = (
         test="tests/test_start.py::test_core_is_imported_without_weights_and_biases",
     ),
     Fix(
-        ours="megatron_vl.core_fixes.compile_on_cpu:_SpeculativeLoader.exec_module",
+        ours="megatron_vl.core_fixes.compile_on_cpu:_SpeculativeLoader",
         touches=("transformers.utils.is_sklearn_available",),
         why=(
             "transformers imports scikit-learn wherever it is installed, for speculative decoding, which is"
