@@ -190,7 +190,7 @@ def build_parser(options: type[CommandOptions], program: str) -> Any:
         allow_abbrev=False,  # an option added later must not change what a shortened one means
     )
     hints = typing.get_type_hints(options)
-    texts = _field_texts(options)  # type: ignore[arg-type]
+    texts = _field_texts(options)
     for field in _shown(options):
         names, arguments = _argument(field, hints[field.name])
         parser.add_argument(*names, help=_help(field, texts[field.name]), **arguments)
@@ -367,7 +367,6 @@ def _usage(options: type[CommandOptions], program: str) -> str | None:
     return " ".join([program, *words, "[options] [--config RUN.yaml] [--section.field value ...]"])
 
 
-@functools.cache
 def _field_texts(options: type[CommandOptions]) -> dict[str, str]:
     """Maps each field to its docstring."""
     from docstring_parser import parse_from_object
