@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_vl.data import chat
 from megatron_vl.data.chat import ChatEncoder, ChatError, stop_tokens
 from megatron_vl.data.thinking import Said, ThinkingRule, opens_thinking, split_thinking
 from tests.data.helpers import spec_of
@@ -61,12 +64,28 @@ TOOL_CALL = [
 ]
 
 
-def write_thinking_folder(folder: Path, model: str) -> Path:
-    """Writes a checkpoint folder with a released template."""
-    shutil.copytree(released_tokenizer_folder(), folder)
+@pytest.fixture(scope="module", autouse=True)
+def tokenizers_once() -> Iterator[None]:
+    """Reading the released vocabulary takes a second. The encoders of a folder share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "_load_tokenizer", cache(chat._load_tokenizer))
+        yield
+
+
+@cache
+def marked_folder() -> Path:
+    """The released vocabulary with the tokens for thinking and tools."""
+    folder = Path(tempfile.mkdtemp())
+    shutil.copytree(released_tokenizer_folder(), folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_thinking_folder(folder: Path, model: str) -> Path:
+    """Writes a checkpoint folder with a released template."""
+    shutil.copytree(marked_folder(), folder)
     shutil.copy(TEMPLATES / f"{model}.chat_template.jinja", folder / "chat_template.jinja")
     return folder
 
@@ -78,9 +97,7 @@ def folders(tmp_path_factory):
     return {model: write_thinking_folder(root / model, model) for model in (LARGE, SMALL, LATER)}
 
 
-@cache
 def encoder(folder: Path, **rule: str) -> ChatEncoder:
-    """The encoder of a folder; tests share it and do not change it."""
     return ChatEncoder(folder, spec_of("qwen3_vl"), thinking=ThinkingRule(**rule))
 
 
@@ -294,7 +311,7 @@ def test_marks_of_thinking_in_the_text_of_others_change_nothing(folders) -> None
 
 
 def test_a_template_that_hides_a_turn_is_refused(folders) -> None:
-    ours = ChatEncoder(folders[LARGE], spec_of("qwen3_vl"))
+    ours = encoder(folders[LARGE])
     ours.template = (
         "{# </think> #}{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
     )
