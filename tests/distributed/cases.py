@@ -52,8 +52,8 @@ SEEDS = {MOE: 11, Q35: 11, MOE35: 11}
 and nothing can be compared. With this seed, the last chosen expert's logit exceeds the next one's by at least
 1.3e-4 in all cases, including training (23,440 decisions; rounding is 1e-6); with seed 0, by 1.8e-6.
 
-Small Qwen3.5 with tied embeddings and seed 0 turns one rounding of its weights into 1e-2 of its moments after
-four steps, in ``transformers`` alone. With this seed that is 1.4e-4 (8e-5 and 4e-5 without tied embeddings)."""
+Small Qwen3.5 with tied embeddings and seed 0 turns one rounding of its weights into 1e-2 of its moments
+after four steps, in ``transformers`` alone. With this seed, that is 1.4e-4 (without tied embeddings 4e-5)."""
 
 
 @cache
