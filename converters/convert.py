@@ -251,7 +251,7 @@ class _Plan:
     cut: Cut = WHOLE
 
     def order(self) -> list[tuple[str, str]]:
-        """(tensor, file) in model order. The shards of a tensor are adjacent, so that it is read only once."""
+        """(tensor, file) in model order. A tensor's shards are adjacent, so that it is read only once."""
         holders: dict[str, list[str]] = {}
         for file, names in self.files.items():
             for name in names:

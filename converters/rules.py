@@ -247,7 +247,7 @@ def language_gated_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -
 
 
 def linear_attention_input(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """The tensor consists of linear attention's projections: q, k, v; output gate (z); beta (b); decay (a)."""
+    """The tensor consists of linear attention's projections: q, k, v; gate (z); beta (b); decay (a)."""
     a = spec.language.linear_attention
     assert a is not None
     return stacked_rows(
