@@ -43,7 +43,7 @@ def check_folder(folder: str | Path) -> TensorFolder:
     spec = read_spec(folder)
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
-            f"{folder} holds an adapter (adapter_config.json) for another model; merge it into its model first"
+            f"{folder} holds an adapter (adapter_config.json) for another model; merge the two first"
         )
     if "transformers_weights" in spec.hf_config:
         raise ConfigError(

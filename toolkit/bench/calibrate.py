@@ -3,7 +3,7 @@
 A calibration is made in three steps. First, single kernels are timed: products, elementwise work, attention,
 the update of weights, copies, collectives. Second, quantities that depend more on the model's modules than on
 the GPU, such as the bytes that a layer's norms move, are taken from the calibration that was used so far.
-Third, all compute rates are scaled by one factor, so that predicted steps match those that ``bench`` measured.
+Third, one factor scales all compute rates, so that predictions match the steps that ``bench`` measured.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Ten
 
 
 def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[list[Sample]]:
-    """Yields groups of samples without end. In the order of drawing, each fills a row of ``seq_len`` tokens."""
+    """Yields groups of samples without end, as they are drawn. Each fills a row of ``seq_len`` tokens."""
     rng = random.Random(seed)
     samples: list[Sample] = []
     used = 0

@@ -1,4 +1,4 @@
-"""Writes the page of ``megatron-vl data report``: one HTML file with embedded pictures and without scripts."""
+"""Writes the page of ``megatron-vl data report``: one HTML file with embedded pictures, no scripts."""
 
 from __future__ import annotations
 
