@@ -57,7 +57,7 @@ def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_p
     out, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
     last = metrics(run)[-1]["step"]
-    assert f"stopped after step {last} of 4000, as a signal asked; start it again to go on" in out
+    assert f"a signal stopped the run after step {last} of 4000; start it again to continue" in out
     assert "NOTE: checkpoint.interval is 0" in out
     assert err.count("SIGTERM: the ranks save and end") == 1 and "Traceback" not in err
     assert verify_checkpoint(run / f"step_{last:08d}") == []
