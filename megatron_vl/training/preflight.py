@@ -59,13 +59,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     check_core_version()
     world_size = launched_world_size() if world_size is None else world_size
     validate(config, world_size)
-    if not config.model.hf:
-        raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
-    if not (Path(config.model.hf) / "config.json").is_file():
-        raise RunConfigError(
-            f"model.hf {config.model.hf} holds no config.json; give the folder of a downloaded checkpoint "
-            "(hf download REPOSITORY --local-dir FOLDER)"
-        )
+    check_inputs(config)
 
     spec = read_spec(config.model.hf)
     dp = check_layout(config, spec, world_size)
@@ -75,7 +69,6 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         )
     if config.data.balance:
         check_open_files(dp)
-    check_data_path(config.data.path)
     check_folder("checkpoint.dir", config.checkpoint.dir)
     check_folder("log.tensorboard", config.log.tensorboard)
     check_folder("profile.dir", config.profile.dir)
@@ -183,6 +176,22 @@ def check_open_files(dp: int) -> None:
         )
 
 
+def check_inputs(config: TrainConfig) -> None:
+    """Refuses a run whose model or data set is not there. It looks only at which files exist.
+
+    Raises:
+        RunConfigError: names the field and says what to give.
+    """
+    if not config.model.hf:
+        raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
+    if not (Path(config.model.hf) / "config.json").is_file():
+        raise RunConfigError(
+            f"model.hf {config.model.hf} holds no config.json; give the folder of a downloaded checkpoint "
+            "(hf download REPOSITORY --local-dir FOLDER)"
+        )
+    check_data_path(config.data.path)
+
+
 def check_data_path(path: str) -> None:
     """Checks that ``path`` is a data set's folder or a metadataset.
 
@@ -200,7 +209,7 @@ def check_data_path(path: str) -> None:
 
     folder = Path(path)
     if not folder.exists():
-        raise RunConfigError(f"data.path {path} does not exist")
+        raise RunConfigError(f"data.path {path} does not exist; {advice}")
     if folder.is_file():
         if folder.suffix != ".yaml":
             raise RunConfigError(
