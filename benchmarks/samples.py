@@ -15,6 +15,7 @@ import io
 import json
 import random
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from benchmarks.photographs import crop, photographs
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
 from megatron_vl.data.pixels import image_size
+from megatron_vl.data.reading import with_crc
 from megatron_vl.spec.families import read_spec
 from toolkit.bench.workload import COCO_SIZES
 
@@ -49,8 +51,9 @@ def samples(count: int) -> list[tuple[list[dict[str, Any]], bytes]]:
 def stored(messages: list[dict[str, Any]], jpeg: bytes) -> RawSample:
     """A sample as a shard stores it."""
     height, width = image_size(jpeg)
-    medium = {"key": "0.jpg", "kind": "image", "height": height, "width": width}
-    text = json.dumps({"messages": messages, "media": [medium]}).encode()
+    size = {"height": height, "width": width}
+    medium = {"key": "0.jpg", "kind": "image", **size, "crc32": zlib.crc32(jpeg)}
+    text = with_crc(json.dumps({"messages": messages, "media": [medium]}).encode())
     return RawSample(__key__="0", __restore_key__=(), __subflavors__={}, text=text, members={"0.jpg": jpeg})
 
 

@@ -82,6 +82,10 @@ class ChatEncoder:
         self.spec = spec
         self.thinking = thinking or ThinkingRule()
         self.tokenizer = _load_tokenizer(Path(hf_dir))
+        # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
+        self._fast = self.tokenizer.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
         self.template = read_chat_template(hf_dir)
         self.writes_thinking = writes_thinking(self.template)
         ids = (spec.image_token_id, spec.video_token_id)
@@ -188,10 +192,10 @@ class ChatEncoder:
         spans = self.assistant_spans(messages, text, tools)
         text, spans, inserted = self._write_times(text, spans, grids)
 
-        encoded = self.tokenizer(text, return_offsets_mapping=True)
+        encoded = self._fast.encode(text)
         # NumPy, because an operation on so few numbers costs three times as much in torch.
-        ids = np.array(encoded["input_ids"], dtype=np.int64)
-        starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        ids = np.array(encoded.ids, dtype=np.int64)
+        starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
 
         learnt = np.zeros(len(ids), dtype=bool)
@@ -220,7 +224,7 @@ class ChatEncoder:
         text = self.render(messages, generation_prompt=True, tools=tools)
         self._check_placeholders(text, grids)
         text, _, _ = self._write_times(text, [], grids)
-        ids = np.array(self.tokenizer(text)["input_ids"], dtype=np.int64)
+        ids = np.array(self._fast.encode(text).ids, dtype=np.int64)
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
         return torch.from_numpy(ids.repeat(self._repeats(is_media, grids)))
 
