@@ -479,7 +479,7 @@ def _planes(frames: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
     frames = resize(
         frames, [grid.h * p, grid.w * p], interpolation=filters[settings.resample], antialias=True
     )
-    # In memory, a pixel's colours lie side by side. NumPy copies a line of a patch as one item, and then sorts
+    # In memory, a pixel's colours lie side by side. NumPy copies a line of a patch as one item, then sorts
     # its colours. One permutation in torch, byte by byte, takes twice as long.
     lines = frames.permute(0, 2, 3, 1).contiguous().numpy().reshape(-1).view(np.dtype((np.void, 3 * p)))
     lines = lines.reshape(-1, grid.h // m, m, p, grid.w // m, m)
