@@ -379,17 +379,16 @@ class RowEncoder(DefaultTaskEncoder):
     @stateless
     def pack_selected_samples(self, samples: list[DecodedSample]) -> Row | object:
         used = [s for s in samples if s.sample is not None]
-        ready = [(s.__key__, s.sample) for s in used]
-        if not ready:
+        if not used:
             raise SkipSample  # the next row reports them
         if not self.decodes:
             self.dropped, self.dropped_samples = Counter(), []  # who takes the row reports them
             return PASSED_OVER
 
-        chosen = [sample for _, sample in ready]
+        chosen = [s.sample for s in used if s.sample is not None]
         rule = self.data.video_positions
         row = assemble.pack_row(chosen, self.spec, self.data.seq_len, self.chat.pad_token_id, rule)
-        row.keys = [key for key, _ in ready]
+        row.keys = [s.__key__ for s in used]
         if self.blends:
             row.sources = [(s.__subflavors__ or {})[SOURCE] for s in used]
 

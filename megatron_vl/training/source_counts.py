@@ -71,7 +71,9 @@ class SourceMeter:
         self.sources = tuple(sources)
         self.recent = SourceCounts.none(len(self.sources))
         """Since the last printed line."""
-        self.seen = {source.key: {"name": source.name, "samples": 0, "loss_tokens": 0} for source in sources}
+        self.seen: dict[str, dict[str, Any]] = {
+            source.key: {"name": source.name, "samples": 0, "loss_tokens": 0} for source in sources
+        }
         """Of the whole run by what a source is known by. Sources that left the blend stay."""
 
     def add(self, counts: SourceCounts | None) -> None:

@@ -215,7 +215,8 @@ def train_step(
     load = (
         expert_load(chunks, core.num_layers, core.num_moe_experts, device) if core.num_moe_experts else None
     )
-    return StepResult(loss, tokens, norm, skipped, load, *raised, sources)
+    any_failed, any_stop = raised
+    return StepResult(loss, tokens, norm, skipped, load, any_failed, any_stop, sources)
 
 
 def reduce_losses(
