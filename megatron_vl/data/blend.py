@@ -88,6 +88,12 @@ def sources_of(identity: Any, name: str = "data", where: str = "") -> tuple[Sour
     )
 
 
+def starts_of(sources: tuple[Source, ...]) -> dict[str, int]:
+    """How many samples come before each source in the blend, by what it is known by."""
+    lengths = [source.length for source in sources]
+    return {source.key: sum(lengths[:i]) for i, source in enumerate(sources)}
+
+
 def summary(sources: tuple[Source, ...]) -> list[str]:
     """Lines for the start of a run: each source with its weight or epochs, samples and share.
 
