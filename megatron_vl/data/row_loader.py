@@ -224,7 +224,7 @@ class RowLoader:
         if self._data.on_changed_blend != "continue":
             told = "; ".join(change.told())
             raise StateError(f"{problem}; {CONTINUE} ({told}), {way_out}")
-        self._said += ["the blend has changed; from here on:", *(f"  {line}" for line in change.told())]
+        self._said += [f"the blend has changed ({found}); from here on:", *(f"  {t}" for t in change.told())]
 
     def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
         """An identity that an earlier version saved.
