@@ -35,6 +35,7 @@ from megatron.energon import (
 )
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset import load_dataset
+from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 
@@ -200,9 +201,11 @@ class RowEncoder(DefaultTaskEncoder):
         return own
 
     def _load_dataset(
-        self, dataset: PlacedDataset, worker_rotation_offset: int, worker_config: WorkerConfig
+        self, dataset: LoadedDataset, worker_rotation_offset: int, worker_config: WorkerConfig
     ) -> Any:
-        built = super()._load_dataset(dataset, dataset.rotation, worker_config)
+        if isinstance(dataset, PlacedDataset):
+            worker_rotation_offset = dataset.rotation
+        built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
         share_readers(built, self.readers)
         make_tolerant(built, self.data.sample_timeout_s)
         return built

@@ -116,7 +116,7 @@ def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str
     # Weights change the sum of the losses, not the number of tokens by which it is divided.
     tokens = (row.loss_mask != 0).sum()
     report = {"loss": torch.stack((total.detach(), tokens.float()))}
-    if row.sources is not None:
+    if row.sources is not None and len(row.sources):
         # `unsafe` leaves out checks of the bounds, for which the host would wait.
         report["segments"] = torch.segment_reduce(
             weighted.detach().double(), "sum", offsets=row.segments.cu_seqlens, unsafe=True
