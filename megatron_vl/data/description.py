@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 from braceexpand import braceexpand
 
-from megatron_vl.data.blend import GIVEN_NAME, WEIGHTED, sources_of
+from megatron_vl.data.blend import GIVEN_NAME, WEIGHTED, named, sources_of
 from megatron_vl.data.location import Location, is_file, read_text, size, suffix
 from megatron_vl.errors import UserError
 
@@ -72,8 +72,6 @@ KINDS = {
 """The kind of a part of an identity, by the field that marks it."""
 FOR_MESSAGES = ("name", "called")
 """Fields of an identity that say nothing about content."""
-MOST_NAMED = 10
-"""Largest number of parts of a mixture that a message names."""
 DEEPEST = 8
 """Largest depth of nested metadatasets."""
 LONGEST_ID = 100
@@ -555,18 +553,13 @@ def _data_sets_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> 
 
 def _lists_differ(saved: list[Any], now: list[Any], name: str) -> str:
     before, after = _names(saved), _names(now)
-    mixes = f"{name} mixed {_listed(before)}, mixes {_listed(after)}"
+    mixes = f"{name} mixed {named(before)}, mixes {named(after)}"
     if len(saved) != len(now):
         return mixes
     pairs = enumerate(zip(saved, now, strict=True))
     clauses = (difference(old, new, f"part {number + 1} of {name}") for number, (old, new) in pairs)
     found = next(filter(None, clauses), "")
     return mixes if found and before != after and sorted(before) == sorted(after) else found
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _names(parts: list[Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.energon.errors import FatalSampleError
 
 from megatron_vl.config import RULES_BEFORE, DataConfig
-from megatron_vl.data.blend import BlendError, Source, sources_of, starts_of, summary
+from megatron_vl.data.blend import BlendError, Source, named, sources_of, starts_of, summary
 from megatron_vl.data.changed_blend import BlendChange
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.order import Deal
@@ -131,7 +131,7 @@ class RowLoader:
         """Lines to print once at the start of a run."""
         train = self._identity["split"] == "train"
         buffers = [self._buffers()] if train and self._data.shuffle_buffer > 1 else []
-        blend = summary(self._sources.blend) if train else []
+        blend = [*summary(self._sources.blend), *self._thin_sources()] if train else []
         return [*blend, *buffers, *self._costs(), *self._said]
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,6 +281,18 @@ class RowLoader:
                 " does not change"
             )
         return said
+
+    def _thin_sources(self) -> list[str]:
+        """Whether there are sources that not all streams have samples of."""
+        blend, streams = self._sources.blend, self._deal.order.streams
+        thin = [source.name for source in blend if source.share and source.samples < streams]
+        if len(blend) < 2 or not thin:
+            return []
+        return [
+            f"these sources have fewer samples than the data have streams ({streams}): {named(thin)}. Some"
+            " streams draw nothing of them, so their shares are smaller than expected; give fewer streams"
+            " (data.streams) in a new run, or add samples"
+        ]
 
     def _costs(self) -> list[str]:
         """Whether streams are read more than once."""
