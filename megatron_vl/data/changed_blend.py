@@ -16,6 +16,8 @@ from typing import Any
 from megatron_vl.data.blend import Source
 from megatron_vl.data.state import StateError
 
+ALONE = "the only data set"
+"""What stands in place of a weight for a data set that is not blended."""
 LISTED = 40
 """Largest number of changed sources that a start names one by one."""
 
@@ -61,7 +63,8 @@ class BlendChange:
 
     def _of(self, source: Source, before: Source | None) -> str:
         """What happens to a source of the run; empty if nothing does."""
-        share = f"{source.given}, {source.share:.1%} of the samples expected"
+        given = source.given or ALONE
+        share = f"{given}, {source.share:.1%} of the samples expected"
         if before is None:
             if source.key in self.begun:
                 return f"{source.name} is back and goes on where it was when it left: {share}"
@@ -69,15 +72,16 @@ class BlendChange:
             other = " (another data set than the one that had this name)" if known else ""
             return f"{source.name} is new{other} and begins at its start: {share}"
 
-        name = source.name if source.name == before.name else f"{source.name}, which was {before.name},"
+        renamed = source.name != before.name and bool(before.given)  # a set alone has no name in a checkpoint
+        name = f"{source.name}, which was {before.name}," if renamed else source.name
         if not source.share and before.share:
             return f"nothing is drawn from {name} any more ({source.given}); its position is kept"
         if (source.given, f"{source.share:.3f}") != (before.given, f"{before.share:.3f}"):
             return (
-                f"{name} goes on where it is: {before.given} ({before.share:.1%}) becomes {source.given}"
+                f"{name} goes on where it is: {before.given or ALONE} ({before.share:.1%}) becomes {given}"
                 f" ({source.share:.1%})"
             )
-        return "" if source.name == before.name else f"{name} goes on where it is"
+        return f"{name} goes on where it is" if renamed else ""
 
 
 # --- States of streams --------------------------------------------------------------------------------------

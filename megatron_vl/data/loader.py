@@ -486,7 +486,7 @@ def build_loader(
     encoder.shuffles = split == "train"
     _check_patches(encoder.settings, spec, hf_dir)
 
-    blend = sources_of(facts.identity)
+    blend = sources_of(facts.identity, location(data.path).name)
     encoder.blends = split == "train" and len(blend) > 1
     sources = _sources(data, split, blend)
     identity = {

@@ -338,6 +338,6 @@ class RowLoader:
 def _read_sources(identity: Any) -> tuple[Source, ...]:
     """The sources of a saved identity; none if it cannot be read."""
     try:
-        return sources_of(identity)
+        return sources_of(identity, "the former data set")
     except (BlendError, KeyError, TypeError, ValueError, AttributeError):
         return ()

@@ -152,9 +152,13 @@ def test_a_source_of_weight_0_stays_where_it_is(folder):
 def test_one_data_set_becomes_a_blend_and_one_again(folder, settings):
     run = Reading(folder, **settings).start("birds").take(10)
     run.start(blend(SHIPS, BIRDS), **CONTINUE).take(20)
+    change = "the only data set (100.0%) becomes weight 1 (50.0%)"
+    assert f"birds goes on where it is: {change}" in told(run)
     run.exact("birds")
     run.exact("ships")
     run.start("birds", **CONTINUE).take(10)
+    change = "weight 1 (50.0%) becomes the only data set (100.0%)"
+    assert f"birds goes on where it is: {change}" in told(run)
     run.exact("birds")
 
 
