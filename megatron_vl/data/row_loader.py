@@ -195,10 +195,10 @@ class RowLoader:
     def _check(self, state: dict[str, Any]) -> tuple[Source, ...]:
         """Refuses a state that does not belong to this loader. Returns the sources that it was saved with."""
         saved = self._with_present_fields(state.get("identity", {}))
-        before = _read_sources(saved.get("dataset"))
+        sources = _read_sources(saved.get("dataset"))
         if found := difference(saved.get("dataset"), self._identity["dataset"]):
             known = frozenset(state.get("starts") or ())
-            self._change_blend(BlendChange(before, self._sources.blend, known), found)
+            self._change_blend(BlendChange(sources, self._sources.blend, known), found)
         for name, value in self._identity.items():
             before = saved.get(name, RULES_BEFORE.get(name))
             if name != "dataset" and before != value:
@@ -206,7 +206,7 @@ class RowLoader:
                     f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
                     f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
                 )
-        return before
+        return sources
 
     def _change_blend(self, change: BlendChange, found: str) -> None:
         """Notes what changes in the blend.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.energon import WorkerConfig
+from megatron.energon.flavors.webdataset.sharder import Sharder
 
 from megatron_vl.data.blend import sources_of
-from megatron_vl.data.changed_blend import BlendChange
+from megatron_vl.data.changed_blend import BlendChange, _Tree, carried
 from megatron_vl.data.state import StateError
-from megatron_vl.data.streams import Sources
+from megatron_vl.data.streams import Sources, StreamState
 from tests.data.test_blend import leaf, mixed, part
 
 from .mixtures import identity, loader, write
@@ -33,7 +35,8 @@ class Reading:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder, self.settings = folder, settings
         self.names = {self.key(name): name for name in ("birds", "ships", "other")}
-        self.taken: Counter[tuple[str, str]] = Counter()
+        self.taken: Counter[tuple[int, str, str]] = Counter()
+        """Rows' samples by stream, source and key."""
         self.states: list[dict[str, Any]] = []
         self.rows: Any = None
 
@@ -52,55 +55,63 @@ class Reading:
         """Takes rows, and stops."""
         blend = self.rows._sources.blend
         for row in islice(self.rows, count):
+            number = self.rows._rows.rows - 1
+            stream, _ = self.rows._deal.order.place(number)
             for source, key in zip(row.sources or [0] * len(row.keys), row.keys, strict=True):
-                self.taken[self.names[blend[source].key], key] += 1
+                self.taken[stream, self.names[blend[source].key], key] += 1
         self.states = [json.loads(json.dumps(self.rows.state_dict()))]
         return self
 
     def of(self, name: str) -> Counter[str]:
-        return Counter({key: count for (source, key), count in self.taken.items() if source == name})
-
-    def drawn(self, name: str) -> Counter[str]:
-        """How often each sample of a source has come out of its data set, into a row or a buffer."""
-        order = self.order(name)
-        found = self.of(name)
-        for key in order:
-            found[key] += 0
-        for index in self.waiting(name):
-            found[order[index]] += 1
-        return found
-
-    def order(self, name: str) -> list[str]:
-        rows = loader(self.folder / name, shuffle_buffer=0, pack=False, packing_buffer=1)
-        [source] = rows._sources.blend
-        return [row.keys[0] for row in islice(rows, source.samples)]
-
-    def waiting(self, name: str) -> list[int]:
-        """The indices of the samples that wait in buffers, or that were set aside with their source."""
-        live = self.rows._rows._local.streams[0].state()
-        key = self.key(name)
-        aside = live.parked.get(key, {"waiting": []})["waiting"]
-        keys = [tuple(one) for one in aside]
-        node = live.dataset
-        for buffer in ("_reading_buffer", "_pre_packing_buffer"):
-            keys += [one for one in node[buffer]["_restore_keys"] if self._is_of(one, key, live.drawn)]
-        shuffled = node["datasets"][0]["datasets"][0]
-        if shuffled["__class__"] == "ShuffleBufferDataset":
-            buffered = shuffled["_active_buffer"]["_restore_keys"]
-            keys += [one for one in buffered if self._is_of(one, key, live.drawn)]
-        return [one[-1] for one in keys]
-
-    @staticmethod
-    def _is_of(sample: tuple[Any, ...], key: str, drawn: tuple[str, ...]) -> bool:
-        if "BlendDataset" not in sample:
-            return drawn == (key,)
-        return drawn[sample[sample.index("BlendDataset") + 1]] == key
+        return Counter({key: count for (_, source, key), count in self.taken.items() if source == name})
 
     def exact(self, name: str) -> None:
-        """Asserts that each pass through a source has taken each of its samples once."""
-        counts = self.drawn(name).values()
-        assert max(counts) - min(counts) <= 1, sorted(self.drawn(name).items())
-        assert max(counts) > 0
+        """Asserts that each pass through a source has drawn each sample once, into a row or a buffer."""
+        order = [row.keys[0] for row in islice(self.in_order(name), 99)]
+        for stream, live in self.rows._rows._local.streams.items():
+            state, key = live.state(), self.key(name)
+            if key in state.parked:
+                position, waiting = state.parked[key]["position"], state.parked[key]["waiting"]
+            else:
+                position = _Tree(state.dataset, state.drawn).places()[key].position
+                waiting = [one for one in self.buffered(state) if self.source_of(one, state.drawn) == key]
+            reader = position["datasets"][0]["datasets"][0]
+
+            found = {key: count for (s, n, key), count in self.taken.items() if (s, n) == (stream, name)}
+            drawn = Counter(found) + Counter(order[one[-1]] for one in waiting)
+            assert drawn.total() == reader["_sample_count"] > 0
+            size = self.sizes(name)[stream]
+            passes, more = divmod(drawn.total(), size)
+            assert Counter(drawn.values()) == +Counter({passes: size - more, passes + 1: more} | {0: 0})
+
+    def in_order(self, name: str) -> Any:
+        rows = loader(self.folder / name, shuffle_buffer=0, pack=False, packing_buffer=1)
+        return islice(rows, rows._sources.blend[0].samples)
+
+    def sizes(self, name: str) -> list[int]:
+        """How many samples of a source each stream has."""
+        streams, start = self.rows._deal.order.streams, self.rows._begun[self.key(name)]
+        [source] = loader(self.folder / name)._sources.datasets
+        config = WorkerConfig(rank=0, world_size=1, num_workers=streams)
+        bounds = Sharder.split_samples_to_workers(
+            0, len(source.dataset), config, rotation_offset=start % streams
+        )
+        return [end - first for first, end in pairwise(bounds)]
+
+    @staticmethod
+    def buffered(state: StreamState) -> list[tuple[Any, ...]]:
+        """The keys of the samples that wait in a stream."""
+        found: list[tuple[Any, ...]] = []
+        for buffer in ("_reading_buffer", "_pre_packing_buffer"):
+            found += state.dataset[buffer]["_restore_keys"]
+        shuffled = state.dataset["datasets"][0]["datasets"][0]
+        if shuffled["__class__"] == "ShuffleBufferDataset":
+            found += shuffled["_active_buffer"]["_restore_keys"]
+        return found
+
+    @staticmethod
+    def source_of(sample: tuple[Any, ...], drawn: tuple[str, ...]) -> str:
+        return drawn[sample[sample.index("BlendDataset") + 1]] if "BlendDataset" in sample else drawn[0]
 
 
 def told(reading: Reading) -> str:
@@ -182,17 +193,89 @@ def test_weights_become_epochs_and_epochs_change(folder):
         run.exact(name)
 
 
+def exhausted(run: Reading) -> list[bool]:
+    """Which sources of a blend by repetitions have done their passes."""
+    node = run.rows._rows._local.streams[0].state().dataset
+    while node["__class__"] != "BlendDataset":
+        node = node["datasets"][0]
+    return node["exhausted"]
+
+
 def test_a_stream_whose_unfinished_source_leaves_begins_anew(folder):
-    """Ships are done first and wait for 30 passes of the birds, which then leave."""
-    epochs = blend(BIRDS | {"repetitions": 30}, SHIPS, kind="blend_epochized")
-    run = Reading(folder).start(epochs)
-    while run.take(5).rows._rows._local.streams[0].state().dataset["datasets"][0]["datasets"][0]["datasets"][
-        0
-    ]["datasets"][0]["exhausted"] != [False, True]:
-        assert run.of("birds").total() < 1000
-    ships = run.of("ships").total()
-    run.start(blend(SHIPS, OTHER, kind="blend_epochized"), **CONTINUE).take(20)
-    assert run.of("ships").total() > ships
+    """One source has done its passes and waits for the other one, which leaves."""
+    run = Reading(folder).start(blend(BIRDS | {"repetitions": 2}, SHIPS, kind="blend_epochized"))
+    for _ in range(60):
+        if sum(exhausted(run.take(1))) == 1:
+            break
+    [done] = [name for name, is_done in zip(("birds", "ships"), exhausted(run), strict=True) if is_done]
+    before = run.of(done).total()
+    run.start(blend({"path": done}, OTHER, kind="blend_epochized"), **CONTINUE).take(20)
+    assert run.of(done).total() > before
+    run.exact(done)
+
+
+def state_of(*sources: dict[str, Any], exhausted: list[bool]) -> dict[str, Any]:
+    """The state of a stream of a blend by repetitions, without samples that wait."""
+    blended = {
+        "__class__": "BlendDataset",
+        "datasets": list(sources),
+        "exhausted": exhausted,
+        "_worker_rng": 1,
+    }
+    repeated = {"__class__": "RepeatDataset", "datasets": [blended], "_repetition": 0, "_index": 0}
+    buffers = {name: {"_restore_keys": []} for name in ("_reading_buffer", "_pre_packing_buffer")}
+    encoded = {"__class__": "MapDataset", "datasets": [repeated]}
+    return {"__class__": "RowPacking", "datasets": [encoded], "_pre_packing_lengths": [], **buffers}
+
+
+def source_state(samples: int) -> dict[str, Any]:
+    reader = {"__class__": "WebdatasetSampleLoaderDataset", "_epoch_sample_count": samples}
+    inner = {"__class__": "MapDataset", "datasets": [reader]}
+    return {"__class__": "MapDataset", "datasets": [inner]}
+
+
+@pytest.mark.parametrize(
+    ("done", "now", "begun"),
+    [
+        ([True, False, False], ["a", "c"], [True, False]),
+        ([True, False, True], ["a", "c"], [False, False]),
+        ([True, False, False], ["a", "new"], [False, False]),
+        ([True, True, False], ["c", "a"], [False, True]),
+    ],
+)
+def test_passes_begin_again_if_all_that_stays_has_done_them(done, now, begun):
+    """Energon fails if every source with samples in the stream is done; a new one may have none there."""
+    old = state_of(*map(source_state, (1, 2, 3)), exhausted=done)
+    fresh = state_of(*(source_state(0) for _ in now), exhausted=[False] * len(now))
+    found, parked = carried(old, ["a", "b", "c"], fresh, now, {}, 4)
+    places = _Tree(found, now).places()
+    assert [places[key].done for key in now] == begun
+    assert {key: place.index for key, place in places.items()} == {
+        key: {"a": 1, "b": 2, "c": 3}.get(key, 0) for key in now
+    }
+    assert set(parked) == {"a", "b", "c"} - set(now) and fresh["datasets"] is not found["datasets"]
+
+
+@pytest.mark.parametrize("damaged", [{}, {"datasets": []}, {"datasets": [{"datasets": []}]}])
+def test_a_state_of_another_form_is_refused(damaged):
+    fresh = state_of(source_state(0), exhausted=[False])
+    with pytest.raises(StateError, match="damaged"):
+        carried(damaged, ["a"], fresh, ["a"], {}, 4)
+    whole = state_of(source_state(0), source_state(0), exhausted=[False] * 2)
+    with pytest.raises(StateError, match="2 sources, 1 are named"):
+        carried(whole, ["a"], fresh, ["a"], {}, 4)
+
+
+def test_streams_keep_their_parts_of_a_source(folder):
+    """Which stream gets one sample more depends on the sources before it in the blend in which it began."""
+    run = Reading(folder, streams=7).start(blend(BIRDS, SHIPS)).take(14)
+    began = dict(run.rows._begun)
+    run.start(blend(OTHER, SHIPS, BIRDS), **CONTINUE).take(42)
+    assert {key: run.rows._begun[key] for key in began} == began
+    run.exact("birds")
+    run.exact("ships")
+    run.start(blend(OTHER, SHIPS, BIRDS)).take(14)
+    run.exact("birds")
     run.exact("ships")
 
 
