@@ -76,11 +76,12 @@ class BlendChange:
         name = f"{source.name}, which was {before.name}," if renamed else source.name
         if not source.share and before.share:
             return f"nothing is drawn from {name} any more ({source.given}); its position is kept"
-        if (source.given, f"{source.share:.3f}") != (before.given, f"{before.share:.3f}"):
-            return (
-                f"{name} goes on where it is: {before.given or ALONE} ({before.share:.1%}) becomes {given}"
-                f" ({source.share:.1%})"
-            )
+        if source.given != before.given:
+            was = f"{before.given or ALONE} ({before.share:.1%})"
+            return f"{name} goes on where it is: {was} becomes {given} ({source.share:.1%})"
+        if f"{source.share:.1%}" != f"{before.share:.1%}":
+            shares = f"{source.share:.1%} of the samples expected, after {before.share:.1%}"
+            return f"{name} goes on where it is: {given}, {shares}"
         return f"{name} goes on where it is" if renamed else ""
 
 

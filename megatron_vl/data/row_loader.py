@@ -30,10 +30,11 @@ PIXEL_FIELDS = (
     "video_fps",
     "video_max_frames",
 )
+BACK = "give the data set that the run began with"
 CONTINUE = "go on with the changed blend with --data.on_changed_blend continue"
 RESTART = "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
 WAYS_OUT = {
-    "dataset": f"give the data set that the run began with, {RESTART}",
+    "dataset": f"{BACK}, {RESTART}",
     "split": "load the state of this split",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
@@ -217,13 +218,12 @@ class RowLoader:
         Raises:
             StateError: the run was not told to go on with another blend, or no source of before stays.
         """
-        way_out = WAYS_OUT["dataset"]
         problem = f"the loader state was saved with another data set: {found}"
         if not change.stays:
-            raise StateError(f"{problem}; {way_out}")
+            raise StateError(f"{problem}; {WAYS_OUT['dataset']}")
         if self._data.on_changed_blend != "continue":
             told = "; ".join(change.told())
-            raise StateError(f"{problem}; {CONTINUE} ({told}), {way_out}")
+            raise StateError(f"{problem}; {BACK}, {CONTINUE} ({told}), {RESTART}")
         self._said += [f"the blend has changed ({found}); from here on:", *(f"  {t}" for t in change.told())]
 
     def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:

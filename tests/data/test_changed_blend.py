@@ -306,6 +306,7 @@ def test_without_the_switch_the_run_ends_and_says_what_changed(folder):
     message = str(caught.value)
     assert "--data.on_changed_blend continue" in message and "--checkpoint.restart_data true" in message
     assert "ships goes on where it is: weight 1 (25.0%) becomes weight 2 (33.3%)" in message
+    assert "birds goes on where it is: weight 3, 50.0% of the samples expected, after 75.0%" in message
     assert "other is new" in message
 
 
