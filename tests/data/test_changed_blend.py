@@ -186,7 +186,7 @@ def test_weights_become_epochs_and_epochs_change(folder):
     run.start(changed, **CONTINUE).take(40)
     for name in ("birds", "ships"):
         run.exact(name)
-    assert run.of("other").total() > 20
+    run.exact("other")
 
     run.start(blend(BIRDS, SHIPS, OTHER), **CONTINUE).take(20)
     for name in ("birds", "ships"):
