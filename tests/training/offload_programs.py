@@ -17,6 +17,7 @@ from megatron_vl.data.assemble import pack_row
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training.checkpoint import run_parameters
 from megatron_vl.training.offload import build
 from megatron_vl.training.offload.build import ChunkedState, chunked_state
 from megatron_vl.training.offload.pinned import allocate_on_device
@@ -216,7 +217,7 @@ def saved_and_restored(hf: str, folder: str) -> dict[str, Any]:
 def save(trainer: TinyTrainer, folder: Path) -> dict[str, Any]:
     """Writes optimizer state as a checkpoint does. Returns what ``run.json`` says of the files."""
     folder.mkdir()
-    held = snapshot(trainer.optimizer, live_tensors(trainer))
+    held = snapshot(trainer.optimizer, run_parameters(trainer.wrapped, trainer.layout, trainer.grid))
     files = {"rank.safetensors": write_hashed(folder / "rank.safetensors", held, {"tp": "0"})}
     return files | {INDEX: write_index(folder, {"rank.safetensors": slices_of(held, 0, 0)})}
 
@@ -225,7 +226,8 @@ def load(trainer: TinyTrainer, folder: Path, files: dict[str, Any]) -> None:
     """Restores the optimizer, and the model's weights from its master weights."""
     table = tensor_table(trainer.spec)
     reader = OptimizerReader(folder, files, trainer.layout.cut)
-    restore(reader, trainer.optimizer, live_tensors(trainer), table, trainer.grid)
+    parameters = run_parameters(trainer.wrapped, trainer.layout, trainer.grid)
+    restore(reader, trainer.optimizer, parameters, table, trainer.grid)
     for part in trainer.optimizer.chained_optimizers:
         part._copy_main_params_to_model_params()
 

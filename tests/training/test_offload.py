@@ -209,6 +209,9 @@ def test_any_share_resumes_any_other_in_any_layout(prepared: dict[str, Path], tm
     assert saved(tmp_path / "some", 4) == saved(tmp_path / "none", 4) != saved(tmp_path / "none", 2)
 
 
+BF16 = ("--optimizer.moments_dtype", "bfloat16")
+
+
 LAYOUTS = {
     "replicas": (2, ()),
     "replicas, gathered after the update": (2, ("--parallel.overlap_param_gather", "false")),
@@ -218,6 +221,18 @@ LAYOUTS = {
         ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]"),
     ),
     "tower on every rank": (2, ("--parallel.pp", "2", "--vision.placement", "decoupled")),
+    "moments in bf16": (2, BF16),
+    "moments in bf16, TP2": (2, (*TP2, *BF16)),
+    "moments in bf16, not spread": (
+        2,
+        (
+            *BF16,
+            "--parallel.distributed_optimizer",
+            "false",
+            "--parallel.overlap_param_gather",
+            "false",
+        ),
+    ),
     "frozen tower": (2, ("--model.freeze_vision", "true")),
     "frozen language": (2, ("--model.freeze_language", "true", "--parallel.pp", "2")),
 }
@@ -228,6 +243,32 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_in_bf16_saves_the_same(prepared: dict[str, Path], tmp_path: Path, layout: str) -> None:
     compare(prepared, tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+def test_moments_of_another_type_and_layout_are_resumed(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """fp32 on two replicas, bf16 with TP2, fp32 on two replicas again. Every start with another type says so,
+    and with bf16 moments any share gives the same."""
+    anew = (*ROWS_PER_STEP, "--checkpoint.restart_data", "true")
+    note = "NOTE: Adam's moments were saved in"
+    starts: list[tuple[int, str, tuple[str, ...], str]] = [
+        (2, "0", anew, ""),
+        (4, "0.4", (*anew, *TP2, *BF16), f"{note} float32 and are rounded to the nearest bfloat16"),
+        (6, "1.0", (*anew, *TP2, *BF16, "--checkpoint.attempt", "2"), ""),
+        (8, "0", (*anew, "--checkpoint.attempt", "3"), f"{note} bfloat16 and are converted without loss"),
+    ]
+    for steps, share, options, told in starts:
+        if steps == 6:
+            shutil.copytree(tmp_path / "run", tmp_path / "other")
+            run(prepared, tmp_path / "other", 0.0, 2, steps, *options)
+        done = train(
+            prepared, tmp_path / "run", *options, "--optimizer.offload_fraction", share, ranks=2, steps=steps
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert (note in done.stdout) == bool(told) and told in done.stdout
+    assert saved(tmp_path / "run", 6) == saved(tmp_path / "other", 6)
+    assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "run"))
 
 
 @pytest.mark.ranks
