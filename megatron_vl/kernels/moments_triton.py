@@ -8,11 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels import moments
-
 _BLOCK = 1024
-_SECOND, _STEP = tl.constexpr(moments.SECOND), tl.constexpr(moments.STEP)
-_MIX_0, _MIX_1 = tl.constexpr(moments.MIX[0]), tl.constexpr(moments.MIX[1])
+# The factors of the hash in :mod:`megatron_vl.kernels.moments`.
+_SECOND, _STEP = tl.constexpr(0x9E3779B1 - (1 << 32)), tl.constexpr(0x27D4EB2F)
+_MIX_0, _MIX_1 = tl.constexpr(0x85EBCA6B - (1 << 32)), tl.constexpr(0xC2B2AE35 - (1 << 32))
 
 
 @triton.jit(do_not_specialize=["step", "total"])
