@@ -176,31 +176,31 @@ def two_steps_by_hand() -> list[dict[str, list[float]]]:
 
 
 def saved_and_restored(hf: str, folder: str) -> dict[str, Any]:
-    """Digests of the state after three steps: undisturbed, and saved after two and restored by trainers that
-    keep moments in another place, in bf16; and the same of fp32 moments that were bf16 for no step."""
+    """Digests of the state after two steps: undisturbed, and saved after one and restored by trainers that keep
+    moments in another place, also after they were fp32 for no step; and how fp32 moments become bf16."""
     build.keep_in_chunks.__defaults__ = (6 * 64 * 500,)
     first = tiny_trainer(hf, dtype="bfloat16", moments_dtype="bfloat16")
     rows = some_rows(first, "bfloat16")
-    found: dict[str, Any] = {"undisturbed": steps_of(again(first), rows)[-1]["state"]}
+    found: dict[str, Any] = {"undisturbed": steps_of(again(first), rows, 2)[-1]["state"]}
 
     before = again(first, offload_fraction=0.4)
-    steps_of(before, rows, 2)
+    steps_of(before, rows, 1)
     files = save(before, Path(folder) / "bf16")
-    for share in (0.0, 0.4, 1.0):
+    for share in (0.0, 1.0):
         after = again(first, offload_fraction=share)
         load(after, Path(folder) / "bf16", files)
         assert digest(state(after)) == digest(state(before))
-        found[f"share {share}"] = steps_of(after, rows, 1, first=2)[-1]["state"]
+        found[f"share {share}"] = steps_of(after, rows, 1, first=1)[-1]["state"]
 
     wide = again(first, moments_dtype="float32")
     load(wide, Path(folder) / "bf16", files)
-    found["wide"] = {str(tensor.dtype) for key, tensor in state(wide).items() if "exp_avg" in key}
+    found["wide"] = sorted({str(tensor.dtype) for key, tensor in state(wide).items() if "exp_avg" in key})
     files = save(wide, Path(folder) / "fp32")
     narrow = again(first, offload_fraction=1.0)
     load(narrow, Path(folder) / "fp32", files)
-    found["bf16, fp32, bf16"] = steps_of(narrow, rows, 1, first=2)[-1]["state"]
+    found["bf16, fp32, bf16"] = steps_of(narrow, rows, 1, first=1)[-1]["state"]
 
-    steps_of(wide, rows, 1, first=2)
+    steps_of(wide, rows, 1, first=1)
     files = save(wide, Path(folder) / "wide")
     load(narrow, Path(folder) / "wide", files)
     theirs, ours = state(wide), state(narrow)
