@@ -176,8 +176,8 @@ def two_steps_by_hand() -> list[dict[str, list[float]]]:
 
 
 def saved_and_restored(hf: str, folder: str) -> dict[str, Any]:
-    """Digests of the state after two steps: undisturbed, and saved after one and restored by trainers that keep
-    moments in another place, also after they were fp32 for no step; and how fp32 moments become bf16."""
+    """Digests of the state after two steps: undisturbed, and saved after one and restored by trainers that
+    keep moments in another place, also after they were fp32 for no step; and how fp32 moments become bf16."""
     build.keep_in_chunks.__defaults__ = (6 * 64 * 500,)
     first = tiny_trainer(hf, dtype="bfloat16", moments_dtype="bfloat16")
     rows = some_rows(first, "bfloat16")
