@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -438,13 +439,19 @@ class TrainConfig:
 
 
 PROGRAM = "python -m megatron_vl.train"
+LAYERS_OPTION = "--parallel.layers"
+BARE_LIST = re.compile(r"\d+(,\d+)*")
 
 
-def build_parser() -> ArgumentParser:
+def build_parser(help_texts: bool = True) -> ArgumentParser:
     """The command line: ``--config RUN.yaml`` and one dotted option per field.
-    A field's docstring is its help."""
+
+    Args:
+        help_texts: whether a field's docstring is its help. Finding them in the source takes five times as
+            long as all the rest, and every rank of a run builds a parser.
+    """
     # This is off by default. Without it the docstrings below the fields do not reach --help.
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    set_parsing_settings(docstring_parse_attribute_docstrings=help_texts)
     parser = ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --config RUN.yaml [--section.field value ...]",
@@ -458,9 +465,14 @@ def build_parser() -> ArgumentParser:
 
 
 @functools.cache
-def _parser() -> ArgumentParser:
-    """:func:`build_parser`'s, made once: reading all docstrings takes longer than parsing a command line."""
-    return build_parser()
+def _parser(help_texts: bool) -> ArgumentParser:
+    """:func:`build_parser`'s, made once: that takes longer than parsing a command line."""
+    return build_parser(help_texts)
+
+
+def _shows_help(argv: Sequence[str]) -> bool:
+    """Whether the texts of the fields are printed: also ``--print_config`` can have them as comments."""
+    return any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv)
 
 
 def fields(config: type = TrainConfig, prefix: str = "") -> list[str]:
@@ -486,7 +498,7 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
             the message says what would be valid.
         SystemExit: ``--help`` was asked for.
     """
-    parser = _parser()
+    parser = _parser(_shows_help(sys.argv[1:] if argv is None else argv))
     namespace = read_arguments(parser, argv)
     config = parser.instantiate_classes(namespace)
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
@@ -502,7 +514,7 @@ def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
     for path in _config_files(argv):
         _check_file(parser, path)
     try:
-        namespace = parser.parse_args(argv)
+        namespace = parser.parse_args(_with_brackets(argv))
     except (ArgumentError, ValueError, TypeError, OSError) as error:
         raise RunConfigError(_explain(str(error))[0]) from error
     for section in sections():
@@ -512,6 +524,16 @@ def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
             )
     namespace.pop("config", None)
     return namespace
+
+
+def _with_brackets(argv: Sequence[str]) -> list[str]:
+    """``--parallel.layers 3,1`` as ``--parallel.layers [3,1]``, as ``split --layers`` is written too."""
+    words: list[str] = []
+    for word in argv:
+        name, equals, value = word.rpartition("=")
+        is_split = name == LAYERS_OPTION or words[-1:] == [LAYERS_OPTION]
+        words.append(f"{name}{equals}[{value}]" if is_split and BARE_LIST.fullmatch(value) else word)
+    return words
 
 
 def _config_files(argv: list[str]) -> list[str]:
@@ -607,7 +629,7 @@ _WORDS: dict[Any, str] = {
         bool: "true or false",
         type(None): "nothing (null)",
     },
-    **{list[int]: "a list of whole numbers", list[str]: "a list of words such as [one,two]"},
+    **{list[int]: "a list of whole numbers such as [8,20]", list[str]: "a list of words such as [one,two]"},
 }
 
 
@@ -643,7 +665,8 @@ def _check_parallel(config: TrainConfig, world_size: int) -> int:
     ranks = p.tp * p.pp
     if world_size % ranks:
         raise RunConfigError(
-            f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size}"
+            f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size};"
+            f" start a multiple of {ranks} processes, or change parallel.tp or parallel.pp"
         )
     dp = world_size // ranks
     if p.tp * dp % (p.ep * p.etp):
@@ -653,9 +676,12 @@ def _check_parallel(config: TrainConfig, world_size: int) -> int:
             f" a pipeline stage (tp {p.tp} x dp {dp}); lower parallel.ep or etp, or start a multiple of"
             f" {fitting} processes"
         )
-    if config.global_batch_size < 1 or config.global_batch_size % dp:
+    rows = config.global_batch_size
+    if rows < 1 or rows % dp:
+        near = dict.fromkeys(n for n in (rows // dp * dp, (rows // dp + 1) * dp) if n > 0)
         raise RunConfigError(
-            f"global_batch_size {config.global_batch_size} must be a multiple of the data-parallel size {dp}"
+            f"global_batch_size {rows} must be a multiple of the data-parallel size {dp}"
+            f" ({world_size} ranks / (tp {p.tp} x pp {p.pp})); take {' or '.join(map(str, near))}"
         )
 
     if p.sequence_parallel and p.tp == 1:

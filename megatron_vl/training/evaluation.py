@@ -94,7 +94,8 @@ class Evaluator:
         e, hf = self.config.eval, self.config.model.hf
         self.rows = self._share(list(self._loaded(spec, e.rows, pack=self.config.data.pack)))
         if e.samples:
-            self.tokenizer, self.stop = ChatEncoder(hf, spec).tokenizer, stop_tokens(hf)
+            self.tokenizer = ChatEncoder(hf, spec).tokenizer
+            self.stop = stop_tokens(hf, self.tokenizer)
             for row in self._loaded(spec, e.samples, pack=False):
                 if row.loss_mask.any():
                     self._add_prompt(row)
@@ -172,7 +173,7 @@ class Evaluator:
             count = min(at_once, self.row_count - start)
             data = Feed(self.grid, self.platform, rows, count, balanced=False, vision=self.vision).next_step()
             reports = run_schedule(chunks, data.rows, seq_len=self.config.data.seq_len, forward_only=True)
-            loss, loss_tokens, _ = reduce_losses(reports, self.grid, self.platform.device)
+            loss, loss_tokens, *_ = reduce_losses(reports, self.grid, self.platform.device)
             total += loss
             tokens += loss_tokens
         return total / max(tokens, 1), tokens

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
 from megatron_vl.planning.gpus import calibration_for
-from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, peak_gib, stage_memories
+from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, StageMemory, peak_gib, stage_memories
 from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
@@ -31,6 +31,7 @@ from megatron_vl.training.preflight import (
 )
 from megatron_vl.weights.run_folder import latest
 from toolkit.doctor import Finding, broken, note, ok
+from toolkit.doctor.family import check_family
 from toolkit.doctor.machine import Gpu, check_disk
 
 
@@ -139,6 +140,8 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
         _build(options, config, world_size),
         *_resume(config, spec, dp),
     ]
+    on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
+    report.findings += check_family(config, spec, on_gpus)
     report.findings += [_rows(config, spec, dp), *_start_weights(config, spec)]
     report.findings += [note("run", remark, "") for remark in remarks(config, "cuda" if gpus else "cpu")]
     return report
@@ -319,9 +322,3 @@ def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
         findings.append(ok("resume", f"{c.dir} holds step {step}; the run continues from there"))
 
     return findings
-
-
-def memory_table(stages: list[StageMemory]) -> list[list[str]]:
-    """The header and one line per stage, in GiB."""
-    head = ["stage", "in flight", *PARTS, "total"]
-    return [head, *([str(value) for value in stage.as_json().values()] for stage in stages)]
