@@ -43,8 +43,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_command(argv: list[str]) -> tuple[str, list[str]]:
-    """Splits ``argv`` into the command's name and the words after it. Raises UsageError, with
-    the nearest names."""
+    """Splits ``argv`` into the command's name and the words after it.
+
+    Raises:
+        UsageError: the command is unknown. The message lists similar names.
+    """
     for length in (2, 1):
         name = " ".join(argv[:length])
         if name in COMMANDS:
@@ -74,7 +77,8 @@ def read(name: str, words: list[str]) -> tuple[Callable[[CommandOptions], int], 
     """Returns a command's function, which imports its module when called, and its parsed options.
 
     Raises:
-        UsageError: the options are invalid. SystemExit: ``--help`` was requested and has been printed.
+        UsageError: the options are invalid.
+        SystemExit: ``--help`` was requested and has been printed.
     """
     command: Command = COMMANDS[name]
     options = command.load_options()

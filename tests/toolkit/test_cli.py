@@ -180,7 +180,7 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     assert "manifest.json is not a manifest of" in capsys.readouterr().err
     (tmp_path / "weights" / MANIFEST).unlink()
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    assert "lacks weights/manifest.json; resume from another step" in capsys.readouterr().err
+    assert "has no weights/manifest.json; resume from another step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
