@@ -272,6 +272,10 @@ class OptimizerConfig:
     """Adam: term added to the denominator."""
     clip_grad: float = 1.0
     """Largest global gradient norm. 0: no clipping."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which Adam's two moments are kept. bfloat16 halves the optimizer state of a bf16 model (6 bytes
+    a parameter, not 12). Adam still computes in float32; moments are rounded stochastically, with the same
+    bits in every layout. A run may resume with the other type: then moments are converted."""
     offload_fraction: float | Literal["auto"] = 0.0
     """Share of the optimizer state that is kept in host memory and streamed through the GPU when weights are
     updated (0 to 1). Numbers do not change, nor do checkpoints: a run may resume with any other share.
