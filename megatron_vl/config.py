@@ -170,6 +170,11 @@ class DataConfig:
     path: str = ""
     """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
     store (`msc://PROFILE/FOLDER`)."""
+    on_changed_blend: Literal["refuse", "continue"] = "refuse"
+    """What a run does that resumes with another blend of data sets than its checkpoint had. refuse: it ends
+    and says what has changed. continue: it goes on. Sources that stay continue where they were, new ones
+    begin at their start, those that left are dropped, and new weights count from that step on. Without a
+    change, both do the same."""
     seq_len: int = 4096
     """Tokens of a row."""
     pack: bool = True

@@ -262,6 +262,8 @@ def resume(run: Run, start: Start) -> None:
     run.skipped |= _skipped_before(saved)
     run.source_counts = saved.get(_SOURCES, {})
     say(run.grid, f"resumed at step {source.step} from {c.dir}")
+    if run.sources and not run.source_counts:
+        say(run.grid, "the checkpoint has no counts by source: they begin at 0 here")
     changes = _changed_aux_loss(run, saved), _changed_thinking(run, saved), _changed_moments(run, saved)
     for change in filter(None, changes):
         say(run.grid, f"NOTE: {change}")

@@ -102,6 +102,12 @@ def _preview(given: DataConvertOptions, options: ConversionOptions) -> int:
         print(json.dumps([file.as_json() for file in found]))
     else:
         print("\n".join(line for file in found for line in _described(file)))
+        refused = sum(file.refused.total() for file in found)
+        if refused > given.max_quarantined * sum(file.records for file in found):
+            print(
+                f"NOTE: {refused} of these records cannot be used, more than --max-quarantined"
+                f" {given.max_quarantined:g} allows; the conversion would end with exit code 3"
+            )
     return 0 if any(file.samples for file in found) else 1
 
 
@@ -110,7 +116,7 @@ def _described(file: Preview) -> list[str]:
         return ", ".join(f"{name} {count}" for name, count in counts.most_common(MOST_SHOWN)) or "none"
 
     lines = [
-        f"{file.file}: the first {file.records} records, of which {file.samples} can be used",
+        f"{file.file}: {file.samples} of the first {file.records} records can be used",
         f"  format   {listed(file.formats)}",
         f"  turns    {listed(file.roles)}",
         f"  media    {listed(file.media)}",
@@ -123,6 +129,7 @@ def _described(file: Preview) -> list[str]:
     if file.refused:
         lines.append(f"  would be quarantined: {listed(file.refused)}")
         lines += [f"    {example}" for example in file.examples]
+    lines += [f"  NOTE: {note}" for note in file.notes]
     if file.first:
         lines += ["  the first sample:", *(f"    {turn}" for turn in file.first)]
     return lines
@@ -152,6 +159,8 @@ def _report(report: DataReport, given: DataConvertOptions | DataMergeOptions, va
     else:
         _print(report, given.out, quarantine)
 
+    if not report.records:
+        raise ConvertError("the inputs hold no record")
     if not report.samples:
         raise ConvertError(
             f"none of {report.records} records can be used{_first_refusal(quarantine)}; see {quarantine}"
@@ -260,8 +269,10 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
         reasons.update(counts)
     why = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
     end = f" ({why}), listed in {quarantine}" if why else ""
-    written = f"{report.samples} of {report.records} records written to {out} in {report.seconds:.1f} s"
-    print(f"{written}, {report.quarantined} quarantined{end}")
+    done = f"written to {out} in {report.seconds:.1f} s"
+    if report.was_complete:
+        done = f"are in {out} already, which is complete: nothing was written (--force starts over)"
+    print(f"{report.samples} of {report.records} records {done}, {report.quarantined} quarantined{end}")
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {report.shards} shards, {report.bytes / 2**20:.1f} MiB")
 
