@@ -210,12 +210,13 @@ def stats(options: DataStatsOptions) -> int:
     from .prepared import open_prepared
     from .stats import as_json, print_stats
 
-    found = open_prepared(options).survey(options.samples, options.seconds, options.seed, _show)
+    prepared = open_prepared(options)
+    found = prepared.survey(options.samples, options.seconds, options.seed, _show)
     _end_line()
     if options.json:
-        print(json.dumps(as_json(found), indent=2))
+        print(json.dumps(as_json(found, prepared.config.global_batch_size), indent=2))
     else:
-        print_stats(found)
+        print_stats(found, prepared.config.global_batch_size)
     return 0
 
 
