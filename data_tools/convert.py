@@ -37,7 +37,7 @@ from .inputs import InputError, Source, expand
 from .media import MediaInfo, inspect, read_media, resolve
 from .parts import Part, PartJournal, PartVerdicts, missing_parts
 from .records import BadLine, read_records
-from .resume import ResumeError, VerdictJournal, Workspace, make_plan, names
+from .resume import RECORD, ResumeError, VerdictJournal, Workspace, make_plan, names
 from .shards import WORK, Entry, IndexWriter, Shard, finish_shard
 
 RECORDS_A_TASK = 16
@@ -209,6 +209,15 @@ def _remember(inputs: list[Path], options: ConversionOptions, space: Workspace) 
         "options": options.planned(),
     }
     space.write_once(ARGUMENTS, json.dumps(arguments).encode())
+
+
+def finished(out: Path) -> DataReport | None:
+    """The report of a complete data set; None if there is none in the folder."""
+    try:
+        complete = (out / ".nv-meta" / RECORD).exists()
+        return DataReport.read(out / "report.json") if complete else None
+    except FileNotFoundError:
+        return None
 
 
 def remembered(out: Path, workers: int) -> tuple[list[Path], ConversionOptions]:

@@ -72,8 +72,11 @@ def convert(given: DataConvertOptions) -> int:
 
 def merge(given: DataMergeOptions) -> int:
     """Writes the data set whose parts are verified. Returns the exit code."""
-    from data_tools.convert import convert, default_workers, remembered
+    from data_tools.convert import convert, default_workers, finished, remembered
 
+    done = finished(given.out)  # a job may be queued again after its work
+    if done is not None:
+        return _report(done, given, 0.0)
     workers = given.workers if given.workers is not None else default_workers()
     inputs, options = remembered(given.out, workers)
     return _report(convert(inputs, options, _show), given, options.val_fraction)
