@@ -679,8 +679,8 @@ def _check_parallel(config: TrainConfig, world_size: int) -> int:
         fitting = p.pp * math.lcm(p.tp, p.ep * p.etp)
         raise RunConfigError(
             f"parallel: ep {p.ep} x etp {p.etp} = {p.ep * p.etp} ranks do not divide the"
-            f" {counted(p.tp * dp, 'rank')} of a pipeline stage (tp {p.tp} x dp {dp}); lower parallel.ep or etp, or start a multiple of"
-            f" {fitting} processes"
+            f" {counted(p.tp * dp, 'rank')} of a pipeline stage (tp {p.tp} x dp {dp});"
+            f" lower parallel.ep or etp, or start a multiple of {fitting} processes"
         )
     rows = config.global_batch_size
     if rows < 1 or rows % dp:
