@@ -101,6 +101,8 @@ class SplitFacts:
     """Number of samples in the largest shard."""
     sample_bytes: float
     """Estimated mean size of a stored sample with its media, of the part where it is largest."""
+    unplanned: str = "data.balance is off; set it to true"
+    """Why batches are not planned from stored sizes; empty if they are."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ PIXEL_FIELDS = (
     "video_max_frames",
 )
 RESTART = "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
+PLANNED = "planned"
+"""Entry of the states of loaders whose batches are planned."""
 WAYS_OUT = {
     "dataset": f"give the data set that the run began with, {RESTART}",
     "split": "load the state of this split",
@@ -150,6 +152,11 @@ class RowLoader:
         """
         if self._rows is not None:
             raise StateError("a loader state must be loaded before the first row is read")
+        if PLANNED in state:
+            raise StateError(
+                "the loader state is of a run whose batches are planned, and this loader's are not; set"
+                f" data.balance true, with the sizes of `megatron-vl data index` in place, {RESTART}"
+            )
         self._check(state)
         saved = SavedStreams(state, read)
         order = saved.deal.order

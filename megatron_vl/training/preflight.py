@@ -14,8 +14,9 @@ from typing import Any
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate, video_rule
 from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.data.description import SplitFacts, read_description
+from megatron_vl.data.description import META, SplitFacts, read_description
 from megatron_vl.data.location import in_store, location
+from megatron_vl.data.sizes import SIZES, why_not_planned
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.gpus import calibration_for, calibration_here
@@ -73,7 +74,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
-    if config.data.balance:
+    if config.data.balance and not may_have_sizes(config.data.path):
         check_open_files(dp)
     check_data_path(config.data.path)
     check_folder("checkpoint.dir", config.checkpoint.dir)
@@ -182,6 +183,15 @@ def check_open_files(dp: int) -> None:
         )
 
 
+def may_have_sizes(path: str) -> bool:
+    """Whether a data set may have sizes from which batches are planned, which no exchange of rows needs.
+
+    Only rank 0 finds out, after process groups have started.
+    """
+    folder = Path(path)
+    return in_store(path) or folder.is_file() or (folder / META / SIZES).is_dir()
+
+
 def check_data_path(path: str) -> None:
     """Refuses what is neither a data set's folder nor a metadataset.
 
@@ -224,7 +234,11 @@ def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
     """
     found = read_description(location(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}
-    return {split: found.facts(split) for split in sorted(splits)}
+    facts = {split: found.facts(split) for split in sorted(splits)}
+    if config.data.balance:
+        unplanned = why_not_planned(found, config.model.hf, config.data)
+        facts["train"] = dataclasses.replace(facts["train"], unplanned=unplanned)
+    return facts
 
 
 def check_folder(field: str, path: str) -> None:

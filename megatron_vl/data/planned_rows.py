@@ -1,0 +1,363 @@
+"""The rows of a run whose batches are planned from stored sizes (see :mod:`megatron_vl.data.batch_plan`).
+
+Every process of every rank plans all batches alike, and reads only the samples of the rows that it makes
+itself. What a run has drawn but not used yet is the whole state: some samples by number, which do not depend
+on ranks or processes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from megatron.energon import SkipSample
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.metadataset.loader_interface import LoadedDataset
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from megatron_vl.data.batch_plan import AHEAD, deal_rows, plan_rows
+from megatron_vl.data.description import META, LoaderError
+from megatron_vl.data.location import location
+from megatron_vl.data.reading import TolerantReader
+from megatron_vl.data.row import Row
+from megatron_vl.data.sample_order import SampleOrder
+from megatron_vl.data.sizes import SampleSizes, StoredSizes, open_sizes
+from megatron_vl.data.state import StateError
+from megatron_vl.data.streams import open_processes, reconnect
+from megatron_vl.signals import shield_loader_worker
+
+Integers = NDArray[np.int64]
+
+OPEN_SHARDS = 64
+"""Number of shards that a process keeps open: successive samples lie in different ones."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One planned sample."""
+
+    source: int
+    index: int
+    """Number of the sample in its data set."""
+    tokens: int
+    """0: it cannot be used. It is read only so that it is counted."""
+    patches: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one step."""
+
+    rows: list[list[Place]]
+
+    def patches(self) -> list[int]:
+        return [sum(place.patches for place in row) for row in self.rows]
+
+
+class SizedSource:
+    """One data set with sizes.
+
+    Args:
+        loaded: Energon's data set.
+        name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+
+    Raises:
+        SizesError: it has no sizes, or they are of other shards.
+    """
+
+    def __init__(self, loaded: LoadedDataset, name: str) -> None:
+        dataset = loaded.dataset
+        self.path = dataset.path
+        self.shards = [(shard.name, shard.count) for shard in dataset.shards]
+        self.stored: StoredSizes = open_sizes(location(str(dataset.path)) / META, name)
+        self._first = self.stored.numbers(self.shards)
+        self._starts = np.cumsum([0, *(count for _, count in self.shards)])
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def numbers(self, indices: Integers) -> Integers:
+        """Where the sizes of samples are stored."""
+        shards = np.searchsorted(self._starts, indices, side="right") - 1
+        return self._first[shards] + indices - self._starts[shards]
+
+    def reader(self, timeout: float) -> TolerantReader:
+        """Reads samples by index. Each process has its own."""
+        dataset = self._dataset
+        reader = ShardInfosITarReader(
+            dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=OPEN_SHARDS
+        )
+        return TolerantReader(reader, timeout)
+
+
+class BatchPlanner:
+    """Plans one batch after the other.
+
+    Args:
+        sizes: gives tokens and patches int64 [n] of samples of one data set: ``sizes(source, indices)``.
+        least_ahead: smallest number of samples to choose from beyond those that fill a step.
+        pack: off puts one sample into a row.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        sizes: Any,
+        rows: int,
+        seq_len: int,
+        max_patches: int,
+        *,
+        least_ahead: int = 64,
+        pack: bool = True,
+    ) -> None:
+        self.order, self.sizes = order, sizes
+        self.rows, self.seq_len, self.max_patches = rows, seq_len, max_patches
+        self.least_ahead, self.pack = least_ahead, pack
+        # Samples that were drawn and wait, the oldest first: data set, number of the draw, and what follows.
+        self._waiting = np.zeros((5, 0), np.int64)
+
+    def next(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            LoaderError: no sample can be used.
+        """
+        unusable = self._draw()
+        _, _, _, tokens, patches = self._waiting
+        chosen = [[row] for row in range(self.rows)]
+        if self.pack:
+            chosen = plan_rows(tokens, patches, self.rows, self.seq_len, self.max_patches)
+        rows = [[self._place(self._waiting[:, sample]) for sample in row] for row in chosen]
+        for number, refused in enumerate(unusable.T):
+            rows[number % self.rows].append(self._place(refused))
+
+        left = np.ones(self._waiting.shape[1], bool)
+        left[[sample for row in chosen for sample in row]] = False
+        self._waiting = self._waiting[:, left]
+        return Batch(rows)
+
+    def _draw(self) -> Integers:
+        """Draws until there are enough samples to choose from. Returns those that cannot be used."""
+        refused = [self._waiting[:, :0]]
+        while not self._enough():
+            fresh = self._sized(*self.order.draw(max(self.rows, 64)))
+            tokens, patches = fresh[3], fresh[4]
+            usable = (tokens > 0) & (tokens <= self.seq_len)
+            if self.max_patches:
+                usable &= patches <= self.max_patches
+            fresh[3:, ~usable] = 0
+            refused.append(fresh[:, ~usable])
+            self._waiting = np.concatenate([self._waiting, fresh[:, usable]], axis=1)
+            if sum(each.shape[1] for each in refused) > self._most_refused():
+                raise LoaderError(
+                    f"{sum(each.shape[1] for each in refused)} samples in a row cannot be used: they have no"
+                    f" tokens, or more than data.seq_len {self.seq_len}"
+                    + (f" or data.max_patches {self.max_patches}" if self.max_patches else "")
+                )
+        return np.concatenate(refused, axis=1)
+
+    def _most_refused(self) -> int:
+        return max(10_000, 2 * sum(self.order.sizes)) if not self._waiting.shape[1] else 1 << 62
+
+    def _enough(self) -> bool:
+        held = self._waiting.shape[1]
+        if not self.pack:
+            return held >= self.rows
+        first = max(held - self.least_ahead, 0)
+        wanted = self.rows * self.seq_len
+        tokens = self._waiting[3]
+        return int(tokens[:first].sum()) >= wanted and int(tokens.sum()) >= AHEAD * wanted
+
+    def _sized(self, sources: Integers, numbers: Integers) -> Integers:
+        indices = self.order.indices(sources, numbers)
+        sizes = np.zeros((2, len(sources)), np.int64)
+        for source in np.unique(sources).tolist():
+            own = sources == source
+            sizes[:, own] = self.sizes(source, indices[own])
+        return np.stack([sources, numbers, indices, *sizes])
+
+    def _place(self, column: Integers) -> Place:
+        source, _, index, tokens, patches = column.tolist()
+        return Place(source, index, tokens, patches)
+
+    def state(self) -> dict[str, Any]:
+        """What the next batches follow from. It grows with the rows of a step, about 100 bytes for each."""
+        return {"drawn": list(self.order.drawn), "waiting": self._waiting[:2].copy()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues after the batch at which a state was taken.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        drawn, waiting = state.get("drawn"), state.get("waiting")
+        if (
+            not isinstance(drawn, list)
+            or len(drawn) != len(self.order.sizes)
+            or not isinstance(waiting, np.ndarray)
+            or waiting.shape[:1] != (2,)
+        ):
+            raise StateError("the loader state is damaged: it does not say which samples wait")
+        self.order.drawn = [int(count) for count in drawn]
+        self._waiting = self._sized(*waiting.astype(np.int64))
+
+
+class Planning:
+    """What each process needs to plan the batches of a run and to read its rows.
+
+    Args:
+        datasets: Energon's data sets.
+        name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+        encoder: a :class:`~megatron_vl.data.loader.RowEncoder`.
+        rows_per_step: of all ranks.
+    """
+
+    def __init__(
+        self, datasets: Sequence[LoadedDataset], name: str, encoder: Any, rows_per_step: int
+    ) -> None:
+        self.datasets, self.encoder, self.rows_per_step = list(datasets), encoder, rows_per_step
+        self.sources = [SizedSource(loaded, name) for loaded in datasets]
+        self.weights = [1.0 if loaded.weight is None else float(loaded.weight) for loaded in datasets]
+        self.state: dict[str, Any] | None = None
+        """Where the run stood; None: it begins."""
+
+    def planner(self) -> BatchPlanner:
+        data, encoder = self.encoder.data, self.encoder
+        counted = SampleSizes(encoder.chat, encoder.settings)
+
+        def sizes(source: int, indices: Integers) -> tuple[Integers, Integers]:
+            held = self.sources[source]
+            return counted.of(held.stored, held.numbers(indices))
+
+        order = SampleOrder(
+            [len(source) for source in self.sources],
+            self.weights,
+            data.seed,
+            shuffled=data.shuffle_buffer > 0,
+        )
+        planner = BatchPlanner(
+            order,
+            sizes,
+            self.rows_per_step,
+            data.seq_len,
+            data.max_patches,
+            least_ahead=data.packing_buffer,
+            pack=data.pack,
+        )
+        if self.state is not None:
+            planner.restore(self.state)
+        return planner
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row as a loader process sends it."""
+
+    row: Row
+    state: dict[str, Any] | None
+    """The planner's state after the step, with the last row of a rank in it."""
+
+
+class ProcessRows(IterableDataset):
+    """The rows that one process of a rank makes: every ``workers``-th one of those that the rank takes."""
+
+    def __init__(self, planning: Planning, rank: int, ranks: int, worker: int, workers: int) -> None:
+        self.planning, self.rank, self.ranks = planning, rank, ranks
+        self.worker, self.workers = worker, workers
+
+    def __iter__(self) -> Iterator[PlannedRow]:
+        planning = self.planning
+        if get_worker_info() is not None:
+            shield_loader_worker()
+            reconnect(planning.datasets)
+            gc.collect()
+            gc.freeze()  # the forked pages stay shared
+
+        encoder = planning.encoder.for_stream()
+        readers = [source.reader(encoder.data.sample_timeout_s) for source in planning.sources]
+        planner = planning.planner()
+        turn = 0
+        while True:
+            batch = planner.next()
+            own = deal_rows(batch.patches(), self.ranks)[self.rank]
+            state = planner.state()
+            for number, row in enumerate(own):
+                if turn % self.workers == self.worker:
+                    last = number == len(own) - 1
+                    yield PlannedRow(make_row(encoder, readers, batch.rows[row]), state if last else None)
+                turn += 1
+
+
+def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[Place]) -> Row:
+    """Reads, encodes and decodes the samples of a row.
+
+    A sample whose size differs from the stored one is left out, counted and listed. The row becomes shorter,
+    and may be empty, but stays the same row for all ranks.
+    """
+    chosen = []
+    for place in places:
+        crude = readers[place.source][place.index]
+        if crude is None:
+            continue  # the data set's description excludes it
+        encoded = encoder.preencode_sample(encoder.cookers[0].cook(crude))
+        if not encoded.refused and encoded.size != (place.tokens, place.patches):
+            stored = f"{place.tokens} tokens and {place.patches} patches"
+            encoded.refused = (
+                "size differs from the index",
+                f"it has {encoded.size[0]} tokens and {encoded.size[1]} patches, and {stored} by the sizes in"
+                f" {META}; delete the folder sizes there and run `megatron-vl data index`",
+            )
+        chosen.append(encoder.postencode_sample(encoded))
+    try:
+        return encoder.pack_selected_samples(chosen)
+    except SkipSample:
+        return encoder.empty_row()
+
+
+class PlannedRankRows:
+    """The planned rows of a data-parallel rank, from processes or, without any, from here.
+
+    Args:
+        workers: number of processes; 0: read in this process.
+        start: rows that the run had taken before.
+    """
+
+    def __init__(self, planning: Planning, rank: int, ranks: int, workers: int, start: int) -> None:
+        self.share, self.rows_per_step = planning.rows_per_step // ranks, planning.rows_per_step
+        self.start, self.taken = start, 0
+        self.state = planning.state
+        """The planner's state after the last whole step."""
+        parts = max(workers, 1)
+        rows = [ProcessRows(planning, rank, ranks, number, parts) for number in range(parts)]
+        self._iterators = open_processes(rows) if workers else [iter(rows[0])]
+
+    def __next__(self) -> Row:
+        made = next(self._iterators[self.taken % len(self._iterators)])
+        self.taken += 1
+        if made.state is not None:
+            self.state = made.state
+        return made.row
+
+    @property
+    def rows(self) -> int:
+        """Rows that the run has taken on all ranks.
+
+        Raises:
+            StateError: this rank has not taken all rows of a step.
+        """
+        steps, left = divmod(self.taken, self.share)
+        if left:
+            raise StateError("a loader's state can be saved only between steps")
+        return self.start + steps * self.rows_per_step
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for iterator in self._iterators:
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+        self._iterators = []
