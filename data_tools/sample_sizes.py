@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -80,16 +81,18 @@ def _index(
             f"{data.path} is in an object store; index the local folder, then copy {META} too"
         )
     done = data.path / META / SIZES / name
-    if has_sizes(data.path / META, name):
+    if has_sizes(data, name):
         return _summary(data.path, done, 0.0)
 
     start = time.monotonic()
-    work = done.with_name(f"{name}{durable.PARTIAL}")
+    # Parts of another content are not continued.
+    work = done.with_name(f"{name}-{data.uuid[:8]}{durable.PARTIAL}")
     try:
         work.mkdir(parents=True, exist_ok=True)
         shards = _measure(data, encoder, work, workers, progress)
-        _join(work, shards)
+        _join(work, shards, data.uuid)
         durable.sync_tree(work)
+        shutil.rmtree(done, ignore_errors=True)  # of an earlier content
         durable.rename(work, done)
     except OSError as error:
         raise SizesWriteError(
@@ -192,7 +195,7 @@ def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, list[tu
     return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), media
 
 
-def _join(work: Path, shards: dict[str, int]) -> None:
+def _join(work: Path, shards: dict[str, int], content: str) -> None:
     """Joins the files of the shards, and removes them."""
     parts = [work / f"{number}.npz" for number in range(len(shards))]
     counts = []
@@ -216,6 +219,6 @@ def _join(work: Path, shards: dict[str, int]) -> None:
         at, before = at + len(samples), before + media
     all_samples.flush()
     all_media.flush()
-    durable.write(work / SHARDS, json.dumps({"shards": shards}).encode())
+    durable.write(work / SHARDS, json.dumps({"content": content, "shards": shards}).encode())
     for part in parts:
         part.unlink()

@@ -32,8 +32,8 @@ from megatron_vl.signals import shield_loader_worker
 
 Integers = NDArray[np.int64]
 
-OPEN_SHARDS = 64
-"""Number of shards that a process keeps open: successive samples lie in different ones."""
+OPEN_SHARDS = 16
+"""Number of shards of each data set that a process keeps open."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ media as they are stored. Patches and placeholders follow from the settings of t
 
 * ``samples.npy``: :data:`SAMPLE`, 12 bytes for each sample.
 * ``media.npy``: :data:`MEDIUM`, 20 bytes for each picture or video.
-* ``shards.json``: the number of samples of each shard, in the order of the other two files.
+* ``shards.json``: the number of samples of each shard, in the order of the other two files, and the id of the
+  data set's content.
 
 10^8 samples with one picture each take 3.2 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
@@ -69,14 +70,17 @@ def text_id(hf_dir: str | Path, spec: ModelSpec, data: DataConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-def has_sizes(meta: Location, name: str) -> bool:
-    """Whether a data set has sizes.
+def has_sizes(data: DataSet, name: str) -> bool:
+    """Whether a data set has sizes of its present content.
 
     Args:
-        meta: its folder ``.nv-meta``.
         name: the :func:`text_id` of the run.
     """
-    return is_file(meta / SIZES / name / SHARDS)
+    path = data.path / META / SIZES / name / SHARDS
+    try:
+        return is_file(path) and json.loads(read_text(path))["content"] == data.uuid
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 UNPLANNED = ("blend_epochized", "concat", "subset", "shuffle_over_epochs_multiplier")
@@ -88,7 +92,7 @@ def why_not_planned(description: Description, hf_dir: str | Path, data: DataConf
     name = text_id(hf_dir, read_spec(hf_dir), data)
     if key := next((key for key in _keys(description) if key in UNPLANNED), ""):
         return f"batches of a metadataset with {key} are not planned"
-    lacking = [one for one in data_sets(description) if not has_sizes(one.path / META, name)]
+    lacking = [one for one in data_sets(description) if not has_sizes(one, name)]
     if lacking:
         return (
             f"{lacking[0].path} has no sizes for this tokenizer and chat template, of which batches would be"
