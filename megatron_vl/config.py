@@ -130,8 +130,8 @@ class VisionConfig:
     """decoupled: about how many patches a rank runs forward and backward in one call. Each keeps the tower's
     activations, which limits the memory."""
     keep_patches: int = 0
-    """decoupled: of about how many patches a rank keeps the tower's activations while the pipeline runs. They
-    do not run forward a second time. 0: of none, the least memory."""
+    """decoupled: for about how many patches a rank keeps the tower's activations while the pipeline runs, so
+    that they do not run forward a second time. 0: for none, which takes the least memory."""
 
 
 @dataclass
@@ -354,16 +354,16 @@ class LogConfig:
 
 @dataclass
 class FailuresConfig:
-    """When a rank that does not go on ends the run. A rank that fails or dies ends it in any case."""
+    """What ends a run that cannot continue. A rank that fails or dies always ends it."""
 
     timeout_s: float = 600.0
-    """Seconds after which a run ends with a message if nothing goes on in it: no row, no micro-batch, no part
-    of a file, on any rank. Until the first step is done, and so while kernels are compiled, it is three times
-    as long, and at least five minutes. A Python debugger stops the clock; for one that stops processes (gdb),
-    take 0. 0: no limit of ours; the collectives' own limit of 30 minutes stays."""
+    """Seconds without progress on any rank (no row, no micro-batch, no part of a file) after which the run
+    ends with a message. Until the first step is done, while kernels are compiled, the limit is three times as
+    long and at least five minutes. A Python debugger stops the clock; set 0 for one that stops processes
+    (gdb). 0: only the collectives' own limit of 30 minutes applies."""
     check_memory: bool = True
-    """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start all
-    the same, with a note."""
+    """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start
+    anyway, with a note."""
 
 
 @dataclass
@@ -371,18 +371,18 @@ class WandbConfig:
     """Weights & Biases, beside metrics.jsonl and TensorBoard; needs the extra `wandb`."""
 
     project: str = ""
-    """Project that the run belongs to; empty: nothing is sent to Weights & Biases. A resumed run continues
-    in the same W&B run, whose id is in wandb.json in checkpoint.dir; delete that file, or set
-    checkpoint.resume to false, to begin another one."""
+    """Project that the run belongs to. Empty: send nothing to Weights & Biases. A resumed run continues in
+    the same W&B run; its id is in wandb.json in checkpoint.dir. To begin another one, delete that file or set
+    checkpoint.resume to false."""
     entity: str = ""
-    """User or team that the project belongs to; empty: the default of the account."""
+    """User or team that the project belongs to. Empty: the default of the account."""
     name: str = ""
-    """Name that W&B shows; empty: that of the folder checkpoint.dir."""
+    """Name that W&B shows. Empty: the name of the folder checkpoint.dir."""
     mode: Literal["online", "offline"] | None = None
-    """online; offline (files for `wandb sync`, no network needed); empty: as $WANDB_MODE says, else
-    online."""
+    """online: send the numbers while training. offline: write files for `wandb sync`; no network is needed.
+    Empty: what $WANDB_MODE says, otherwise online."""
     dir: str = ""
-    """Folder in which W&B makes its folder wandb/; empty: checkpoint.dir, else as W&B decides."""
+    """Folder in which W&B makes its folder wandb/. Empty: checkpoint.dir; without one, W&B decides."""
 
 
 @dataclass
@@ -398,7 +398,7 @@ class ProfileConfig:
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks that write a trace, each one of its own."""
     dir: str = ""
-    """Folder for the traces, rank_NNNNN_steps_A_to_B.pt.trace.json.gz; empty: profile/ in checkpoint.dir."""
+    """Folder for the traces, rank_NNNNN_steps_A_to_B.pt.trace.json.gz. Empty: profile/ in checkpoint.dir."""
 
 
 @dataclass
@@ -626,7 +626,17 @@ def validate(config: TrainConfig, world_size: int) -> int:
         RunConfigError: names the field and what would be valid.
     """
     _check_ranges(config)
+    dp = _check_parallel(config, world_size)
+    _check_layers(config, dp)
+    _check_steps(config)
+    _check_checkpoint(config)
+    _check_profile(config, world_size)
+    _check_parts(config)
+    return dp
 
+
+def _check_parallel(config: TrainConfig, world_size: int) -> int:
+    """The sizes of process groups, and the options that need them. Returns the data-parallel size."""
     p = config.parallel
     ranks = p.tp * p.pp
     if world_size % ranks:
@@ -646,29 +656,38 @@ def validate(config: TrainConfig, world_size: int) -> int:
             f"global_batch_size {config.global_batch_size} must be a multiple of the data-parallel size {dp}"
         )
 
+    if p.sequence_parallel and p.tp == 1:
+        raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
+    if p.sequence_parallel and config.data.seq_len % p.tp:
+        raise RunConfigError(
+            f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with"
+            " sequence_parallel"
+        )
+    if p.tp_comm_overlap and not p.sequence_parallel:
+        raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
+    if p.overlap_param_gather and not p.distributed_optimizer:
+        raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
+    return dp
+
+
+def _check_layers(config: TrainConfig, dp: int) -> None:
+    """The stages and virtual chunks of the pipeline."""
+    p = config.parallel
     micro_batches = config.global_batch_size // dp
     if p.vpp > 1 and (p.pp < 2 or micro_batches % p.pp):
         raise RunConfigError(
             f"parallel.vpp {p.vpp} needs pp of at least 2 and a multiple of pp ({p.pp}) rows on each"
             f" data-parallel rank, not {micro_batches}"
         )
-    if p.sequence_parallel and p.tp == 1:
-        raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
-    if p.tp_comm_overlap and not p.sequence_parallel:
-        raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
-    if p.sequence_parallel and config.data.seq_len % p.tp:
-        raise RunConfigError(
-            f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with"
-            " sequence_parallel"
-        )
-    if p.overlap_param_gather and not p.distributed_optimizer:
-        raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
     if isinstance(p.layers, list) and len(p.layers) != p.pp * p.vpp:
         raise RunConfigError(
             f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs"
             f" {p.pp * p.vpp}"
         )
 
+
+def _check_steps(config: TrainConfig) -> None:
+    """The length of the run and of its warm-up."""
     if config.optimizer.warmup_steps >= config.steps and config.optimizer.warmup_steps:
         raise RunConfigError(
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} must be below steps {config.steps}"
@@ -678,6 +697,9 @@ def validate(config: TrainConfig, world_size: int) -> int:
             f"stop_after {config.stop_after} must not be above steps {config.steps}; raise steps to go on"
         )
 
+
+def _check_checkpoint(config: TrainConfig) -> None:
+    """Where the run goes back to, and what it exports."""
     c = config.checkpoint
     if c.step is not None and not (c.dir and c.resume):
         raise RunConfigError(
@@ -687,15 +709,17 @@ def validate(config: TrainConfig, world_size: int) -> int:
         raise RunConfigError(
             f"checkpoint.branch {c.branch} needs checkpoint.step, the step of that branch to go back to"
         )
+    _check_export(config)
 
+
+def _check_parts(config: TrainConfig) -> None:
+    """The vision tower, its pictures, and which parts are trained."""
     if config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none":
         raise RunConfigError(
             "fp8.vision needs vision.placement first_stage: with decoupled, ranks run the tower a different"
             " number of times in a step. Set fp8.vision to false"
         )
 
-    _check_export(config)
-    _check_profile(config, world_size)
     low, high = config.data.min_pixels, config.data.max_pixels
     if min(low, high) > 0 and low > high:
         raise RunConfigError(f"data.min_pixels {low} must not be above data.max_pixels {high}")
@@ -705,7 +729,6 @@ def validate(config: TrainConfig, world_size: int) -> int:
         raise RunConfigError(
             "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false"
         )
-    return dp
 
 
 def _check_export(config: TrainConfig) -> None:
@@ -747,38 +770,32 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
         raise RunConfigError("profile.steps needs profile.dir or checkpoint.dir, to write the traces to")
 
 
+_AT_LEAST_1 = """
+    steps stop_after global_batch_size max_bad_steps log.interval checkpoint.attempt
+    parallel.tp parallel.pp parallel.vpp parallel.ep parallel.etp parallel.bucket_size
+    data.seq_len data.packing_buffer data.video_max_frames
+    eval.rows eval.max_new_tokens
+"""
+_AT_LEAST_0 = """
+    data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.streams
+    data.shuffle_buffer data.shuffle_buffer_gib data.sample_timeout_s failures.timeout_s
+    optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay
+    optimizer.eps optimizer.clip_grad model.moe_aux_loss vision.keep_patches
+    checkpoint.interval checkpoint.keep checkpoint.keep_every checkpoint.step
+    eval.interval eval.samples log.peak_tflops
+"""
+_SHARES = """
+    data.max_bad_share
+    optimizer.min_lr_ratio optimizer.beta1 optimizer.beta2 optimizer.offload_fraction
+"""
+
 _RANGES: tuple[tuple[float, float, str], ...] = (
-    (
-        1,
-        math.inf,
-        (
-            "parallel.tp parallel.pp parallel.vpp parallel.bucket_size data.seq_len data.packing_buffer"
-            " data.video_max_frames"
-        ),
-    ),
-    (1, math.inf, "parallel.ep parallel.etp eval.rows eval.max_new_tokens"),
-    (1, 2**18, "vision.encode_patches vision.backward_patches"),  # kernels count elements in 32 bits
-    (0, math.inf, "eval.interval eval.samples vision.keep_patches"),
-    (1, math.inf, "steps stop_after global_batch_size log.interval max_bad_steps checkpoint.attempt"),
-    (
-        0,
-        math.inf,
-        (
-            "data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers"
-            " data.shuffle_buffer data.streams"
-        ),
-    ),
-    (0, math.inf, "data.shuffle_buffer_gib data.sample_timeout_s failures.timeout_s"),
-    (
-        0,
-        math.inf,
-        "optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay",
-    ),
-    (0, math.inf, "model.moe_aux_loss optimizer.eps checkpoint.keep_every checkpoint.step"),
+    (1, math.inf, _AT_LEAST_1),
+    (0, math.inf, _AT_LEAST_0),
+    (0, 1, _SHARES),
     (0, 2**32 - 1, "seed data.seed"),
-    (0, 1, "data.max_bad_share"),
-    (0, math.inf, "optimizer.clip_grad checkpoint.interval checkpoint.keep log.peak_tflops"),
-    (0, 1, "optimizer.min_lr_ratio optimizer.beta1 optimizer.beta2 optimizer.offload_fraction"),
+    # Kernels count elements in 32 bits.
+    (1, 2**18, "vision.encode_patches vision.backward_patches"),
 )
 """Smallest and largest valid values of fields. An empty (None) field is not checked."""
 
@@ -789,7 +806,8 @@ def _check_ranges(config: TrainConfig) -> None:
             value = operator.attrgetter(name)(config)
             if value is None or value == "auto":
                 continue
-            if not low <= value <= high:  # a NaN fails both
+            # A NaN fails both comparisons.
+            if not low <= value <= high:
                 valid = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
                 raise RunConfigError(f"{name} {value} must be {valid}")
     if not config.data.video_fps > 0:

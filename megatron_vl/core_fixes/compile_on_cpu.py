@@ -1,9 +1,9 @@
-"""Lets core start faster: without Weights & Biases, and without compiling its small functions on CPU.
+"""Makes the import of Megatron-core (0.19.2) faster: without ``torch.compile`` on CPU, and without wandb.
 
-Megatron-core 0.19.2 wraps some forty of them in ``torch.compile`` while it is imported. Making the wrappers
-imports inductor. That takes two of the six seconds of processor time that each rank needs to start, and a CPU
-run gains nothing from the kernels. It also imports Weights & Biases for timers that are not used here, which
-takes half a second if that is installed; a run that logs there imports it itself.
+Core wraps some forty small functions in ``torch.compile`` while it is imported. To make the wrappers, torch
+imports inductor, which takes two of the six seconds of processor time that each rank needs to start. A CPU
+run gains nothing from the compiled functions. If Weights & Biases is installed, core also imports it for
+timers that are not used here. That takes half a second. A run that logs to Weights & Biases imports it later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CORE = "megatron.core"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds core as usual and lets :class:`_Loader` load it."""
+    """Finds core in the usual way, and lets :class:`_Loader` load it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -56,13 +56,16 @@ class _Loader(importlib.abc.Loader):
             self.loader.exec_module(module)
         finally:
             torch.compile = compile_
-        # Parts of core that are imported later get the wrapper from there.
+        # Parts of core that are imported later get the wrapper from this module.
         sys.modules[f"{CORE}.jit"].disable_jit_fuser()
 
 
 @contextlib.contextmanager
 def without(package: str) -> Iterator[None]:
-    """Makes imports of a package fail as if it were not installed, unless it is imported already."""
+    """A context in which imports of a package fail as if it were not installed.
+
+    If the package was imported before, the context does nothing.
+    """
     if package in sys.modules:
         yield
         return
@@ -74,11 +77,11 @@ def without(package: str) -> Iterator[None]:
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Replaces ``torch.compile``, with or without options."""
+    """Replaces ``torch.compile``: returns the function unchanged, or a decorator that does so."""
     return function if function is not None else _as_it_is
 
 
 def install() -> None:
-    """Installs the finder. It must run before core is imported; later it does nothing."""
+    """Installs the finder. Call it before core is imported; afterwards, it does nothing."""
     if CORE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

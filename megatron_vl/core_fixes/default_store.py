@@ -1,7 +1,7 @@
-"""The key-value store of the default process group, which torch 2.11.0 keeps to itself.
+"""The key-value store of the default process group, for which torch 2.11.0 has no public function.
 
-It carries what must reach other ranks without a collective: the failure of one rank, the beginning of a
-layout, letters to rank 0. A store of our own would be one more server with a connection to every rank.
+It carries messages that must reach other ranks without a collective: the failure of a rank, the start of a
+layout, letters to rank 0. A separate store would be one more server with a connection to every rank.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 
 def default_store() -> Any:
-    """The ``torch.distributed.Store`` that ``init_process_group`` was given or made.
+    """The ``torch.distributed.Store`` of the default process group.
 
     Raises:
         ValueError: there is no default process group.
     """
-    # Not at the top: ranks that fail early ask for this module before torch is imported.
+    # Ranks that fail early import this module before torch is imported.
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

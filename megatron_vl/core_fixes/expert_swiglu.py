@@ -1,8 +1,8 @@
 """Runs experts' SwiGLU without torch.compile (Megatron-core 0.19.2).
 
-The grouped experts call core's jitted SwiGLU. Its backward pass is several times slower than memory allows
-(see :mod:`megatron_vl.kernels.swiglu`) and is compiled again when the number of routed tokens changes. This
-fix can go when core has its own kernel on this path.
+The grouped experts call core's jitted SwiGLU. Its backward pass is several times slower than memory bandwidth
+allows (see :mod:`megatron_vl.kernels.swiglu`), and it is compiled again when the number of routed tokens
+changes. This fix can go when core has its own kernel on this path.
 """
 
 from __future__ import annotations

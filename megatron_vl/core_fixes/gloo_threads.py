@@ -19,10 +19,10 @@ from typing import Any
 
 
 def use_one_worker() -> None:
-    """Gives every gloo group that is made from now on one worker thread. Idempotent.
+    """Gives every gloo group that is made later only one worker thread. Idempotent.
 
-    Megatron-core and torch make groups themselves, and torch accepts no options for gloo. All groups have
-    only the constructor in common.
+    Megatron-core and torch make groups themselves, and torch accepts no options for gloo. The constructor is
+    all that these groups have in common, so it is replaced.
     """
     gloo = _gloo()
     original = gloo.__init__
@@ -62,7 +62,7 @@ def _options(timeout: timedelta | None) -> Any:
 def _devices() -> list[Any]:
     """A device for each network interface in ``GLOO_SOCKET_IFNAME`` (names separated by commas).
 
-    If the variable is empty, the interface of the host's name is used.
+    If the variable is empty, the interface that the host's name resolves to is used.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not names:

@@ -1,12 +1,11 @@
-"""Lists everything in this project that replaces or uses internals of Megatron-core,
-Transformer Engine or torch.
+"""Lists all code of this project that replaces or uses internals of its dependencies.
 
 Each entry says what is touched, why, for which version it was written, when it can go, and which test fails
 if it is removed or no longer needed. ``tests/core_fixes/test_register.py`` checks that the entries are true
 and that none is missing.
 
-A new version of Megatron-core may silently break any of them, so unknown versions are refused at the start
-(:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
+A new version of Megatron-core may silently break any of these fixes, so unknown versions are refused at the
+start (:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
 """
 
 from __future__ import annotations
@@ -30,15 +29,17 @@ class CoreVersionError(UserError):
 
 
 def check_core_version() -> None:
-    """Refuses a version of Megatron-core that the fixes below were not written for.
+    """Refuses a version of Megatron-core for which the fixes below were not written.
 
     Raises:
-        CoreVersionError: no version is installed, or another one without ``MEGATRON_VL_UNTESTED_CORE=1``.
+        CoreVersionError: core is not installed, or its version was not tested and
+            ``MEGATRON_VL_UNTESTED_CORE=1`` is not set.
     """
     try:
         installed = version(CORE)
     except PackageNotFoundError:
         raise CoreVersionError(f"{CORE} is not installed; pip install {CORE}=={TESTED_CORE[-1]}") from None
+
     if installed in TESTED_CORE or os.environ.get(AT_OWN_RISK) == "1":
         return
     raise CoreVersionError(
@@ -54,8 +55,8 @@ class Fix:
     ours: str
     """The code of the fix, as ``module:name``."""
     touches: tuple[str, ...]
-    """Dotted names of what is replaced, subclassed because of its internals,
-    or read although it is private."""
+    """Dotted names of what is replaced, of what is subclassed because of its internals, and of private names
+    that are used."""
     why: str
     written_for: str
     """The package and version that the fix was written for."""
@@ -76,8 +77,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.core_fixes.compile_on_cpu:install",
         touches=("torch.compile",),
         why=(
-            "Core wraps some forty small functions in torch.compile while it is imported: two seconds"
-            " of every start on CPU."
+            "Core wraps some forty small functions in torch.compile while it is imported, which takes two"
+            " seconds of every start on CPU."
         ),
         written_for=_CORE,
         goes_when="core compiles when a function is first called",
@@ -87,8 +88,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.core_fixes.compile_on_cpu:without",
         touches=("megatron.core.timers.wandb",),
         why=(
-            "Core imports Weights & Biases wherever it is installed, for timers that are not used here: half"
-            " a second of every start."
+            "Core imports Weights & Biases if it is installed, for timers that are not used here, which takes"
+            " half a second of every start."
         ),
         written_for=_CORE,
         goes_when="core imports it when it is used",
@@ -98,8 +99,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.core_fixes.default_store:default_store",
         touches=("torch.distributed.distributed_c10d._get_default_store",),
         why=(
-            "Failures, letters to rank 0 and the beginning of a layout travel without a collective; a"
-            " store of our own would be one more connection to every rank."
+            "Failures, letters to rank 0 and the start of a layout are sent without a collective; a separate"
+            " store would be one more connection to every rank."
         ),
         written_for=_TORCH,
         goes_when="torch has a public function for the default store",
@@ -109,10 +110,11 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.core_fixes.expert_swiglu:use_fused_swiglu",
         touches=("megatron.core.transformer.moe.experts.weighted_bias_swiglu_impl",),
         why=(
-            "The backward pass of core's jitted SwiGLU of experts is several times slower than memory allows."
+            "The backward pass of core's jitted SwiGLU of experts is several times slower than memory"
+            " bandwidth allows."
         ),
         written_for=_CORE,
-        goes_when="core has a kernel of its own on this path",
+        goes_when="core has its own kernel on this path",
         test="tests/core_fixes/test_register.py::test_experts_take_our_swiglu",
     ),
     Fix(
@@ -125,8 +127,8 @@ FIXES: tuple[Fix, ...] = (
             "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._timeout",
         ),
         why=(
-            "Two worker threads of a gloo group write one string without a lock, and the rank dies of"
-            " a damaged heap."
+            "Two worker threads of a gloo group write one string without a lock, and the rank dies of a"
+            " corrupted heap."
         ),
         written_for=_TORCH,
         goes_when="torch assigns the name under a lock, or no longer keeps it",
@@ -139,7 +141,7 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.distributed.distributed_data_parallel",
             "torch.utils.cpp_extension",
         ),
-        why="Every rank would say at every start what is no finding here, and hide what is one.",
+        why="Every rank would print these lines at every start, and real problems would be overlooked.",
         written_for=_CORE,
         goes_when="a run starts without these lines",
         test="tests/core_fixes/test_register.py::test_what_is_silenced_is_still_said",
@@ -150,7 +152,7 @@ FIXES: tuple[Fix, ...] = (
             "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",
         ),
         why=(
-            "Core's switch is for all linears at once, and its own output layer then wants a CUDA"
+            "Core's switch applies to all linears at once, and its own output layer then needs a CUDA"
             " extension of APEX."
         ),
         written_for=_CORE,
@@ -165,8 +167,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.tensor_parallel.random._set_cuda_rng_state",
         ),
         why=(
-            "Core asks torch.cuda for devices, streams and generators, and makes tensors on device"
-            " 'cuda', also on CPU."
+            "Even on CPU, core asks torch.cuda for devices, streams and generators, and makes tensors on"
+            " device 'cuda'."
         ),
         written_for=_CORE,
         goes_when="core runs without a GPU",
@@ -180,8 +182,8 @@ FIXES: tuple[Fix, ...] = (
             "torch.multiprocessing.spawn",
         ),
         why=(
-            "torchrun kills ranks 30 seconds after SIGTERM, and prints a report of its own after a"
-            " run's message; its signals are set and its log is silenced."
+            "torchrun kills ranks 30 seconds after SIGTERM and prints its own report after a run's message;"
+            " its signals are replaced and its log is silenced."
         ),
         written_for=_TORCH,
         goes_when="torchrun can wait for ranks that save",
@@ -192,11 +194,11 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.parallel.groups:core_keeps_groups",
         touches=("megatron.core.parallel_state.create_group",),
         why=(
-            "Layouts that follow each other in one process share their groups; core makes some thirty"
-            " for each and keeps them."
+            "Successive layouts in one process share their groups; core makes some thirty for each layout and"
+            " keeps them."
         ),
         written_for=_CORE,
-        goes_when="core ends the groups of a layout with it",
+        goes_when="core ends the groups of a layout when the layout ends",
         test="tests/parallel/test_groups.py::test_layouts_share_groups",
     ),
     Fix(
@@ -206,8 +208,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.parallel_state.destroy_model_parallel",
         ),
         why=(
-            "Core forgets some groups only; a gloo group that is still held when Python exits can"
-            " abort the process."
+            "Core drops only some of its groups; a gloo group that is still held when Python exits can abort"
+            " the process."
         ),
         written_for=_CORE,
         goes_when="core's destroy_model_parallel drops every group that it made",
@@ -220,11 +222,11 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.distributed.DistributedDataParallel._make_forward_pre_hook",
         ),
         why=(
-            "Gradients are scaled in the rank's own slice alone; gathers are found by bucket and not"
-            " by parameter."
+            "Gradients are scaled only in the rank's own slice; gathers are found by bucket and not by"
+            " parameter."
         ),
         written_for=_CORE,
-        goes_when="core scales its slice and looks gathers up once a module",
+        goes_when="core scales only the rank's slice and looks gathers up once per module",
         test="tests/parallel/test_ddp.py::test_modules_wait_for_their_parameters_as_in_core",
     ),
     Fix(
@@ -245,8 +247,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready",
         ),
         why=(
-            "A row without pictures skips the tower and takes part in its collectives all the same;"
-            " core warns of gathers that were started ahead."
+            "A row without pictures skips the tower, but takes part in the tower's collectives; core warns of"
+            " gathers that were started ahead."
         ),
         written_for=_CORE,
         goes_when="core lets a rank report parameters that its graph does not reach",
@@ -258,7 +260,7 @@ FIXES: tuple[Fix, ...] = (
             "transformer_engine.pytorch.module.base.initialize_ub",
             "transformer_engine.pytorch.module.base.destroy_ub",
         ),
-        why="Core starts userbuffers in its own training program alone, which is not used here.",
+        why="Core starts userbuffers only in its own training program, which is not used here.",
         written_for=_TE,
         goes_when="core starts them with its modules",
         test="tests/core_fixes/test_register.py::test_core_does_not_start_userbuffers",
@@ -269,7 +271,7 @@ FIXES: tuple[Fix, ...] = (
             "transformer_engine.pytorch.module.linear.Linear.ub_overlap_ag_fprop",
             "transformer_engine.pytorch.module.linear.Linear.ub_overlap_rs_fprop",
         ),
-        why="Userbuffers move what the buffer holds, whatever the length of the row.",
+        why="Userbuffers always move the whole buffer, even if the row is shorter.",
         written_for=_TE,
         goes_when="Transformer Engine checks the length",
         test="tests/training/test_generate_rows.py::test_collectives_beside_products_pause",
@@ -279,10 +281,10 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.models.attention:PackedRow",
         touches=("megatron.core.packed_seq_params.PackedSeqParams.qkv_format",),
         why=(
-            "Core's packed path ('thd') restarts rotary frequencies at each sequence with its fused kernel,"
-            " and without it reads the lengths of sequences on the host for each query, key and layer."
-            " A packed row is therefore told as 'sbhd' with a batch of one; its segments reach our"
-            " core_attention in fields of their own."
+            "With its fused kernel, core's packed path ('thd') restarts rotary frequencies at each sequence."
+            " Without it, the host reads the lengths of sequences for each query, key and layer. A packed row"
+            " is therefore passed as 'sbhd' with a batch of one; its segments reach our core_attention in"
+            " additional fields."
         ),
         written_for=_CORE,
         goes_when="core's packed path takes rotary angles by token, without the host",
@@ -292,8 +294,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.models.build:_language",
         touches=("megatron.core.models.gpt.gpt_model.GPTModel.rotary_pos_emb",),
         why=(
-            "Core has no interleaved M-RoPE, and computes the angles with a matrix product, which"
-            " TF32 settings touch."
+            "Core has no interleaved M-RoPE, and computes the angles with a matrix product, which TF32"
+            " settings affect."
         ),
         written_for=_CORE,
         goes_when="core's MultimodalRotaryEmbedding interleaves and is exact in fp32",
@@ -303,8 +305,8 @@ FIXES: tuple[Fix, ...] = (
         ours="megatron_vl.models.deepstack:DeepStackLayer",
         touches=("megatron.core.transformer.transformer_layer.TransformerLayer.forward",),
         why=(
-            "Levels of visual features travel with the hidden state, and the first layers add them;"
-            " core knows one hidden state alone."
+            "Levels of visual features are passed on with the hidden state, and the first layers add them;"
+            " core supports only one hidden state."
         ),
         written_for=_CORE,
         goes_when="core's decoder takes features to add after a layer, on any pipeline stage",
@@ -317,7 +319,7 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.transformer.attention.SelfAttention.linear_qkv",
             "megatron.core.transformer.attention.SelfAttention.linear_proj",
         ),
-        why="Towers' layers go through our kernels from linear_qkv to linear_proj, RoPE included.",
+        why="Towers' layers run our kernels from linear_qkv to linear_proj, including RoPE.",
         written_for=_CORE,
         goes_when="core's attention lets core_attention take the fused QKV",
         test="tests/kernels/test_tower_attention.py::test_a_step_with_the_kernels_is_the_step_without",
@@ -330,8 +332,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.transformer.mlp.MLP.linear_fc2",
         ),
         why=(
-            "SwiGLU is one kernel, and its output can be computed again for the backward pass; core"
-            " recomputes the activation of experts alone."
+            "SwiGLU is one kernel, and its output can be recomputed in the backward pass; core recomputes"
+            " only the activation of experts."
         ),
         written_for=_CORE,
         goes_when="core recomputes the activation of a dense MLP with a fused SwiGLU",
@@ -344,8 +346,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.extensions.transformer_engine.TERowParallelLinear",
         ),
         why=(
-            "Core asks linears to leave their bias to elementwise kernels, whose backward sums a [P,"
-            " F] gradient; the matrix product gives that sum for nothing."
+            "Core asks linears to leave their bias to elementwise kernels, whose backward pass sums a [P, F]"
+            " gradient; the matrix product computes that sum at no extra cost."
         ),
         written_for=_CORE,
         goes_when="core's layers let the linear add its bias",
@@ -354,9 +356,9 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.models.layer_specs:local_norm",
         touches=("megatron.core.transformer.torch_norm.WrappedTorchNorm",),
-        why="Core's own norm without Transformer Engine refuses sequence parallelism.",
+        why="Without Transformer Engine, core's norm refuses sequence parallelism.",
         written_for=_CORE,
-        goes_when="WrappedTorchNorm takes sequence parallelism",
+        goes_when="WrappedTorchNorm supports sequence parallelism",
         test="tests/core_fixes/test_register.py::test_cores_norm_refuses_sequence_parallelism",
     ),
     Fix(
@@ -366,8 +368,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.tensor_parallel.ColumnParallelLinear.allreduce_dgrad",
         ),
         why=(
-            "Logits are computed of loss tokens alone, which lie unevenly over sequence-parallel"
-            " ranks; the output layer takes whole inputs meanwhile."
+            "Logits are computed only for loss tokens, which are not distributed evenly over"
+            " sequence-parallel ranks; the output layer therefore takes inputs of the whole row."
         ),
         written_for=_CORE,
         goes_when="core's output layer takes a selection of tokens under sequence parallelism",
@@ -381,11 +383,11 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.transformer.moe.router.TopKRouter._apply_aux_loss",
         ),
         why=(
-            "Padding goes to no expert, tokens are counted by expert, and the balancing loss is"
-            " divided by what gradients are divided by; core takes all tokens of the batch for that."
+            "Padding goes to no expert, tokens are counted by expert, and the load-balancing loss is divided"
+            " by the same number as gradients; core divides it by all tokens of the batch."
         ),
         written_for=_CORE,
-        goes_when="core's balancing loss allows for loss masks and uneven padding",
+        goes_when="core's load-balancing loss supports loss masks and uneven padding",
         test="tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers",
     ),
     Fix(
@@ -395,8 +397,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.extensions.transformer_engine.TERowParallelGroupedLinear",
         ),
         why=(
-            "Transformer Engine's grouped linears launch a product for each expert, and wait for row"
-            " counts on the host."
+            "Transformer Engine's grouped linears launch one product per expert, and wait for row counts on"
+            " the host."
         ),
         written_for=_TE,
         goes_when="Transformer Engine's grouped linears take row counts on the device",
@@ -408,7 +410,7 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.transformer.moe.experts.TEGroupedMLP.forward",
             "megatron.core.transformer.moe.experts.TEGroupedMLP.activation_recompute",
         ),
-        why="Row counts stay on the device, and DDP learns of all weights of a layer at once.",
+        why="Row counts stay on the device, and DDP is notified of all weights of a layer at once.",
         written_for=_CORE,
         goes_when="core's grouped experts take counts on the device and report gradients together",
         test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
@@ -420,8 +422,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.transformer.moe.moe_layer.MoELayer.route",
         ),
         why=(
-            "Core chooses a dispatcher by a name of its own; ours need to know what the experts can"
-            " take, and whether a row has padding."
+            "Core chooses a dispatcher by name; ours depend on what the experts support and on whether a row"
+            " has padding."
         ),
         written_for=_CORE,
         goes_when="core takes the class of a dispatcher in its spec",
@@ -430,9 +432,9 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.models.moe.dispatch:OncePerRankDispatcher",
         touches=("megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher",),
-        why="Core's alltoall sends a token once for each of its experts; here a rank gets it once.",
+        why="Core's alltoall sends a token once for each of its experts; here, each rank gets it once.",
         written_for=_CORE,
-        goes_when="core has a dispatcher without DeepEP that sends a token once to a rank",
+        goes_when="core has a dispatcher without DeepEP that sends a token to each rank once",
         test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
     ),
     Fix(
@@ -441,9 +443,9 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess",
             "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point",
         ),
-        why="Core takes it that every token has its experts; padding has none.",
+        why="Core assumes that every token has experts; padding has none.",
         written_for=_CORE,
-        goes_when="core's alltoall takes a padding mask",
+        goes_when="core's alltoall supports a padding mask",
         test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
     ),
     Fix(
@@ -451,9 +453,9 @@ FIXES: tuple[Fix, ...] = (
         touches=(
             "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
         ),
-        why="Core copies the token counts of experts to the host, where our products do not need them.",
+        why="Core copies the experts' token counts to the host, where our products do not need them.",
         written_for=_CORE,
-        goes_when="core leaves them on the device when the experts ask for that",
+        goes_when="core can leave them on the device",
         test="tests/core_fixes/test_register.py::test_core_brings_counts_of_experts_to_the_host",
     ),
     # Optimizer
@@ -464,8 +466,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.optimizer.optimizer.ChainedOptimizer.step_with_ready_grads",
         ),
         why=(
-            "Core's step goes on when the gradient norm is NaN; its parts are called one by one, so"
-            " that the norm decides."
+            "Core's step updates weights even if the gradient norm is NaN; its parts are called one by one,"
+            " so that the norm is checked first."
         ),
         written_for=_CORE,
         goes_when="core's step skips a norm that is not finite",
@@ -477,7 +479,7 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
         ),
-        why="Core copies the weights of each parameter in its own launch: 1,650 per step with experts.",
+        why="Core copies each parameter's weights in a separate launch: 1,650 per step with experts.",
         written_for=_CORE,
         goes_when="core copies them together",
         test=(
@@ -488,7 +490,7 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.training.weight_copy:_Copy",
         touches=("torch._foreach_copy_",),
-        why="Many copies are one launch; torch has no public name for it.",
+        why="It makes many copies in one launch, and torch has no public name for it.",
         written_for=_TORCH,
         goes_when="torch has a public name for it",
         test=(
@@ -502,7 +504,7 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
         ),
         why=(
-            "In a group of float32 and bfloat16 parameters, core files optimizer state under the names of"
+            "In a group of float32 and bfloat16 parameters, core saves optimizer state under the names of"
             " other parameters."
         ),
         written_for=_CORE,
@@ -517,8 +519,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.fp32_from_float16_groups",
         ),
         why=(
-            "Core's HybridDeviceOptimizer updates on the CPU, which made a step 1.9 times as long, and keeps"
-            " its moments where no checkpoint finds them."
+            "Core's HybridDeviceOptimizer updates on the CPU, which made a step 1.9 times as long, and its"
+            " moments are not saved in checkpoints."
         ),
         written_for=_CORE,
         goes_when="core streams offloaded state through the GPU and saves it",
@@ -541,9 +543,9 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_gbuf_map",
         ),
-        why="Only core's optimizer knows which place in the model's buffers a shard has.",
+        why="Only core's optimizer knows which part of the model's buffers a shard belongs to.",
         written_for=_CORE,
-        goes_when="core has a public way to ask",
+        goes_when="core has a public function for this",
         test=(
             "tests/training/test_optimizer.py::"
             "test_weights_copied_together_are_those_that_core_copies_one_by_one"
@@ -557,8 +559,8 @@ FIXES: tuple[Fix, ...] = (
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
         ),
         why=(
-            "Core writes optimizer state with bucket padding left out and slices it with padding, so"
-            " moments land at wrong offsets without a message; its files are pickled."
+            "Core writes optimizer state without bucket padding but slices it with padding, so moments end up"
+            " at wrong offsets without a message; its files are pickled."
         ),
         written_for=_CORE,
         goes_when="core's checkpoints hold every moment and need no pickle",
@@ -568,9 +570,9 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="megatron_vl.data.loader:RowEncoder",
         touches=("megatron.energon.DefaultTaskEncoder._load_dataset",),
-        why="The readers of tars have to be wrapped where Energon has just made them (see make_tolerant).",
+        why="The readers of tars must be wrapped as soon as Energon has made them (see make_tolerant).",
         written_for=_ENERGON,
-        goes_when="Energon goes on after a file that cannot be read",
+        goes_when="Energon continues after a file that cannot be read",
         test="tests/data/test_damage.py::test_a_shard_is_gone",
     ),
     Fix(
@@ -580,11 +582,11 @@ FIXES: tuple[Fix, ...] = (
             "megatron.energon.wrappers.packing_dataset.PackingDataset._fill_reading_buffer",
         ),
         why=(
-            "Energon empties its packing buffer each time, so the last row of every buffer is partly"
-            " filled; its progress bar is drawn over a run's output."
+            "Energon empties its packing buffer each time, so the last row of every buffer is only partly"
+            " filled; its progress bar overwrites a run's output."
         ),
         written_for=_ENERGON,
-        goes_when="Energon's packer can hand samples back",
+        goes_when="Energon's packer can return samples to the buffer",
         test="tests/data/test_damage.py::test_rows_are_full_and_none_waits_indefinitely",
     ),
     Fix(
@@ -592,9 +594,9 @@ FIXES: tuple[Fix, ...] = (
         touches=(
             "megatron.energon.flavors.webdataset.sample_loader.WebdatasetSampleLoaderDataset.join_readers",
         ),
-        why="One file that vanished would end the epoch of a worker.",
+        why="One missing file would end the epoch of a worker.",
         written_for=_ENERGON,
-        goes_when="Energon goes on after a file that cannot be read",
+        goes_when="Energon continues after a file that cannot be read",
         test="tests/data/test_damage.py::test_a_shard_is_gone",
     ),
     Fix(
@@ -604,10 +606,10 @@ FIXES: tuple[Fix, ...] = (
             "megatron.energon.wrappers.ShuffleBufferDataset._worker_rng",
         ),
         why=(
-            "Energon bounds its shuffle buffer by samples alone: a thousand videos are 20 GB in every worker."
+            "Energon limits its shuffle buffer only by samples: a thousand videos are 20 GB in every worker."
         ),
         written_for=_ENERGON,
-        goes_when="Energon bounds it by bytes, too",
+        goes_when="Energon also limits it by bytes",
         test="tests/data/test_shuffling.py::test_small_samples_come_in_energons_own_order",
     ),
     Fix(
@@ -622,7 +624,7 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="toolkit.plan.dry_build:_build_rank",
         touches=("torch.testing._internal.distributed.fake_pg.FakeStore",),
-        why="One process is every rank of a run in turn; torch keeps its fake groups for its own tests.",
+        why="One process acts as every rank of a run in turn; torch has fake groups only for its own tests.",
         written_for=_TORCH,
         goes_when="torch has a public fake process group",
         test="tests/toolkit/test_plan.py::test_example_builds_under_its_layout",
@@ -630,7 +632,7 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="toolkit.bench.parts:_hook",
         touches=("torch.autograd.Variable._execution_engine",),
-        why="The end of a backward pass is known to autograd's engine alone.",
+        why="Only autograd's engine knows when a backward pass ends.",
         written_for=_TORCH,
         goes_when="torch has a public call for the end of a backward pass",
         test="tests/toolkit/test_bench.py::test_parts_add_up_to_the_step",
@@ -638,9 +640,9 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         ours="data_tools.shards:_indexed",
         touches=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
-        why="Energon prepares a whole folder at once; here each shard is indexed as soon as it is written.",
+        why="Energon prepares a whole folder at once; here, each shard is indexed as soon as it is written.",
         written_for=_ENERGON,
-        goes_when="Energon prepares one shard",
+        goes_when="Energon can prepare one shard",
         test=(
             "tests/data/test_description.py::"
             "test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more"
@@ -650,13 +652,13 @@ FIXES: tuple[Fix, ...] = (
 
 FREE_TO_USE = {
     "megatron_vl.models.vision_language:VisionLanguageModel": (
-        "MegatronModule is the base class that core asks of every model"
+        "MegatronModule is the base class that core requires of every model"
     ),
     "megatron_vl.models.vision_language:TowerEverywhere": (
-        "MegatronModule is the base class that core asks of every model"
+        "MegatronModule is the base class that core requires of every model"
     ),
-    "megatron_vl.data.loader:RawSample": "Sample is the base class that Energon asks of every sample",
-    "megatron_vl.data.loader:EncodedSample": "Sample is the base class that Energon asks of every sample",
-    "megatron_vl.data.loader:DecodedSample": "Sample is the base class that Energon asks of every sample",
+    "megatron_vl.data.loader:RawSample": "Sample is the base class that Energon requires of every sample",
+    "megatron_vl.data.loader:EncodedSample": "Sample is the base class that Energon requires of every sample",
+    "megatron_vl.data.loader:DecodedSample": "Sample is the base class that Energon requires of every sample",
 }
-"""Subclasses of what these packages document for it, which need no entry, and why."""
+"""Subclasses of classes that are documented as base classes. They need no entry; the text says why."""

@@ -2,8 +2,8 @@
 
 Core's config switch applies to all linears, and its own ColumnParallelLinear (the output layer of GPTModel)
 then needs a CUDA extension of APEX. Transformer Engine's linears can add weight gradients to ``main_grad``
-without it, so the switch stays off and only they are set.
-This fix can go when GPTModel takes a Transformer Engine output layer.
+without it. So the switch stays off, and fusion is set on these linears only. This fix can go when GPTModel
+takes a Transformer Engine output layer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from torch import nn
 
 
 def fuse_weight_gradients(model: nn.Module) -> int:
-    """Makes every Transformer Engine linear of ``model`` accumulate into ``main_grad``.
-
-    Returns the number of these linears.
+    """Makes every Transformer Engine linear of ``model`` accumulate weight gradients into ``main_grad``.
 
     ``main_grad`` must exist before the first backward pass: wrap the model in Megatron-core's DDP.
+
+    Returns:
+        The number of these linears.
     """
     count = 0
     for module in model.modules():

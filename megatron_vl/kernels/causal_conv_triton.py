@@ -1,8 +1,8 @@
 """Depthwise causal convolution with SiLU over packed rows, in Triton; see
 :func:`megatron_vl.kernels.gated_delta_rule.causal_conv`.
 
-A program walks along some tokens of a block of channels and keeps the last inputs in registers, so each input
-is read once (and a few times more at the borders of blocks). The arithmetic is in float32 and rounded once.
+A program walks over a few tokens of a block of channels and keeps the last inputs in registers, so each input
+is read once, except near the borders of blocks. The arithmetic is in float32, and results are rounded once.
 The gradient of the weight is summed over a program's tokens, then over the programs, in a fixed order.
 """
 
@@ -14,14 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 _CHANNELS = 256
+"""Channels of one program."""
 _TOKENS = 16
+"""Tokens of one program."""
 _WIDTH = 4
-"""The width of every released model's convolution, for which the kernels are written."""
+"""The only width that the kernels support. Every released model's convolution has it."""
 
 
 @triton.jit
 def _number(segments, token, length):
-    """The sequence of a token; tokens outside the row have one of their own."""
+    """The sequence number of a token; -1 outside the row."""
     inside = (token >= 0) & (token < length)
     return tl.load(segments + token, mask=inside, other=-1)
 
@@ -38,6 +40,11 @@ def _forward(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    """Convolves TOKENS tokens of a block of channels, out of WIDTH channels in all.
+
+    x0 to x3 are the inputs of a token and of the three tokens before it, s0 to s3 the numbers of their
+    sequences, and w0 to w3 their weights.
+    """
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < WIDTH
     first = tl.program_id(1).to(tl.int64) * TOKENS
@@ -55,16 +62,19 @@ def _forward(
     x1 = tl.load(at - x_stride, mask=known & (first >= 1), other=0.0).to(tl.float32)
     x2 = tl.load(at - 2 * x_stride, mask=known & (first >= 2), other=0.0).to(tl.float32)
     x3 = tl.load(at - 3 * x_stride, mask=known & (first >= 3), other=0.0).to(tl.float32)
+
     for step in tl.static_range(0, TOKENS):
         token = first + step
         s0 = _number(segments, token, length)
         x0 = tl.load(x + token * x_stride + channel, mask=known & (token < length), other=0.0).to(tl.float32)
+
         y = w0 * x0
         y += tl.where(s1 == s0, w1 * x1, 0.0)
         y += tl.where(s2 == s0, w2 * x2, 0.0)
         y += tl.where(s3 == s0, w3 * x3, 0.0)
         y *= tl.sigmoid(y)
         tl.store(out + token * WIDTH + channel, y.to(out.dtype.element_ty), mask=known & (token < length))
+
         x1, x2, x3 = x0, x1, x2
         s1, s2, s3 = s0, s1, s2
 
@@ -84,7 +94,11 @@ def _backward(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Walks from the tokens' end, and from three after it, to their beginning."""
+    """The gradients of :func:`_forward`.
+
+    The gradient of an input depends on the outputs of its token and of the three tokens after it. The program
+    walks backwards and starts three tokens after its own.
+    """
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < WIDTH
     first = tl.program_id(1).to(tl.int64) * TOKENS
@@ -99,8 +113,8 @@ def _backward(
         tl.zeros((CHANNELS,), tl.float32),
     )
 
-    # x0 to x3 are the inputs of a token and of those before it; d1 to d3 the gradients of the sums of those
-    # after it, n1 to n3 their sequences.
+    # x0 to x3 are the inputs of a token and of the three tokens before it, s0 to s3 their sequences. d1 to d3
+    # are the gradients before SiLU of the three tokens after it, n1 to n3 their sequences (-2: none yet).
     last = first + TOKENS + 2
     d1, d2, d3 = (
         tl.zeros((CHANNELS,), tl.float32),
@@ -117,19 +131,23 @@ def _backward(
     x0 = tl.load(at, mask=known & (last < length), other=0.0).to(tl.float32)
     x1 = tl.load(at - x_stride, mask=known & (last - 1 < length), other=0.0).to(tl.float32)
     x2 = tl.load(at - 2 * x_stride, mask=known & (last - 2 < length), other=0.0).to(tl.float32)
+
     for step in tl.static_range(0, TOKENS + 3):
         token = last - step
         s3 = _number(segments, token - 3, length)
         there = known & (token >= 3) & (token - 3 < length)
         x3 = tl.load(x + (token - 3) * x_stride + channel, mask=there, other=0.0).to(tl.float32)
-        # What another sequence holds is not seen.
+
+        # Inputs of other sequences count as zero.
         y1, y2, y3 = tl.where(s1 == s0, x1, 0.0), tl.where(s2 == s0, x2, 0.0), tl.where(s3 == s0, x3, 0.0)
         y = w0 * x0 + w1 * y1 + w2 * y2 + w3 * y3
+
         there = known & (token < length)
         d0 = tl.load(dout + token * dout_stride + channel, mask=there, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(y)
         d0 *= sigmoid * (1 + y * (1 - sigmoid))
-        if step >= 3:
+
+        if step >= 3:  # this program's own tokens
             dw0 += d0 * x0
             dw1 += d0 * y1
             dw2 += d0 * y2
@@ -139,6 +157,7 @@ def _backward(
             grad += tl.where(n2 == s0, w2 * d2, 0.0)
             grad += tl.where(n3 == s0, w3 * d3, 0.0)
             tl.store(dx + token * WIDTH + channel, grad.to(dx.dtype.element_ty), mask=there)
+
         d1, d2, d3 = d0, d1, d2
         n1, n2, n3 = s0, n1, n2
         x0, x1, x2 = x1, x2, x3
@@ -181,10 +200,11 @@ class _Convolution(torch.autograd.Function):
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels support this convolution of x [S, C] with a weight [C, W]."""
     return weight.shape[1] == _WIDTH and x.shape[0] > 0
 
 
 def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
-    """x [S, C], whose rows may lie apart; weight [C, 4]; segments [S] -> [S, C]"""
+    """x [S, C] with any stride between tokens; weight [C, 4]; segments [S] -> [S, C]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     return _Convolution.apply(x, weight.contiguous(), segments.contiguous())

@@ -1,15 +1,17 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464), its convolution and its norm over packed rows.
 
-The state of a head is a matrix S [key, value]. Each token decays it and replaces what it holds for its key:
+The state of a head is a matrix S [key, value]. Each token decays it and replaces the value that it stores for
+the token's key:
 
     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
 
-State and convolution begin anew at each sequence of a row. Nothing is read on the host, and shapes depend
-on the length of the row alone. Reference: ``torch_chunk_gated_delta_rule`` of transformers, which knows no
-packed rows: each sequence by itself gives what a packed row gives here.
+State and convolution start afresh at each sequence of a row. The host reads nothing from the device, and
+shapes depend only on the length of the row. Reference: ``torch_chunk_gated_delta_rule`` of transformers. It
+does not support packed rows: run on each sequence alone, it gives the same results.
 
-Triton kernels run on a GPU (and in Triton's interpreter), torch elsewhere. The kernels of the rule multiply
-half precision; on a GPU, the rule of float32 inputs stays in torch. What is float64 does so everywhere.
+Triton kernels run on a GPU and in Triton's interpreter, torch code elsewhere. Float64 inputs always use the
+torch code. On a GPU, float32 inputs of the rule use it too, because the rule's kernels multiply in half
+precision.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens that are computed together."""
+"""Number of tokens that are computed together."""
 
 
 def segment_numbers(cu_seqlens: Tensor, length: int) -> Tensor:
-    """The number of each token's sequence, int32 [length], from the bounds int32 [sequences + 1]."""
+    """The sequence number of each token, int32 [length], from ``cu_seqlens``, int32 [sequences + 1]."""
     tokens = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
 
@@ -36,7 +38,10 @@ def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
     Args:
         x: [S, C].
         weight: [C, W]; the last column belongs to the token itself.
-        segments: numbers of sequences [S]. A token does not see others.
+        segments: sequence number of each token, [S]. A token does not see other sequences.
+
+    Returns:
+        [S, C].
     """
     if _has_kernels(x):
         from megatron_vl.kernels import causal_conv_triton
@@ -87,19 +92,19 @@ def normalized(x: Tensor) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, segments: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of a packed row and the state after its last token.
+    """Applies the gated delta rule to a packed row.
 
-    Computed in float32, or in float64 if the queries are. Each key head serves ``Vh / Kh`` value heads.
+    It computes in float32, or in float64 for float64 queries. Each key head serves ``Vh / Kh`` value heads.
 
     Args:
         query, key: [S, Kh, K], not normalised.
         value: [S, Vh, V].
         g: logarithm of the decay, float32 [S, Vh].
         beta: [S, Vh].
-        segments: numbers of sequences [S], ascending.
+        segments: sequence number of each token, [S], ascending.
 
     Returns:
-        [S, Vh, V] in the values' type, and the state [Vh, K, V].
+        The outputs [S, Vh, V] in the values' type, and the state [Vh, K, V] after the last token.
     """
     if _has_kernels(query) and not (query.is_cuda and query.dtype == torch.float32):
         from megatron_vl.kernels import gated_delta_rule_triton
@@ -114,24 +119,29 @@ def gated_delta_rule(
     k = normalized(key.to(wide))
     q, k = (t.repeat_interleave(repeats, dim=1) for t in (q, k))
 
-    # The last chunk is filled with tokens that change nothing: no key, no beta, no decay.
-    room = -length % CHUNK
-    segments = torch.cat((segments, segments[-1:].expand(room)))
-    q, k, v, g, beta = (_chunks(t.to(wide), room) for t in (q, k, value, g[..., None], beta[..., None]))
+    # The last chunk is padded with tokens that change nothing: their key, beta and decay are zero.
+    padding = -length % CHUNK
+    segments = torch.cat((segments, segments[-1:].expand(padding)))
+    q, k, v, g, beta = (_chunks(t.to(wide), padding) for t in (q, k, value, g[..., None], beta[..., None]))
     out, state = _over_chunks(q, k, v, g, beta, segments.view(-1, CHUNK))
     out = out.movedim(1, 2).flatten(0, 1)[:length]
     return out.to(kind), state
 
 
-def _chunks(x: Tensor, room: int) -> Tensor:
-    """[S, heads, d] -> [chunks, heads, CHUNK, d]"""
-    return F.pad(x, (0, 0, 0, 0, 0, room)).unflatten(0, (-1, CHUNK)).movedim(2, 1)
+def _chunks(x: Tensor, padding: int) -> Tensor:
+    """[S, heads, d] -> [chunks, heads, CHUNK, d], where S + padding = chunks * CHUNK"""
+    return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, CHUNK)).movedim(2, 1)
 
 
 def _over_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """All [chunks, heads, CHUNK, d], d = 1 for g and beta; segments [chunks, CHUNK]."""
+    """Applies the rule chunk by chunk. Returns the outputs in the same shape, and the final state.
+
+    Args:
+        q, k, v, g, beta: [chunks, heads, CHUNK, d], with d = 1 for g and beta.
+        segments: [chunks, CHUNK].
+    """
     # Each token's decay since the beginning of its sequence, or of the chunk if that is later. It is summed
     # within the sequence, so that other sequences do not change its rounding.
     same = segments[:, :, None] == segments[:, None, :]
@@ -141,14 +151,15 @@ def _over_chunks(
 
     # Masked before exp, so that neither values nor gradients of other pairs overflow.
     pairs = (decay - decay.transpose(-1, -2)).masked_fill(~keep, -torch.inf).exp()
-    before = F.pad(segments[:-1, -1], (1, 0), value=-1)  # no token continues what is before the row
+    before = F.pad(segments[:-1, -1], (1, 0), value=-1)  # no sequence begins before the row
     carried = (segments == before[:, None])[:, None, :, None]
     read = decay.exp() * carried
     last = (segments == segments[:, -1:])[:, None, :, None]
     write = (decay[:, :, -1:] - decay).masked_fill(~last, -torch.inf).exp()
     survives = read[:, :, -1:]
 
-    # d = beta (v - read k S - sum of earlier pairs (k_i k_j) d_j): a triangular system for all d of a chunk.
+    # d_i = beta_i (v_i - read_i k_i S - sum over earlier j of pairs_ij (k_i k_j) d_j) is a triangular system
+    # for all d of a chunk.
     mixing = beta * (k @ k.transpose(-1, -2)) * pairs
     right = torch.cat((beta * v, beta * read * k), dim=-1)
     solved = torch.linalg.solve_triangular(mixing, right, upper=False, unitriangular=True)
@@ -168,16 +179,22 @@ def _over_chunks(
 def one_token(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of one more token of each sequence, and the new states.
+    """Applies the rule to the next token of each of N sequences.
 
     Args:
-        query, key: [N, Kh, K], not normalised. value: [N, Vh, V]. g, beta: [N, Vh].
+        query, key: [N, Kh, K], not normalised.
+        value: [N, Vh, V].
+        g, beta: [N, Vh].
         state: float32 [N, Vh, K, V].
+
+    Returns:
+        The outputs [N, Vh, V] in the values' type, and the new states.
     """
     wide = state.dtype
     repeats = value.shape[1] // key.shape[1]
     q = (normalized(query.to(wide)) * query.shape[-1] ** -0.5).repeat_interleave(repeats, dim=1)
     k = normalized(key.to(wide)).repeat_interleave(repeats, dim=1)
+
     state = state * g.to(wide).exp()[..., None, None]
     held = (state * k[..., None]).sum(-2)
     d = beta.to(wide)[..., None] * (value.to(wide) - held)

@@ -1,27 +1,36 @@
 """The Triton kernels of :mod:`megatron_vl.kernels.gated_delta_rule`, forward and backward.
 
-A row is cut into chunks of 64 tokens wherever its sequences begin. Masks keep the sequences apart, so shapes
-depend on the length of the row alone and nothing is read on the host. Per chunk and value head, with the
-running decay c of each token within its sequence (and the chunk), P_ij = exp(c_i - c_j) for pairs i >= j of
-one sequence, read = exp(c) for tokens that continue the sequence of the chunk before, write = exp(c_last - c)
-for tokens of the chunk's last sequence, S the state [K, V] before the chunk:
+A row is cut into chunks of 64 tokens, regardless of where its sequences begin. Masks keep the sequences
+apart, so shapes depend only on the length of the row, and the host reads nothing from the device. Each chunk
+and value head has these quantities:
+
+* c: the logarithm of the decay up to each token, from the beginning of its sequence or of the chunk;
+* P_ij = exp(c_i - c_j) for pairs i >= j of one sequence, else 0;
+* read = exp(c) for tokens that continue the last sequence of the previous chunk, else 0;
+* write = exp(c_last - c) for tokens of the chunk's last sequence, else 0;
+* S: the state [K, V] before the chunk.
+
+The forward pass computes
 
     T = (1 + strictly lower part of beta_i (k_i k_j) P_ij)^-1
     d = T (beta v) - T (beta read k) S
     out = read q S + ((q_i q_j) P) d
     S <- read_last S + (write k)^T d
 
-Backward, with R the gradient of the state after the chunk, M = (q_i k_j) P, and e = T^T (gradient of d):
+The backward pass computes, with the gradient R of the state after the chunk, M = (q_i k_j) P, and
+e = T^T (gradient of d),
 
     e = T^T M^T dout + T^T (write k) R
     R <- read_last R + (read q)^T dout - (beta read k)^T e
 
-Everything else follows from S, R, d and e chunk by chunk: the gradient of the triangular system is -e d^T.
-Queries and keys enter products as they are; the lengths that normalise them scale the products in float32.
-There are no atomic operations and no tuning: results have the same bits in each run and on each rank.
+All other gradients follow from S, R, d and e, chunk by chunk. The gradient of the triangular system is
+-e d^T. Products take queries and keys before normalisation, and the inverse lengths of these scale the
+products in float32. There are no atomic operations and no autotuning: results have the same bits in each run
+and on each rank.
 
-Triton 3.4 to 3.7.0 computes products wrongly on Hopper if their left side is the transpose of another
-product's result, so results of products are never transposed here. They are computed a second time instead.
+On Hopper, Triton 3.4 to 3.7.0 computes a wrong product if its left operand is the transpose of another
+product's result. So results of products are never transposed here; their transposes are computed as separate
+products.
 """
 
 from __future__ import annotations
@@ -35,14 +44,14 @@ from torch import Tensor
 
 CHUNK = 64
 _BASE = 16
-"""Rows of the diagonal blocks that are inverted row by row."""
+"""Size of the diagonal blocks that are inverted row by row."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernels cut their work; fixed, so that all ranks compute the same bits.
+    """How the kernels divide their work. It is fixed, so that all ranks compute the same bits.
 
-    Warps of each kernel, and the columns of the state that one program of the scan keeps.
+    ``solve`` to ``keys`` are the numbers of warps of the kernels.
     """
 
     solve: int = 4
@@ -53,9 +62,11 @@ class Config:
     pairs: int = 8
     keys: int = 8
     columns: int = 64
+    """Number of the state's V columns that one program of a scan keeps."""
     stages: int = 3
+    """Stages of a scan's software pipeline."""
     precision: str = "tf32"
-    """Of the products that invert the triangular system."""
+    """Input precision of products of float32 operands: those that invert the triangular system."""
 
 
 CONFIG = Config()
@@ -63,7 +74,7 @@ CONFIG = Config()
 
 @triton.jit
 def _tile(base, chunk, stride, head, length, C: tl.constexpr, D: tl.constexpr):
-    """[C, D] of a tensor [S, heads, D] whose tokens are ``stride`` apart; zeros after the row."""
+    """Loads [C, D] of a tensor [S, heads, D] whose tokens are ``stride`` apart; zero after the row."""
     token = chunk * C + tl.arange(0, C)
     at = base + token[:, None] * stride + head * D + tl.arange(0, D)[None, :]
     return tl.load(at, mask=(token < length)[:, None], other=0.0)
@@ -77,7 +88,10 @@ def _inverse_length(x):
 
 @triton.jit
 def _sequences(segments, chunk, length, C: tl.constexpr):
-    """The sequences of tokens [C] and of the token before the chunk. What is after the row continues it."""
+    """The sequence numbers of a chunk's tokens [C], and of the token before the chunk (-1: there is none).
+
+    Tokens after the row belong to its last sequence.
+    """
     token = chunk * C + tl.arange(0, C)
     segment = tl.load(segments + tl.minimum(token, length - 1))
     before = tl.load(segments + tl.maximum(chunk * C - 1, 0))
@@ -100,7 +114,7 @@ def _pairs_transposed(segment, C: tl.constexpr):
 
 @triton.jit
 def _decay(g, keep, chunk, head, length, heads, C: tl.constexpr):
-    """c [C]: summed within each sequence, so that others do not change its rounding."""
+    """c [C]. It is summed within each sequence, so that other sequences do not change its rounding."""
     token = chunk * C + tl.arange(0, C)
     own = tl.load(g + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
     return tl.sum(tl.where(keep, own[None, :], 0.0), 1)
@@ -108,7 +122,7 @@ def _decay(g, keep, chunk, head, length, heads, C: tl.constexpr):
 
 @triton.jit
 def _borders(c, segment, before, C: tl.constexpr):
-    """read [C], write [C] and the part of the state that survives."""
+    """read [C], write [C], and the factor by which the chunk multiplies the state."""
     i = tl.arange(0, C)
     final = tl.sum(tl.where(i == C - 1, segment, 0), 0)
     end = tl.sum(tl.where(i == C - 1, c, 0.0), 0)
@@ -125,7 +139,7 @@ def _beta(beta, chunk, head, length, heads, C: tl.constexpr):
 
 @triton.jit
 def _join(x, a, C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverses of diagonal blocks of 2 WIDTH from those of WIDTH."""
+    """The inverses of diagonal blocks of size 2 WIDTH, from those of size WIDTH."""
     i = tl.arange(0, C)
     pair, half = i // (2 * WIDTH), i // WIDTH
     off = (pair[:, None] == pair[None, :]) & (half[:, None] != half[None, :])
@@ -135,10 +149,10 @@ def _join(x, a, C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
-    """(1 + a)^-1 of a strictly lower triangular [C, C], C being 4 BASE.
+    """(1 + a)^-1 for a strictly lower triangular a [C, C], where C is 4 BASE.
 
-    Diagonal blocks row by row, larger ones from those: a doubling product would cancel for keys that are
-    alike.
+    Diagonal blocks are inverted row by row, and larger blocks are joined from them. The product (1 - a)
+    (1 + a^2) (1 + a^4) ... would be shorter, but its terms cancel if keys are alike.
     """
     B: tl.constexpr = C // BASE
     block, row = tl.arange(0, B), tl.arange(0, BASE)
@@ -179,7 +193,7 @@ def _solve(
     BASE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """T, w = T (beta read k), u = T (beta v) of a chunk and value head, and what the scan multiplies by."""
+    """Stores T, w = T (beta read k), u = T (beta v) and the scan's factors of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
@@ -237,8 +251,10 @@ def _scan_forward(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The state before each chunk, and d. The state is kept as [V, K], so that products take it from
-    registers."""
+    """Stores the state before each chunk, and d.
+
+    The state is kept as [V, K], so that products take it from registers.
+    """
     kind: tl.constexpr = w.dtype.element_ty
     i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
     state = tl.zeros((COLUMNS, K), tl.float32)
@@ -289,7 +305,7 @@ def _scan_backward(
     PRECISION: tl.constexpr,
     OF_FINAL: tl.constexpr,
 ):
-    """The gradient of the state after each chunk, and e."""
+    """Stores the gradient of the state after each chunk, and e."""
     kind: tl.constexpr = w.dtype.element_ty
     i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
     state = tl.zeros((COLUMNS, K), tl.float32)
@@ -341,29 +357,12 @@ def _scan(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Runs :func:`_scan_forward` for one value head and COLUMNS columns of its state."""
+    part, head = tl.program_id(0), tl.program_id(1)
     _scan_forward(
-        k,
-        w,
-        u,
-        write_scale,
-        survives,
-        states,
-        d,
-        final,
-        tl.program_id(1),
-        tl.program_id(0),
-        length,
-        chunks,
-        k_stride,
-        heads,
-        repeats,
-        K,
-        V,
-        C,
-        COLUMNS,
-        STAGES,
-        PRECISION,
-    )
+        k, w, u, write_scale, survives, states, d, final, head, part, length, chunks, k_stride,
+        heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
@@ -399,60 +398,18 @@ def _both_scans(
     PRECISION: tl.constexpr,
     OF_FINAL: tl.constexpr,
 ):
-    """The scan of the forward pass once more and that of the backward pass, which do not need each other."""
+    """Runs the forward scan again, or the backward scan. Neither needs the other, so they run in parallel."""
+    part, head = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 0:
         _scan_forward(
-            k,
-            w,
-            u,
-            write_scale,
-            survives,
-            states,
-            d,
-            final,
-            tl.program_id(1),
-            tl.program_id(0),
-            length,
-            chunks,
-            k_stride,
-            heads,
-            repeats,
-            K,
-            V,
-            C,
-            COLUMNS,
-            STAGES,
-            PRECISION,
-        )
+            k, w, u, write_scale, survives, states, d, final, head, part, length, chunks, k_stride,
+            heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION,
+        )  # fmt: skip
     else:
         _scan_backward(
-            q,
-            k,
-            w_back,
-            z,
-            dout,
-            read_scale,
-            beta_scale,
-            survives,
-            grads,
-            e,
-            dfinal,
-            tl.program_id(1),
-            tl.program_id(0),
-            length,
-            chunks,
-            q_stride,
-            k_stride,
-            heads,
-            repeats,
-            K,
-            V,
-            C,
-            COLUMNS,
-            STAGES,
-            PRECISION,
-            OF_FINAL,
-        )
+            q, k, w_back, z, dout, read_scale, beta_scale, survives, grads, e, dfinal, head, part,
+            length, chunks, q_stride, k_stride, heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, OF_FINAL,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -475,7 +432,7 @@ def _out(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """read q S + M d of a chunk and value head."""
+    """Stores read q S + M d of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = q.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
@@ -532,7 +489,7 @@ def _prepare(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What both scans need: w and u again, T^T (write k), T^T M^T dout, and the factors of tokens."""
+    """Stores the inputs of both scans: w and u again, T^T (write k), T^T M^T dout, and factors of tokens."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
@@ -574,7 +531,7 @@ def _prepare(
 
 @triton.jit
 def _through_length(x, grad, scale, factor):
-    """The gradient of x from that of factor * x * scale, scale being 1 / |x|."""
+    """The gradient of x, from ``grad``, that of factor * x * scale. ``scale`` is 1 / |x|."""
     unit = x.to(tl.float32) * scale[:, None]
     along = tl.sum(unit * grad, 1)
     return (grad - unit * along[:, None]) * (scale * factor)[:, None]
@@ -582,7 +539,7 @@ def _through_length(x, grad, scale, factor):
 
 @triton.jit
 def _with_state(x, states, here, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """The product of x [C, V] and a state [V, K], half by half, to hold less in registers."""
+    """The product of x [C, V] and a state [V, K], computed in two halves to save registers."""
     i, j = tl.arange(0, C), tl.arange(0, K)
     y = tl.zeros((C, K), tl.float32)
     for part in tl.range(0, 2, num_stages=1):
@@ -616,8 +573,7 @@ def _query_gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq of a chunk and key head, over the value heads that it serves, and the gradient of c through
-    queries."""
+    """Stores dq of a chunk and key head, summed over its value heads, and c's gradient through queries."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = q.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
@@ -688,7 +644,10 @@ def _pair_gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What reaches keys, beta and c through pairs of tokens; float32, for :func:`_key_gradients`."""
+    """Stores the gradients that reach keys, beta and c through pairs of tokens, in float32.
+
+    :func:`_key_gradients` adds the others.
+    """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
     segment, _ = _sequences(segments, chunk, length, C)
@@ -708,7 +667,7 @@ def _pair_gradients(
         at = (here * C + i[:, None]) * V + n[None, :]
         new, back = tl.load(d + at), tl.load(e + at)
 
-        # The triangular system, whose gradient is -e d^T.
+        # Through the triangular system, whose gradient is -e d^T.
         strict = keep & (i[:, None] > i[None, :])
         pairs = tl.exp(tl.where(strict, c[:, None] - c[None, :], float("-inf")))
         system = tl.dot(back, tl.trans(new), input_precision=PRECISION) * -pairs * of_key[None, :]
@@ -718,7 +677,7 @@ def _pair_gradients(
         of_beta = tl.sum(change, 1)
         of_c = tl.load(decays + here * C + i) + b * of_beta - tl.sum(change * b[:, None], 0)
 
-        # The other ends of the same pairs, and keys that queries have seen.
+        # Through the other token of each of these pairs, and to the keys from the queries that saw them.
         pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
         scores = tl.dot(new, tl.trans(grad), input_precision=PRECISION) * pairs * of_query[None, :]
         of_keys = tl.dot(scores.to(kind), queries, acc=of_keys, input_precision=PRECISION)
@@ -762,7 +721,7 @@ def _key_gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The other gradients of a chunk and key head, over the value heads that it serves."""
+    """Stores the other gradients of a chunk and key head, summed over its value heads."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
     segment, before = _sequences(segments, chunk, length, C)
@@ -782,7 +741,7 @@ def _key_gradients(
         b = _beta(beta, chunk, head, length, heads, C)
         of_c, of_beta = tl.load(decays + here * C + i), tl.load(of_betas + here * C + i)
 
-        # The state before the chunk, which the system reads, and the one after it.
+        # Through the state before the chunk, which the triangular system reads, and the state after it.
         wide = _with_state(e, states, here, K, V, C, PRECISION)
         of_keys -= wide * (b * read)[:, None]
         again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
@@ -821,7 +780,7 @@ def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def _scan_options(config: Config, v: Tensor) -> dict[str, int]:
-    # More heads than that share a GPU's processors, and a third stage takes the memory of the second program.
+    # With more heads, two programs share a multiprocessor, and a third stage would leave too little memory.
     stages = config.stages if v.shape[1] <= 32 else min(config.stages, 2)
     return {"COLUMNS": min(config.columns, v.shape[2]), "STAGES": stages, "num_warps": config.scan}
 
@@ -829,9 +788,13 @@ def _scan_options(config: Config, v: Tensor) -> dict[str, int]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor, config: Config = CONFIG
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [S, Vh, V], state float32 [Vh, K, V], what :func:`backward` needs).
+    """Runs the forward kernels on q, k [S, Kh, K], v [S, Vh, V], g, beta [S, Vh] and segments [S].
 
-    Tokens of q, k and v may be any number of elements apart; their heads are not.
+    q, k and v may have any stride between tokens. The heads of a token are contiguous.
+
+    Returns:
+        The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and the inverse that :func:`backward`
+        needs.
     """
     length, heads, width = v.shape
     chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
@@ -842,6 +805,7 @@ def forward(
     final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
 
+    # The three kernels: the triangular systems, the states chunk by chunk, and the outputs.
     precision = {"PRECISION": config.precision}
     strides = (q.stride(0), k.stride(0), v.stride(0))
     _solve[heads, chunks](
@@ -876,8 +840,9 @@ def backward(
     """Writes the gradients of q, k and v to ``grads`` and returns those of g and beta.
 
     Args:
-        dout: [S, Vh, V], contiguous.
-        dfinal: of the state, float32 [Vh, K, V], contiguous, or None.
+        inverse: the third result of :func:`forward`.
+        dout: the gradient of the outputs, [S, Vh, V], contiguous.
+        dfinal: the gradient of the final state, float32 [Vh, K, V], contiguous; None: zero.
     """
     length, heads, width = v.shape
     chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
@@ -897,12 +862,14 @@ def backward(
         write_scale, read_scale, beta_scale, survives, length, *strides,
         SCALE=scale, num_warps=config.prepare, **sizes, **precision,
     )  # fmt: skip
+
     options = _scan_options(config, v)
     _both_scans[triton.cdiv(width, options["COLUMNS"]), heads, 2](
         q, k, w, u, w_back, z, dout, write_scale, read_scale, beta_scale, survives,
         states, after, d, e, final, dfinal, length, chunks, *strides[:2],
         OF_FINAL=dfinal is not None, **sizes, **options, **precision,
     )  # fmt: skip
+
     key_heads, (dq, dk, dv) = q.shape[1], grads
     _query_gradients[key_heads, chunks](
         q, k, g, segments, dout, d, states, dq, write_scale, length, *strides[:2], dq.stride(0),
@@ -941,13 +908,13 @@ class _Rule(torch.autograd.Function):
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels compute these heads: of one type, widths powers of two from 16 to 128."""
+    """Whether the kernels support these heads: one type, and widths that are powers of two from 16 to 128."""
     widths = all(16 <= n <= 128 and n & (n - 1) == 0 for n in (q.shape[2], v.shape[2]))
     return widths and q.dtype == k.dtype == v.dtype and len(q) > 0
 
 
-def _close(t: Tensor) -> Tensor:
-    """Tokens may lie apart, heads not: views of one projection need no copy."""
+def _contiguous_heads(t: Tensor) -> Tensor:
+    """``t`` [S, heads, d] with contiguous heads. A view of one projection has them and is not copied."""
     return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
 
 
@@ -955,5 +922,5 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As :func:`megatron_vl.kernels.gated_delta_rule.gated_delta_rule`."""
-    q, k, v = _close(q), _close(k), _close(v)
+    q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
     return _Rule.apply(q, k, v, g.contiguous(), beta.contiguous(), segments.contiguous())

@@ -55,8 +55,7 @@ def _row_product(
     x, addresses, tiles, out, bound, IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [rows, IN] times its expert's weight,
-    which is [OUT, IN] if TRANSPOSED, else [IN, OUT]."""
+    """Multiplies one tile of x [rows, IN] by its expert's weight, [OUT, IN] if TRANSPOSED, else [IN, OUT]."""
     EVEN: tl.constexpr = IN % BLOCK_K == 0 and OUT % BLOCK_N == 0
     columns = tl.cdiv(OUT, BLOCK_N)
     tile = tl.program_id(0) // columns
@@ -108,12 +107,10 @@ def _weight_product(
     dy, x, starts, addresses, like, OUT, IN, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN].
+    """Computes one tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN].
 
-    The result has the type of ``like``.
-
-    The tensor memory accelerator loads blocks.
-    It fills rows past the expert's last one with zeros, so no mask is needed.
+    The result has the type of ``like``. The tensor memory accelerator loads the blocks. It fills rows past
+    the expert's last one with zeros, so no mask is needed.
     """
     across = tl.cdiv(IN, BLOCK_N)
     tiles = tl.cdiv(OUT, BLOCK_M) * across
@@ -131,6 +128,7 @@ def _weight_product(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for row in range(first, end, BLOCK_K):
         acc = tl.dot(ys.load([row, m0]).T, xs.load([row, n0]), acc)
+
     # The tile is stored in two halves, which needs half of the shared memory.
     halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
     acc0, acc1 = tl.split(halves)
@@ -139,7 +137,7 @@ def _weight_product(
 
 
 class Config(NamedTuple):
-    """How a product is cut: each program computes m x n of the result, k of the reduction at a time."""
+    """How a product is cut: each program computes m x n elements and reduces over k elements at a time."""
 
     m: int
     n: int
@@ -170,7 +168,7 @@ def plan(counts: Tensor, rows: int) -> Plan:
 
     Args:
         counts: int32 or int64 [experts], number of rows of each expert, on the device.
-        rows: at least the sum of counts. Tiles end with the last expert's rows.
+        rows: at least the sum of counts. No tile covers rows after those of the last expert.
     """
     experts = counts.numel()
     bound = rows // TILE_ROWS + min(experts, rows)
@@ -183,7 +181,7 @@ def plan(counts: Tensor, rows: int) -> Plan:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory in which kernels keep the descriptors of what they load."""
+    """Allocates the memory for the tensor descriptors that a kernel makes."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -240,8 +238,8 @@ def weight_product(
         dy, x: [rows, features out] and [rows, features in], contiguous. Rows must be a multiple of 16 bytes.
         addresses: int64 [experts], addresses of contiguous tensors [out, in] in the type of ``like``.
         like: a tensor with the gradients' type.
-        add: whether to add to the old values. Then the gradient of an expert without rows does not change;
-            otherwise it becomes zero.
+        add: whether to add to the old values. If so, the gradient of an expert without rows does not change.
+            If not, it becomes zero.
     """
     if not x.shape[0] and add:
         return

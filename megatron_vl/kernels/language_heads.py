@@ -1,6 +1,6 @@
-"""Widths of heads for which cuDNN's packed causal attention, which Transformer Engine takes, is right.
+"""Head sizes for which cuDNN's packed causal attention, which Transformer Engine calls, is correct.
 
-Its gradients are wrong for heads of 256: ``tests.gpu.attention`` compares them on a GPU.
+For heads of 256, its gradients are wrong: ``tests.gpu.attention`` compares them on a GPU.
 """
 
 TE_HEADS = (64, 128)

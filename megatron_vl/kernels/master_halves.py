@@ -1,12 +1,12 @@
 """Splits fp32 master weights into the model's bf16 weights and 16 more bits, and joins them again.
 
-A bf16 weight is the master weight rounded to the nearest bf16, ties to even. In units of the last place of
-fp32, the difference of the two lies between -0x8000 and 0x8000. ``low`` keeps it in 16 bits, where its two
-ends are the same number. These are the ties, a few of 65,536 numbers: the sign bit of Adam's second moment,
-which is never negative, is set for those that were rounded down. So master weight and second moment come
-back bit for bit, and 2 bytes of the 4 need not be kept or moved.
+A bf16 weight is the master weight rounded to the nearest bf16, ties to even. The difference of the two, in
+units in the last place of fp32, lies between -0x8000 and 0x8000. ``low`` stores it in 16 bits, where these
+two limits are the same number. Only ties reach them, about one weight in 65,536. For a tie that was rounded
+down, the sign bit of Adam's second moment, which is never negative, is set. So the master weight and the
+second moment are restored bit for bit, and 2 of the master weight's 4 bytes need not be kept or moved.
 
-A Triton kernel runs on a GPU (and in Triton's interpreter), torch elsewhere.
+A Triton kernel runs on a GPU and in Triton's interpreter, torch code elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIE = 0x8000
 
 
 def split_master(master: Tensor, weight: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:
-    """Writes ``weight`` and ``low``, and the ties' direction into the sign of ``exp_avg_sq``.
+    """Writes ``weight``, ``low``, and the direction of ties in the sign of ``exp_avg_sq``.
 
     Args:
         master: fp32 [N], finite.
@@ -42,7 +42,10 @@ def split_master(master: Tensor, weight: Tensor, low: Tensor, exp_avg_sq: Tensor
 
 
 def join_master(weight: Tensor, low: Tensor, exp_avg_sq: Tensor, master: Tensor) -> None:
-    """Writes ``master`` and the absolute value of ``exp_avg_sq``: the inverse of :func:`split_master`."""
+    """Writes ``master`` and makes ``exp_avg_sq`` positive again: the inverse of :func:`split_master`.
+
+    Shapes and types are those of :func:`split_master`.
+    """
     if _on_kernels(master):
         from megatron_vl.kernels import master_halves_triton
 
@@ -56,7 +59,7 @@ def join_master(weight: Tensor, low: Tensor, exp_avg_sq: Tensor, master: Tensor)
 
 
 def _upper(weight: Tensor) -> Tensor:
-    """The bits of bf16 numbers as those of fp32."""
+    """The bits of bf16 numbers as int32 bits of fp32 numbers."""
     return weight.view(torch.int16).to(torch.int32) << 16
 
 

@@ -1,5 +1,7 @@
-"""The Triton kernels of :mod:`megatron_vl.kernels.master_halves`. They work on bits alone, so that no mode of
-rounding or of denormal numbers matters."""
+"""The Triton kernels of :mod:`megatron_vl.kernels.master_halves`.
+
+They work on bits only, so that modes for rounding and denormal numbers do not matter.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def _split(master, weight, low, exp_avg_sq, total, BLOCK: tl.constexpr):
     mask = index < total
     bits = tl.load(master + index, mask=mask, other=0)
 
-    # A NaN stays one: rounding could carry into its sign.
+    # A NaN stays a NaN: rounding could carry into its sign.
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)
     difference = bits - (rounded << 16)

@@ -1,8 +1,8 @@
 """SwiGLU as one Triton kernel for each direction, optionally weighted per row (mixture of experts).
 
-Megatron-core leaves it to torch.compile, whose backward pass writes the two halves through a masked
-concatenation. On an H200 this is five times slower than memory allows and takes 9 % of a training step of
-Qwen2.5-VL-7B (docs/log/2026-11.md). The arithmetic is in fp32 and rounded once.
+Megatron-core leaves SwiGLU to torch.compile, whose backward pass writes the two halves through a masked
+concatenation. On an H200, this is five times slower than memory bandwidth allows and takes 9 % of a training
+step of Qwen2.5-VL-7B (docs/log/2026-11.md). The arithmetic is in fp32, and results are rounded once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def _forward(x, weight, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr)
 @triton.jit
 def _backward(x, weight, dout, dx, dweight, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient of :func:`_forward`.
-    A weighted row is one block, so that the gradient of its weight is one sum."""
+
+    A weighted row is one block, so that the gradient of its weight is one sum.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

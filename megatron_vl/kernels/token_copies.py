@@ -1,8 +1,8 @@
-"""Copies each row to several others and sums them again, as needed to move tokens to experts within a rank.
+"""Copies each row to several rows and sums the copies again, to move tokens to experts within a rank.
 
-``row_ids`` is an int32 table [T, K]: the row that the k-th copy of row t becomes, or -1. :func:`scatter_rows`
-and :func:`sum_rows` are each other's gradient, so autograd keeps only the table. Triton kernels run on a GPU
-(and in Triton's interpreter), torch elsewhere.
+``row_ids`` is an int32 table [T, K]: entry (t, k) is the row that the k-th copy of row t becomes, or -1.
+:func:`scatter_rows` and :func:`sum_rows` are each other's gradient, so autograd keeps only the table. Triton
+kernels run on a GPU and in Triton's interpreter, torch code elsewhere.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 def positions(chosen: Tensor) -> Tensor:
-    """``row_ids`` that order copies by column, then by row.
+    """Makes ``row_ids`` that order copies by column, then by row.
 
-    This is the result of a sort by destination, without sorting.
+    The order is that of a stable sort by destination, but nothing is sorted.
 
     Args:
         chosen: bool [T, K], whether row t has a copy for destination k.
 
     Returns:
-        int32 [T, K], -1 where there is no copy. The host does not wait for the device.
+        int32 [T, K]; -1 where there is no copy. The host does not wait for the device.
     """
     rows, columns = chosen.shape
     running = chosen.T.reshape(-1).cumsum(0, dtype=torch.int32).view(columns, rows).T

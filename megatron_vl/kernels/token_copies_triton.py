@@ -1,9 +1,8 @@
-"""The Triton kernels of :mod:`megatron_vl.kernels.token_copies`,
-which copy each row to several others and sum them again.
+"""The Triton kernels of :mod:`megatron_vl.kernels.token_copies`.
 
-A program handles one row (or 2,048 columns of it). It goes from copy to copy by looking for the smallest
-row_id above the last one. So missing copies cost neither memory traffic nor a step, and sums have a fixed
-order, which is that of the row_ids. There are no atomic operations.
+A program handles one row, or 2,048 columns of it. It goes from copy to copy by looking for the smallest
+row_id above the previous one. So missing copies cost neither memory traffic nor a step, and sums are always
+in the order of the row_ids. There are no atomic operations.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 2048
-"""Largest number of a row's columns for one program. One warp can hold them, even in float32."""
+"""Largest number of columns that one program handles. One warp can hold them, even in float32."""
 _SLOTS = 32
-"""Smallest number of slots for a row of the table: one for each lane of a warp, which finds the smallest of
-them in one instruction."""
+"""Smallest number of slots for a row of the table: one for each lane of a warp, which finds the smallest
+row_id in one instruction."""
 _ELEMENTS = 1024
+"""Number of elements that one program of :func:`_parts` copies."""
 _END = tl.constexpr(2**31 - 1)
+"""Larger than any row_id."""
 
 
 @triton.jit

@@ -1,18 +1,18 @@
 """Triton kernels for full attention within the segments of a vision tower.
 
 They are made for heads whose size is not a power of two. Heads of 72 (Qwen3-VL) and 80 (Qwen2-VL, Qwen2.5-VL)
-are slow in kernels that round them up to 96 or 128. Here a head is cut into two parts, 64 and 16 wide. A
-product over the head dimension is the sum of two products, and a product onto it is two products,
-with almost no padding.
+are slow in kernels that round them up to 96 or 128. Here a head is cut into two parts, 64 and 16 wide, with
+almost no padding. A product that sums over the head dimension is the sum of two products. A product whose
+result has the head dimension becomes two products.
 
 The forward pass uses online softmax in base 2 (FlashAttention, arXiv 2205.14135 and 2307.08691): scores never
 leave the chip, and one log-sum-exp per row is kept. The backward pass has one kernel for dQ and one for dK
-and dV. Neither uses atomics, so gradients are equal in every run.
-Products take the input's type and are summed in fp32.
+and dV. Neither uses atomics, so gradients are equal in every run. Products take operands in the input's type
+and accumulate in fp32.
 
 The grid cannot depend on the segments' lengths, which only the device knows. Segment ``i`` owns the tiles
-from ``cu_seqlens[i] // OWN + i`` on. These are enough tiles and at most one too many, and the host knows the
-size of the whole grid.
+from ``cu_seqlens[i] // OWN + i`` up to the first tile of the next segment. Each segment then has enough tiles
+and at most one too many, and the host knows the size of the whole grid.
 
 Query, key and value are packed as ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper).
 The packing kernel also applies RoPE (:func:`tower_attention`) in fp32 and rounds once, as in
@@ -42,11 +42,12 @@ SEARCH = tl.constexpr(128)
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut: own rows of a program, rows that it walks over at a time,
-    warps, and pipeline stages."""
+    """How a kernel divides its work."""
 
     own: int
+    """Number of rows that a program computes."""
     step: int
+    """Number of rows of the other operand that a program processes at a time."""
     warps: int
     stages: int
     registers: int | None = None
@@ -55,8 +56,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the three kernels, by default the fastest measured
-    on H200 for heads of 72 (docs/log/2026-11.md)."""
+    """The tiles of the three kernels. The defaults are the fastest measured on H200 for heads of 72
+    (docs/log/2026-11.md)."""
 
     forward: Tile = Tile(128, 64, 8, 3)
     query: Tile = Tile(64, 32, 4, 3)
@@ -70,7 +71,7 @@ TILES = Tiles()
 
 @triton.jit
 def _find(cu, segments, OWN: tl.constexpr):
-    """(start and end of this program's segment, the program's first row); the row may lie after the end."""
+    """(start and end of this program's segment, the program's first row). The row may lie after the end."""
     tile = tl.program_id(0)
     before = 0
     for base in range(0, segments, SEARCH):
@@ -84,9 +85,9 @@ def _find(cu, segments, OWN: tl.constexpr):
 
 @triton.jit
 def _rows(parts, plane, row, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Both parts of ROWS rows of a plane, zero after the size of a head.
+    """Loads both parts of ROWS rows of a plane. Columns beyond the head size are zero.
 
-    If there is only one part, the second one is the first.
+    If a head has only one part, the second result equals the first.
     """
     a = parts[0].load([plane, row, 0]).reshape(ROWS, D1)
     b = a
@@ -97,7 +98,7 @@ def _rows(parts, plane, row, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.conste
 
 @triton.jit
 def _across(a, b, D2: tl.constexpr):
-    """The product over the head dimension, [A, B]."""
+    """The product a @ b^T over the head dimension, [A, B]."""
     out = tl.dot(a[0], tl.trans(b[0]))
     if D2 > 0:
         out = tl.dot(a[1], tl.trans(b[1]), out)
@@ -106,7 +107,7 @@ def _across(a, b, D2: tl.constexpr):
 
 @triton.jit
 def _along(p, x, sums, D2: tl.constexpr):
-    """Adds ``p @ x``, [A, d], to its two parts."""
+    """Adds ``p @ x``, [A, d], to ``sums``, its two parts."""
     a = tl.dot(p, x[0], sums[0])
     b = sums[1]
     if D2 > 0:
@@ -120,8 +121,8 @@ def _zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit
-def _place(first, end, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """(rows [ROWS, 1], columns [1, WIDTH] from LOW on, mask of the existing ones)"""
+def _indices(first, end, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """(rows [ROWS, 1] from ``first``, columns [1, WIDTH] from LOW, mask of those before ``end`` and D)"""
     row = (first + tl.arange(0, ROWS))[:, None]
     column = (LOW + tl.arange(0, WIDTH))[None, :]
     return row, column, (row < end) & (column < D)
@@ -129,7 +130,7 @@ def _place(first, end, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def _store_part(x, stride, first, end, value, LOW: tl.constexpr, D: tl.constexpr):
-    row, column, there = _place(first, end, value.shape[0], LOW, value.shape[1], D)
+    row, column, there = _indices(first, end, value.shape[0], LOW, value.shape[1], D)
     tl.store(x + row * stride + column, value.to(x.dtype.element_ty), mask=there)
 
 
@@ -142,9 +143,9 @@ def _store(x, stride, first, end, value, D: tl.constexpr, D1: tl.constexpr, D2: 
 
 @triton.jit
 def _store_back(x, stride, cos, sin, first, end, value, LOW: tl.constexpr, D: tl.constexpr):
-    """Rotates a part of rotated pairs back and stores it where the pairs came from."""
+    """Applies the inverse rotation to the pairs of one part and stores their members where RoPE read them."""
     a, b = tl.split(tl.reshape(value, [value.shape[0], value.shape[1] // 2, 2]))
-    row, pair, there = _place(first, end, value.shape[0], LOW // 2, value.shape[1] // 2, D // 2)
+    row, pair, there = _indices(first, end, value.shape[0], LOW // 2, value.shape[1] // 2, D // 2)
     angle = row * (D // 2) + pair
     c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
     tl.store(x + row * stride + pair, (a * c + b * s).to(x.dtype.element_ty), mask=there)
@@ -187,7 +188,7 @@ def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr
     """
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    row, column, there = _place(tl.program_id(0).to(tl.int64) * ROWS, patches, ROWS, 0, TILE, HALF)
+    row, column, there = _indices(tl.program_id(0).to(tl.int64) * ROWS, patches, ROWS, 0, TILE, HALF)
     angle = row * HALF + column
     c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
     base = qkv + row * (heads * 6 * HALF) + head * 6 * HALF
@@ -224,9 +225,9 @@ def _forward(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """OWN queries of one head over all keys of their segment.
+    """Attends from OWN queries of one head to all keys of their segment.
 
-    own, walked: the packed tensor, as descriptors of both parts.
+    ``own`` and ``walked`` are the packed tensor, as descriptors of both parts in tiles of OWN and STEP rows.
     """
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
@@ -265,7 +266,7 @@ def _product_sum(
     """(a part of dout [OWN, WIDTH], sum(out * dout) over it)"""
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    row, column, there = _place(first - start, end - start, OWN, LOW, WIDTH, D)
+    row, column, there = _indices(first - start, end - start, OWN, LOW, WIDTH, D)
     at = start.to(tl.int64) * heads * D + head * D + row * (heads * D) + column
     o, do = tl.load(out + at, mask=there, other=0.0), tl.load(dout + at, mask=there, other=0.0)
     return do, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -296,7 +297,7 @@ def _backward_query(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """dQ of OWN queries of one head. Also stores delta = sum(out * dout) for the other kernel."""
+    """Computes dQ of OWN queries of one head. Stores delta = sum(out * dout) for the other kernel."""
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
         return
@@ -354,10 +355,9 @@ def _backward_key(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """dK and dV of OWN keys of one head over all queries of their segment.
-    Scores are transposed, [OWN, STEP].
+    """Computes dK and dV of OWN keys of one head from all queries of their segment.
 
-    dout, lse and delta are descriptors.
+    Scores are transposed, [OWN, STEP]. ``dout``, ``lse`` and ``delta`` are descriptors.
     """
     start, end, first = _find(cu, segments, OWN)
     if first >= end:
@@ -368,9 +368,9 @@ def _backward_key(
     v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
     dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
 
-    # Descriptors of statistics start and end at multiples of 16 bytes. Queries of other segments get no
-    # weight. Values after the last query were never written and may be NaN,
-    # which a weight of zero would not remove.
+    # Loads of statistics start at multiples of 16 bytes, so the first may include queries of the previous
+    # segment. These get no weight. Values after the last query were never written and may be NaN, which a
+    # weight of zero would not remove.
     for row in tl.range(start // 4 * 4, end, STEP):
         q = _rows((walked1, walked2), head, row, STEP, D1, D2)
         do = _rows((dout1, dout2), head, row, STEP, D1, D2)
@@ -378,6 +378,7 @@ def _backward_key(
         mine = (query >= start) & (query < end)
         norm = tl.where(mine, lse.load([head, row]).reshape(STEP), float("inf"))
         d = tl.where(mine, delta.load([head, row]).reshape(STEP), 0.0)
+
         p = tl.exp2(_across(k, q, D2) * scale - norm[None, :])
         dv = _along(p.to(do[0].dtype), do, dv, D2)
         ds = p * (_across(v, do, D2) - d[None, :])
@@ -407,7 +408,7 @@ _THREAD = threading.local()
 
 
 def _make_context_current(device: torch.device) -> None:
-    """Makes CUDA's context current in this thread, as any kernel of torch does.
+    """Makes CUDA's context current in this thread, as the first torch kernel does.
 
     Triton 3.6 makes descriptors on the host before it looks for a context. In a thread that has not used CUDA
     yet, it finds none (``invalid device context``) if another thread has loaded the kernel. Autograd's
@@ -432,6 +433,7 @@ def _launch(
     _make_context_current(packed.device)
     segments = tensors[-1].numel() - 1
     first, second = _parts(d)
+
     kernel[(patches // tile.own + segments, heads)](
         *described,
         *tensors,
@@ -451,10 +453,10 @@ def _launch(
 
 
 def _attend(packed: Tensor, cu: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """[3, h, P, d] -> [P, h, d] and the base-2 log-sum-exp, fp32 [h, P rounded up]."""
+    """[3, h, P, d] -> [P, h, d] and the base-2 log-sum-exp, fp32 [h, P rounded up to a multiple of 4]."""
     _, heads, patches, d = packed.shape
     out = packed.new_empty(patches, heads, d)
-    # Descriptors need rows of a multiple of 16 bytes.
+    # The size of a descriptor's rows must be a multiple of 16 bytes.
     lse = packed.new_empty(heads, triton.cdiv(patches, 4) * 4, dtype=torch.float32)
     planes = packed.flatten(0, 1)
     described = *_described(planes, tile.own), *_described(planes, tile.step)
@@ -463,7 +465,7 @@ def _attend(packed: Tensor, cu: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 Angles = tuple[Tensor, Tensor] | None
-"""cos and sin of the rotation to undo in gradients; None: there was no rotation."""
+"""cos and sin of the rotation whose inverse is applied to gradients; None: there was no rotation."""
 
 
 def _gradient_of_query(
@@ -504,6 +506,7 @@ def _gradient_of_key(
     )
     statistics = (TensorDescriptor.from_tensor(x, [1, tile.step]) for x in (lse, delta))
     tensors = dqkv, *(angles or (lse, lse)), cu
+
     _launch(
         _backward_key,
         tile,
@@ -518,7 +521,7 @@ def _gradient_of_key(
 def _gradient(
     packed: Tensor, out: Tensor, dout: Tensor, lse: Tensor, cu: Tensor, angles: Angles, tiles: Tiles
 ) -> Tensor:
-    """[P, h, 3, d]"""
+    """The gradient of query, key and value, [P, h, 3, d]."""
     _, heads, patches, d = packed.shape
     dqkv = packed.new_empty(patches, heads, 3, d)
     delta = torch.empty_like(lse)
@@ -529,7 +532,7 @@ def _gradient(
 
 
 def _pack_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
-    """[P, h * 3 * d] -> [3, h, P, d]"""
+    """Applies RoPE to query and key: [P, h * 3 * d] -> [3, h, P, d]."""
     patches = qkv.shape[0]
     heads = qkv.shape[1] // (3 * head_dim)
     half = head_dim // 2
@@ -582,7 +585,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, til
         cu_seqlens: int32 [segments + 1], covering all P patches; segments may be empty.
 
     Returns:
-        [P, heads, head_dim]
+        [P, heads, head_dim].
+
+    Raises:
+        ValueError: the kernels do not support ``head_dim``.
     """
     _check(query.shape[2])
     return _Attention.apply(query, key, value, cu_seqlens, tiles)
@@ -594,13 +600,16 @@ def tower_attention(
     """RoPE and softmax attention within segments.
 
     Args:
-        qkv: [P, heads * 3 * head_dim] with query, key and value for each head, as Megatron-core's
-            ``linear_qkv`` gives.
-        cos, sin: fp32 [P, head_dim / 2], of each patch's angles, contiguous.
+        qkv: [P, heads * 3 * head_dim], with query, key and value for each head: the output of Megatron-core's
+            ``linear_qkv``.
+        cos, sin: fp32 [P, head_dim / 2], contiguous, of each patch's angles.
         cu_seqlens: int32 [segments + 1], covering all P patches; segments may be empty.
 
     Returns:
-        [P, heads * head_dim]
+        [P, heads * head_dim].
+
+    Raises:
+        ValueError: the kernels do not support ``head_dim``.
     """
     _check(head_dim)
     return _RotatedAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, head_dim, tiles)
@@ -608,4 +617,4 @@ def tower_attention(
 
 def _check(head_dim: int) -> None:
     if not has_kernels(head_dim):
-        raise ValueError(f"heads of {head_dim}; the kernels take multiples of 8 from 16 to 128")
+        raise ValueError(f"head_dim {head_dim} is not supported; valid: multiples of 8 from 16 to 128")

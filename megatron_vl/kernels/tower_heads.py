@@ -1,4 +1,4 @@
-"""The head sizes of vision towers for which our full-attention kernels exist and are chosen.
+"""The tower head sizes that our full-attention kernels support, and those for which ``auto`` chooses them.
 
 The module imports nothing, so that the memory estimate can use it.
 """
@@ -13,5 +13,7 @@ def has_kernels(head_dim: int) -> bool:
 
 def kernels_are_fastest(head_dim: int) -> bool:
     """Whether ``auto`` chooses our kernels on CUDA in bfloat16.
-    Other kernels are optimised for heads of 64 and 128."""
+
+    Other kernels are optimised for heads of 64 and 128.
+    """
     return has_kernels(head_dim) and head_dim % 64 > 0

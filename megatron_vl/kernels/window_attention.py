@@ -5,9 +5,9 @@ head fits into one thread block, so forward and backward each read ``qkv`` once 
 rotated copies of query and key, no log-sum-exp and no separate pass for ``delta``. Kernels for long sequences
 spend most of their time on blocks that are mostly empty here (figures: docs/log/2026-11.md).
 
-The layout is that of Megatron-core's ``linear_qkv`` output: ``[P, heads * 3 * d]`` with query, key and value
-for each head. Rotation is computed in fp32 and rounded once,
-as in ``apply_rotary_pos_emb_vision`` of transformers.
+The input is the output of Megatron-core's ``linear_qkv``: ``[P, heads * 3 * d]``, with query, key and value
+for each head. The rotation is computed in fp32 and rounded once, as in ``apply_rotary_pos_emb_vision`` of
+transformers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_WINDOW = 128
-"""Length in patches of the longest window that the kernels support. A tile of scores has its square."""
+"""Largest number of patches in a window that the kernels support. A tile of scores is its square."""
 
 
 @triton.jit
 def _rotated(first, second, cos, sin):
-    """Rotates a vector that is given as its two halves (rotate-half) and rounds to the input's type."""
+    """Rotates a vector given as its two halves (rotate-half convention), and rounds to its type."""
     a = first.to(tl.float32)
     b = second.to(tl.float32)
     return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
@@ -31,7 +31,7 @@ def _rotated(first, second, cos, sin):
 
 @triton.jit
 def _scores(q1, q2, k1, k2, inside, scale):
-    """The softmax over the window's keys, fp32 [B, B]; zero outside the window."""
+    """The softmax over the window's keys, fp32 [B, B]; zero for keys outside the window."""
     s = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * scale
     s = tl.where(inside[None, :], s, float("-inf"))
     p = tl.exp(s - tl.max(s, 1)[:, None])
@@ -42,9 +42,9 @@ def _scores(q1, q2, k1, k2, inside, scale):
 def _forward(
     qkv, cos, sin, cu, out, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """One window of one head.
+    """Computes the attention of one head in one window.
 
-    BLOCK: patches in a tile; HALF: d / 2; TILE: HALF rounded up to a power of two.
+    BLOCK is the number of patches in a tile, HALF is d / 2, and TILE is HALF rounded up to a power of two.
     """
     window, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu + window)
@@ -107,7 +107,7 @@ def _backward(
     dp = tl.dot(o1, tl.trans(v1)) + tl.dot(o2, tl.trans(v2))
     ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(o1.dtype)
 
-    # Those of q and k. The inverse of a rotation rotates by the negative angle.
+    # The gradients of q and k. The inverse of a rotation rotates by the negative angle.
     dq1, dq2 = _rotated(tl.dot(ds, k1), tl.dot(ds, k2), c, -s)
     tl.store(grad, dq1.to(o1.dtype), mask=mask)
     tl.store(grad + HALF, dq2.to(o1.dtype), mask=mask)
@@ -166,6 +166,9 @@ def window_attention(
 
     Returns:
         [P, heads * head_dim].
+
+    Raises:
+        ValueError: ``longest`` is larger than :data:`MAX_WINDOW`.
     """
     if longest > MAX_WINDOW:
         raise ValueError(f"a window of {longest} patches; the kernel takes at most {MAX_WINDOW}")

@@ -2,11 +2,11 @@
 
 A packed row holds several sequences one after another; ``cu_seqlens`` gives their bounds. Megatron-core's own
 packed path (``thd``) restarts the rotary frequencies at each sequence, so it does not work with M-RoPE. Here
-core gets ``sbhd`` with a batch of one, applies RoPE from the given position ids,
-and calls :class:`PackedAttention`.
+core gets ``sbhd`` with a batch of one, applies RoPE from the given position ids, and calls
+:class:`PackedAttention`.
 
-The backends are ``sdpa`` (anywhere), ``te`` (Transformer Engine / cuDNN), ``torch_varlen`` (FlashAttention-2
-in torch), ``flash_attn`` (the package) and ``triton``
+The backends are ``sdpa`` (on any device), ``te`` (Transformer Engine / cuDNN), ``torch_varlen``
+(FlashAttention-2 in torch), ``flash_attn`` (the package) and ``triton``
 (:mod:`megatron_vl.kernels.tower_attention`, for towers).
 """
 
@@ -38,15 +38,16 @@ Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What core passes to every layer:
-    the segments of full attention and, in a tower with windows, of windows."""
+    """The description of a packed row that core passes to every layer."""
 
     full: Segments | None = None
+    """The segments of full attention."""
     window: Segments | None = None
+    """The segments of window attention, in a tower with windows."""
     cos_sin: tuple[Tensor, Tensor] | None = None
     """fp32 [P, d / 2] each, for layers whose kernels apply RoPE themselves."""
     cache: CacheUse | None = None
-    """The kept keys and values while text is generated; otherwise None."""
+    """The stored keys and values during generation; otherwise None."""
 
 
 def packed_row(
@@ -55,8 +56,10 @@ def packed_row(
     cos_sin: tuple[Tensor, Tensor] | None = None,
     cache: CacheUse | None = None,
 ) -> PackedRow:
-    """A :class:`PackedRow` in the format ``sbhd``, with which core neither squeezes the batch axis nor
-    applies its own packed RoPE."""
+    """A :class:`PackedRow` in the format ``sbhd``.
+
+    With this format, core neither squeezes the batch axis nor applies its own packed RoPE.
+    """
     return PackedRow(qkv_format="sbhd", full=full, window=window, cos_sin=cos_sin, cache=cache)
 
 
@@ -66,7 +69,10 @@ class PackedAttention(nn.Module):
     Args:
         backend: one of :data:`BACKENDS`.
         causal: whether to use a causal mask, as in the language model; the vision tower has none.
-        windowed: tells for a zero-based layer whether it attends within windows.
+        windowed: says whether a zero-based layer attends within windows.
+
+    Raises:
+        ValueError: core asks for another ``softmax_scale`` than the default.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class PackedAttention(nn.Module):
         assert packed_seq_params is not None
         segments = packed_seq_params.window if self.windowed else packed_seq_params.full
         assert segments is not None
+
         q = query.squeeze(1)
         k = key.squeeze(1)
         v = value.squeeze(1)
@@ -119,15 +126,15 @@ class PackedAttention(nn.Module):
 def choose_backend(
     name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """For ``auto``, the fastest backend measured on the platform; otherwise ``name`` after checking it.
+    """Chooses the fastest measured backend if ``name`` is ``auto``. Otherwise, checks and returns ``name``.
 
     On H200 (docs/log/2026-11.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
     FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
-    language model's long causal segments. Heads wider than 128 (Qwen3.5) take FlashAttention-2: the gradients
-    of packed rows that cuDNN computes for them are wrong.
+    language model's long causal segments. Heads wider than 128 (Qwen3.5) use FlashAttention-2, because cuDNN
+    computes wrong gradients for them in packed rows.
 
     Raises:
-        ValueError: the name is unknown, or the backend cannot run on this platform or for this attention.
+        RunConfigError: the name is unknown, or the backend cannot run on this platform or this attention.
     """
     towers = not causal and dtype == torch.bfloat16
     if name == "auto":
@@ -164,7 +171,7 @@ def choose_backend(
 
 
 def make_backend(name: str) -> Backend:
-    """The function of a backend. Each layer needs its own."""
+    """Makes the function of a backend. Each layer needs its own."""
     if name == "te":
         return _TransformerEngine()
     functions: dict[str, Backend] = {
@@ -192,6 +199,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal:
         n = 1
         while i + n < len(lengths) and lengths[i + n] == lengths[i]:
             n += 1
+
         length = lengths[i]
         end = start + n * lengths[i]
         if length:
@@ -211,7 +219,7 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
     out = varlen_attn(
         query, key, value, cu, cu, longest, longest, window_size=(-1, 0) if causal else (-1, -1)
     )
-    assert isinstance(out, Tensor)  # a tuple only when the log-sum-exp is asked for
+    assert isinstance(out, Tensor)  # it is a tuple only if the log-sum-exp is requested
     return out
 
 
@@ -232,7 +240,7 @@ def _triton(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causa
 class _TransformerEngine:
     """Transformer Engine's DotProductAttention in ``thd``.
 
-    It is built at the first call, when the number of local heads is known.
+    The module is built at the first call, when the number of local heads is known.
     """
 
     def __init__(self) -> None:

@@ -20,18 +20,18 @@ class Segments:
     """The bounds of the sequences in a packed row."""
 
     cu_seqlens: Tensor
-    """int32 [segments + 1], from 0 to S, on the device."""
+    """int32 [segments + 1], ascending from 0 to S, on the device."""
     max_seqlen: int
     """Length of the longest segment, known on the host."""
 
     def padded(self, length: int, extra: int) -> Segments:
-        """A copy with one more segment of ``extra`` elements (perhaps 0), so that the total is ``length``."""
+        """A copy with one more segment of ``extra`` elements (perhaps 0), for a total of ``length``."""
         return Segments(F.pad(self.cu_seqlens, (0, 1), value=length), max(self.max_seqlen, extra))
 
 
 @dataclass
 class VisionInput:
-    """A :class:`megatron_vl.data.row.VisionBatch` on the device, with segments."""
+    """A :class:`megatron_vl.data.row.VisionBatch` on the device, with the same shapes, and its segments."""
 
     planes: Tensor
     plane_index: Tensor
@@ -56,12 +56,12 @@ class DeviceRow:
     """None on ranks without the vision tower."""
     feature_index: Tensor | None
     features: Tensor | None = None
-    """[N, 1 + levels, H]: features that the ranks have computed together ahead of the pipeline (a decoupled
-    tower), on the first stage; a leaf that collects their gradient."""
+    """[N, 1 + levels, H], on the first stage: the features that a decoupled tower computed ahead of the
+    pipeline. They are an autograd leaf, which collects their gradient."""
     step_vision: Any = None
-    """The pictures of the whole step (:class:`megatron_vl.training.decoupled.StepVision`), the same object in
-    all rows of a step; None for a tower on the first stage."""
+    """The pictures of the whole step (:class:`megatron_vl.models.decoupled.StepVision`). All rows of a step
+    share this object. None for a tower on the first stage."""
     loss_index: Tensor | None = None
-    """int64 [N], ascending: the tokens whose logits are computed when losses are asked for; None: all."""
+    """int64 [N], ascending: the tokens for which logits and losses are computed; None: all."""
     cache: CacheUse | None = None
-    """The kept keys and values while text is generated; otherwise None."""
+    """The stored keys and values during generation; otherwise None."""

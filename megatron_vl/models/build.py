@@ -41,16 +41,61 @@ def build_chunks(
     pixel_mean: tuple[float, ...],
     pixel_std: tuple[float, ...],
 ) -> list[VisionLanguageModel]:
-    """This rank's chunks (one per virtual stage) with random weights, on the platform's device.
+    """Builds this rank's chunks (one per virtual stage) with random weights, on the platform's device.
 
-    Parameters are frozen as the config asks.
+    Parameters are frozen as ``config.model`` says. Megatron-core's process groups must exist
+    (:func:`megatron_vl.parallel.grid.make_grid`).
 
-    Megatron-core's process groups must exist (:func:`megatron_vl.parallel.grid.make_grid`).
+    Args:
+        pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
+
+    Raises:
+        RunConfigError: the platform or the model does not support a field of ``config``.
     """
     from megatron.core import parallel_state as mpu
 
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
+    core = _language_settings(platform, spec, layout, config)
+
+    deepstack = len(spec.vision.deepstack_layers)
+    # The number of levels only decreases, so the first boundary between chunks has the most.
+    message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
+
+    rank = mpu.get_pipeline_model_parallel_rank()
+    chunks = []
+    for stage in range(layout.vpp):
+        tower = None
+        if rank == 0 and stage == 0 and not layout.decoupled:
+            tower = _tower(platform, spec, layout, config, pixel_mean, pixel_std)
+
+        language = _language(platform, spec, layout, config, core, rank, stage)
+        layers = layout.chunk_layers(rank, stage)
+        chunk = VisionLanguageModel(
+            core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels
+        )
+        chunks.append(_to(chunk, platform.device, getattr(torch, config.dtype)))
+
+    modules: list[torch.nn.Module] = [*chunks]
+    if layout.decoupled:
+        everywhere = _tower_everywhere(platform, spec, layout, config, pixel_mean, pixel_std)
+        chunks[0].decoupled = DecoupledTower(everywhere, spec.vision, config.vision)
+        modules.append(everywhere)
+
+    tower_tp = 1 if layout.decoupled else layout.tp
+    _zero_padding(modules, spec, tower_tp, mpu.get_tensor_model_parallel_rank() % tower_tp)
+    _freeze(modules, config.model)
+    if platform.transformer_engine:
+        for module in modules:
+            fuse_weight_gradients(module)
+
+    return chunks
+
+
+def _language_settings(
+    platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig
+) -> TransformerConfig:
+    """Core's config of the language model. Starts the overlap of collectives if it asks for that."""
     dtype = getattr(torch, config.dtype)
     core = language_config(
         platform,
@@ -68,38 +113,7 @@ def build_chunks(
         tp_overlap.start(
             config.data.seq_len, spec.language.hidden_size, layout.tp, dtype, fp8=core.fp8 is not None
         )
-
-    deepstack = len(spec.vision.deepstack_layers)
-    # The number of levels only decreases, so the first boundary between chunks has the most.
-    message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
-
-    rank = mpu.get_pipeline_model_parallel_rank()
-    chunks = []
-    for stage in range(layout.vpp):
-        tower = None
-        if rank == 0 and stage == 0 and not layout.decoupled:
-            tower = _tower(platform, spec, layout, config, pixel_mean, pixel_std)
-        language = _language(platform, spec, layout, config, core, rank, stage)
-        layers = layout.chunk_layers(rank, stage)
-        chunk = VisionLanguageModel(
-            core, language, tower, deepstack=deepstack, layers=layers, message_levels=message_levels
-        )
-        chunks.append(_to(chunk, platform.device, dtype))
-
-    modules: list[torch.nn.Module] = [*chunks]
-    if layout.decoupled:
-        everywhere = _tower_everywhere(platform, spec, layout, config, pixel_mean, pixel_std)
-        chunks[0].decoupled = DecoupledTower(everywhere, spec.vision, config.vision)
-        modules.append(everywhere)
-
-    tower_tp = 1 if layout.decoupled else layout.tp
-    _zero_padding(modules, spec, tower_tp, mpu.get_tensor_model_parallel_rank() % tower_tp)
-    _freeze(modules, config.model)
-    if platform.transformer_engine:
-        for module in modules:
-            fuse_weight_gradients(module)
-
-    return chunks
+    return core
 
 
 def _to(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype) -> VisionLanguageModel:
@@ -119,12 +133,12 @@ def _tower_everywhere(
     pixel_mean: tuple[float, ...],
     pixel_std: tuple[float, ...],
 ) -> TowerEverywhere:
-    """The tower of a rank that shares it with nobody, equal on all ranks of the run. Collective."""
+    """A whole tower with the same weights on all ranks of the run. Collective over these ranks."""
     alone = dataclasses.replace(layout, tp=1)
     tower = _tower(platform, spec, alone, config, pixel_mean, pixel_std, group_of_one())
     module = TowerEverywhere(tower.decoder.config, tower)
     module = module.to(device=platform.device, dtype=getattr(torch, config.dtype))
-    # Random weights depend on the rank.
+    # Initial weights depend on the rank's random numbers, so all ranks take those of rank 0.
     for parameter in module.parameters():
         dist.broadcast(parameter.data, src=0)
     return module
@@ -139,14 +153,10 @@ def _tower(
     pixel_std: tuple[float, ...],
     tp_group: dist.ProcessGroup | None = None,
 ) -> VisionTower:
-    """The vision tower.
-
-    Args:
-        tp_group: the tower's tensor-parallel ranks; None: those of the language model.
-    """
+    """The vision tower on the ranks of ``tp_group`` (None: the language model's tensor-parallel group)."""
     model = config.model
     dtype = getattr(torch, config.dtype)
-    # In float32 the kernel's products would be TF32.
+    # With float32 inputs, the kernel's products would be TF32.
     fusable = platform.name == "cuda" and dtype == torch.bfloat16
     if model.window_attention == "fused" and not fusable:
         raise RunConfigError(
@@ -222,8 +232,8 @@ def _language(
 def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:
     """The coefficient of this run's load-balancing loss; 0 if there are no experts or they are not trained.
 
-    ``model.moe_aux_loss`` decides if it is set. Otherwise the Hugging Face config's ``output_router_logits``
-    decides whether the loss is added, as in ``transformers``.
+    It is ``model.moe_aux_loss``, if that is set. Otherwise, the loss is added if the Hugging Face config's
+    ``output_router_logits`` is true, as in ``transformers``.
     """
     moe = spec.language.moe
     if moe is None or model.freeze_language:
@@ -234,7 +244,7 @@ def aux_loss_coefficient(spec: ModelSpec, model: ModelConfig) -> float:
 
 
 def aux_loss_reason(spec: ModelSpec, model: ModelConfig) -> str:
-    """A text with the coefficient of the load-balancing loss and its origin; empty without experts."""
+    """Says in words what the coefficient of the load-balancing loss is and why; empty without experts."""
     moe = spec.language.moe
     coefficient = aux_loss_coefficient(spec, model)
     if moe is None:
@@ -252,7 +262,7 @@ def aux_loss_reason(spec: ModelSpec, model: ModelConfig) -> str:
 
 
 def _tower_groups(pg: ProcessGroupCollection, tp: dist.ProcessGroup | None) -> ProcessGroupCollection:
-    """The tower's groups: ``tp``, or the language model's tensor-parallel group, and no pipeline."""
+    """The tower's process groups: ``tp`` (None: that of the language model's ``pg``) and no pipeline."""
     tower = ProcessGroupCollection()
     tower.tp = tp or pg.tp
     tower.cp = pg.cp
@@ -262,8 +272,10 @@ def _tower_groups(pg: ProcessGroupCollection, tp: dist.ProcessGroup | None) -> P
 
 @torch.no_grad()
 def _zero_padding(chunks: Iterable[torch.nn.Module], spec: ModelSpec, tp: int, tp_rank: int) -> None:
-    """Zeroes the padded FFN rows and columns of random weights.
-    They stay zero because their gradients are zero."""
+    """Zeroes the padded FFN rows and columns of the tower's initial weights.
+
+    They stay zero, because their gradients are zero.
+    """
     v = spec.vision
     if v.padded_ffn_hidden_size == v.ffn_hidden_size:
         return
@@ -291,7 +303,7 @@ def _freeze(chunks: Iterable[torch.nn.Module], model: ModelConfig) -> None:
 def chunk_tensors(
     chunks: list[VisionLanguageModel], layout: Layout, pp_rank: int, ep_rank: int = 0
 ) -> list[LiveTensor]:
-    """The parameters of all chunks of a rank with their canonical names."""
+    """Lists the parameters of all chunks of a rank with their canonical names."""
     first_expert = ep_rank * ((chunks[0].config.num_moe_experts or 0) // layout.ep)
     return [
         tensor
@@ -304,7 +316,7 @@ def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[LiveTensor]) ->
     """Checks that live parameters have the shapes of the model's tensor table. Returns the table.
 
     Raises:
-        RuntimeError: a live parameter has no entry or another shape, so the table does not match the modules.
+        RuntimeError: the table does not match the modules: a live parameter has no entry or another shape.
     """
     table = tensor_table(spec)
     for name, parameter, expert in tensors:
@@ -316,6 +328,6 @@ def check_tensors(spec: ModelSpec, layout: Layout, tensors: list[LiveTensor]) ->
         want = table[name].shard_shape(layout.cut)[0 if expert is None else 1 :]
         if tuple(parameter.shape) != want:
             raise RuntimeError(
-                f"parameter {name} has shape {tuple(parameter.shape)}, the table says {want} for {layout.cut}"
+                f"parameter {name} has shape {tuple(parameter.shape)}; the table says {want} for {layout.cut}"
             )
     return table

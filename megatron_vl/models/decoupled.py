@@ -1,10 +1,11 @@
 """The vision tower on every rank (``vision.placement: decoupled``).
 
 Ahead of the pipeline, the tp x pp ranks of a data-parallel replica encode the pictures of the whole step
-together, without keeping activations, and send the features to the first stage. There they are leaves of
-autograd. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each
-rank runs its pictures forward once more (except ``vision.keep_patches`` of them) and then backward, and the
-gradients of the weights are summed over all ranks of the run. Kimi K2.5 was trained in this way.
+together, without keeping activations, and send the features to the first stage. There they are autograd
+leaves. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each rank
+runs its pictures forward once more (except for ``vision.keep_patches`` patches, whose activations it kept)
+and then backward. The gradients of the weights are summed over all ranks of the run. Kimi K2.5 was trained in
+this way.
 
 Pictures stay within their replica: its loader holds their pixels, and ``data.balance`` evens out replicas.
 """
@@ -35,17 +36,22 @@ from megatron_vl.spec.families import VisionSpec
 
 @dataclass
 class StepVision:
-    """What a rank needs of the pictures of a step: its own share of them, and the sizes of all shares."""
+    """The pictures of a step, as one rank needs them: its own share, and the sizes of all shares.
+
+    ``planes``, ``plane_index``, ``position_hw`` and ``frame_hw`` are those of a
+    :class:`~megatron_vl.models.batch.VisionInput`, for the whole share.
+    """
 
     rows: list[DeviceRow]
     """The rows of the step on this rank."""
     features_of_rank: list[int]
-    """Features that each rank of the replica computes, in the order of its group."""
+    """Number of features that each rank of the replica computes, by rank in the replica's group."""
     features_of_row: list[int]
+    """Number of features of each row."""
     frames: Frames
-    """This rank's share."""
+    """The frames of this rank's share."""
     plane_bounds: Array
-    """int64 [F, 2]: first plane of each frame of the share, and the one after its last."""
+    """int64 [F, 2]: for each frame of the share, its first plane and the one after its last."""
     planes: Tensor
     plane_index: Tensor
     position_hw: Tensor
@@ -57,32 +63,41 @@ class StepVision:
 
     @property
     def has_pictures(self) -> bool:
-        """Whether any rank of the replica has one."""
+        """Whether any rank of the replica has a picture."""
         return any(self.features_of_rank)
 
     def frames_within(self, patches: int) -> int:
-        """How many of the share's first frames have at most so many patches together."""
+        """How many of the share's first frames together have at most ``patches`` patches."""
         return int(np.searchsorted(self.frames.first_patch, patches, side="right")) - 1
 
     def calls(
         self, patches: int, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[VisionInput, slice]]:
-        """Some frames of the share (all of them by default) in inputs of about ``patches`` patches, each with
-        its place in the share in patches."""
+        """Cuts frames of the share into tower inputs of about ``patches`` patches.
+
+        Args:
+            start, stop: the frames of the share; by default all.
+
+        Yields:
+            An input, and its slice of the share's patches.
+        """
         sizes = self.frames.patches[start:stop]
         first_patch, first_window = self.frames.first_patch, self.frames.first_window
         bounds = start + cut_evenly(sizes, max(1, -(-int(sizes.sum()) // patches)))
         for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
             if begin == end:
                 continue
+
             here = slice(int(first_patch[begin]), int(first_patch[end]))
             windows = slice(int(first_window[begin]), int(first_window[end]))
             low = int(self.plane_bounds[begin:end, 0].min())
             high = int(self.plane_bounds[begin:end, 1].max())
+
             full, window = self.full[begin : end + 1], self.window[windows.start : windows.stop + 1]
             index = self.plane_index[here]
             if begin:
                 full, window, index = full - here.start, window - here.start, index - low
+
             given = VisionInput(
                 planes=self.planes[low:high],
                 plane_index=index,
@@ -95,9 +110,9 @@ class StepVision:
 
 
 class DecoupledTower:
-    """Runs the tower of this rank for the pictures of a step.
+    """Runs this rank's tower on the pictures of a step.
 
-    ``megatron-vl bench`` times the methods, each of which is one part of a step.
+    Each method is one part of a step, which ``megatron-vl bench`` times.
 
     Args:
         module: the tower, equal on all ranks.
@@ -109,15 +124,16 @@ class DecoupledTower:
         self.tp_group = mpu.get_tensor_model_parallel_group()
         self.on_first_stage = mpu.get_pipeline_model_parallel_rank() == 0
         self.ddp: ReplicaDDP | None = None
-        """Reduces the gradients over all ranks of the run; None if nothing of the tower is trained."""
+        """Reduces the gradients over all ranks of the run; None if no weight of the tower is trained."""
         self.tokens: Tensor | None = None
-        """Loss tokens of the global batch, known once the pipeline's gradients are complete."""
+        """Number of loss tokens in the global batch, known once the pipeline's gradients are complete."""
         self._step: StepVision | None = None
         self._kept: list[tuple[list[Tensor], slice]] = []
-        """Features with their graph, and their places, of the patches that do not run forward twice."""
+        """Features whose autograd graph was kept, so that their patches do not run forward twice. Each entry
+        also has its slice of the share's patches."""
 
     def wrap(self, ddp_config: DistributedDataParallelConfig) -> None:
-        """Reduces the gradients of the trained weights over all ranks of the run from now on."""
+        """From now on, reduces the gradients of the trained weights over all ranks of the run."""
         if any(p.requires_grad for p in self.module.parameters()):
             self.ddp = ReplicaDDP(
                 self.module.config, ddp_config, self.module, pg_collection=groups_of_tower()
@@ -128,10 +144,12 @@ class DecoupledTower:
         return self.ddp is not None
 
     def encode(self, rows: Sequence[Any], train: bool) -> None:
-        """Gives the rows of the first stage their features. Collective over the replica.
+        """Computes the features of a step and attaches them to the rows of the first stage.
+
+        Collective over the replica.
 
         Args:
-            rows: the rows of a step, or what holds them as ``row``.
+            rows: the rows of a step, or objects whose attribute ``row`` is a row.
             train: whether :meth:`backward` will follow.
         """
         step = getattr(rows[0], "row", rows[0]).step_vision
@@ -139,10 +157,12 @@ class DecoupledTower:
             self.ddp.zero_grad_buffer()
         if step is None:
             return
+
         keep = self.kept_patches if train and self._trained else 0
         features = self._none(step)
         if step.has_pictures:
             features = self.to_first(self.forward(step, keep), step)
+
         if self.on_first_stage:
             for row, own in zip(step.rows, features.split(step.features_of_row), strict=True):
                 row.features = own.detach().requires_grad_(train and self._trained)
@@ -150,26 +170,33 @@ class DecoupledTower:
 
     @property
     def kept_patches(self) -> int:
-        """How many patches of a share keep their activations. Without a gradient in the blocks, only the
-        mergers have any, and all are kept."""
+        """How many patches of a share keep their activations.
+
+        If the blocks are frozen, only the mergers have activations, and those of all patches are kept.
+        """
         return sys.maxsize if self.module.vision_model.frozen else self.config.keep_patches
 
     def forward(self, step: StepVision, keep: int) -> Tensor:
         """The features of this rank's share, [n, 1 + levels, H].
 
         Args:
-            keep: of how many patches the activations are kept for the backward pass.
+            keep: number of patches whose activations are kept for the backward pass.
         """
         frames = step.frames_within(keep)
-        for given, place in step.calls(self.config.backward_patches, stop=frames):
-            self._kept.append((self.module.vision_model(given), place))
+        for given, patches in step.calls(self.config.backward_patches, stop=frames):
+            self._kept.append((self.module.vision_model(given), patches))
+
         parts = [torch.stack([level.detach() for level in levels], 1) for levels, _ in self._kept]
         with torch.no_grad():
             for given, _ in step.calls(self.config.encode_patches, start=frames):
                 parts.append(torch.stack(self.module.vision_model(given), 1))
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else self._none(step)
+
+        if not parts:
+            return self._none(step)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _none(self, step: StepVision) -> Tensor:
+        """No features, [0, 1 + levels, H]."""
         v = self.vision
         dtype = self.module.config.params_dtype
         return torch.empty(
@@ -177,7 +204,7 @@ class DecoupledTower:
         )
 
     def to_first(self, mine: Tensor, step: StepVision) -> Tensor:
-        """The features of all ranks of the replica in order, on its first stage; empty elsewhere."""
+        """The features of all ranks of the replica, in rank order, on its first stage; empty elsewhere."""
         features = exchange_with_first(mine, step.features_of_rank, self.group, gather=True)
         if self.on_first_stage and self.tp_group.size() > 1:
             if self.tp_group.rank():
@@ -186,44 +213,50 @@ class DecoupledTower:
         return features
 
     def backward(self) -> None:
-        """Computes the gradients of the tower's weights, sums them over the run and divides them by
-        its loss tokens. Collective over the run; call it after the pipeline's backward pass."""
+        """Computes the gradients of the tower's weights and reduces them (:meth:`reduce`).
+
+        Collective over the run. Call it after the pipeline's backward pass.
+        """
         step, self._step = self._step, None
         if self.ddp is None:
             return
         if step is not None and step.has_pictures:
             gradient = self.to_owners(self._collected(step), step)
             kept = self._kept[-1][1].stop if self._kept else 0
-            while self._kept:  # the memory of each is free before the next call
+            while self._kept:  # each entry's memory is freed before the next call
                 self.backward_call(*self._kept.pop(), gradient)
             for given, patches in step.calls(self.config.backward_patches, start=step.frames_within(kept)):
                 self.backward_call(self.again(given), patches, gradient)
         self.reduce()
 
     def reduce(self) -> None:
-        """Sums the gradients over the run and divides them by its loss tokens."""
+        """Sums the gradients over the run and divides them by the global number of loss tokens."""
         assert self.ddp is not None and self.tokens is not None
         self.ddp.finish_grad_sync()
         self.ddp.scale_gradients(1.0 / self.tokens.clamp(min=1))
         self.tokens = None
 
     def again(self, given: VisionInput) -> list[Tensor]:
-        """The features of one call, with what their backward pass needs."""
+        """Runs one input forward again, with an autograd graph for its backward pass."""
         return self.module.vision_model(given)
 
     def backward_call(self, features: list[Tensor], patches: slice, gradient: Tensor) -> None:
-        """The backward pass of one call.
+        """Runs the backward pass of one input.
 
         Args:
-            patches: the call's place in the rank's share.
-            gradient: of all features of this rank.
+            features: the input's features, one tensor for each level.
+            patches: the input's slice of the share's patches.
+            gradient: the gradient of all features of this rank, [n, 1 + levels, H].
         """
         unit = self.vision.merge_unit
         levels = gradient[patches.start // unit : patches.stop // unit].unbind(1)
         torch.autograd.backward(features, list(levels))
 
     def _collected(self, step: StepVision) -> Tensor:
-        """The gradients of all features, on the rank that owns the loader; empty elsewhere. Frees both."""
+        """The gradients of all features, on the rank that owns the loader; empty elsewhere.
+
+        Rows no longer hold their features or gradients afterwards.
+        """
         none = self._none(step)
         parts = []
         for row in step.rows:
@@ -238,13 +271,13 @@ class DecoupledTower:
 
 
 def groups_of_tower() -> ProcessGroupCollection:
-    """The groups of a tower that every rank of the run holds whole: all ranks are its data-parallel ranks."""
+    """The process groups of a tower that every rank holds whole: all ranks are data-parallel ranks."""
     pg, world, alone = ProcessGroupCollection(), dist.group.WORLD, group_of_one()
     pg.dp = pg.dp_cp = world
     pg.tp = pg.pp = pg.cp = pg.mp = alone
     pg.ep = pg.expt_tp = pg.expt_dp = pg.tp_ep_pp = alone
-    # With the distributed optimizer, the norm is summed over the slices of all ranks, as that of the
-    # language model is.
+    # With the distributed optimizer, the gradient norm is summed over the slices of all ranks, as for the
+    # language model.
     pg.intra_dist_opt = mpu.get_intra_distributed_optimizer_instance_group()
     return pg
 
@@ -252,14 +285,15 @@ def groups_of_tower() -> ProcessGroupCollection:
 def exchange_with_first(
     mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, gather: bool
 ) -> Tensor:
-    """Gathers parts on the first rank of a group, or sends the parts that it holds to their ranks.
+    """Gathers the ranks' parts on the first rank of a group, or scatters them from there.
 
     Args:
-        mine: this rank's part; to send, all parts on the first rank and nothing elsewhere.
+        mine: to gather, this rank's part; to scatter, all parts on the first rank, and nothing elsewhere.
         sizes: length of each rank's part in dim 0.
+        gather: whether to gather.
 
     Returns:
-        All parts on the first rank and nothing elsewhere; if they were sent, this rank's part.
+        If gathered, all parts on the first rank, and nothing elsewhere. If scattered, this rank's part.
     """
     if group.size() == 1:
         return mine

@@ -1,12 +1,12 @@
-"""DeepStack: features of inner vision layers are added to the hidden states after the first decoder layers.
+"""DeepStack: adds features of inner vision layers to the hidden states after the first decoder layers.
 
 Reference: arXiv 2406.04334 and ``Qwen3VLTextModel`` of transformers, which adds level ``i`` at the medium's
 tokens to the output of decoder layer ``i``.
 
-The levels that are still to be added follow the hidden state along the sequence dimension: ``[(1 + levels) *
-S, 1, H]``. Under sequence parallelism, each part is scattered like the hidden state. A layer that adds a
-level removes the first one. So gradients, recomputation, pipeline messages and the interleaved schedule need
-no change, and any layer may be on any stage.
+The levels that are not added yet are concatenated to the hidden state along the sequence dimension: ``[(1 +
+levels) * S, 1, H]``. Under sequence parallelism, each level is scattered like the hidden state. A layer adds
+the first level and removes it. So gradients, recomputation, pipeline messages and the interleaved schedule
+need no change, and any layer may be on any stage.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 
 
 def levels_before(layer: int, deepstack: int) -> int:
-    """Number of levels in the input of the zero-based decoder ``layer``,
-    out of ``deepstack`` levels in all."""
+    """Number of levels that the zero-based decoder ``layer`` gets in its input, out of ``deepstack``."""
     return max(0, deepstack - layer)
 
 
 class DeepStackLayer(TransformerLayer):
-    """A decoder layer of a model with ``deepstack`` levels:
-    [(1 + n) * s, 1, H] -> [n * s, 1, H] for n > 0."""
+    """A decoder layer of a model with ``deepstack`` levels.
+
+    With n levels left, it maps [(1 + n) * s, 1, H] to [n * s, 1, H] if n > 0, else [s, 1, H] to [s, 1, H].
+    """
 
     def __init__(self, *args: Any, deepstack: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,8 +36,9 @@ class DeepStackLayer(TransformerLayer):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         if not self.levels:
             return super().forward(hidden_states, *args, **kwargs)
+
         length = hidden_states.shape[0] // (1 + self.levels)
-        # The copy prevents what the layer keeps for its backward pass from holding all levels in memory.
+        # The layer keeps its input for the backward pass. The copy lets the memory of all levels be freed.
         own, level, later = hidden_states.split([length, length, (self.levels - 1) * length])
         out, context = super().forward(own.clone(), *args, **kwargs)
         out = out + level

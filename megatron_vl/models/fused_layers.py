@@ -2,8 +2,8 @@
 
 * :class:`TowerSelfAttention`: runs a tower layer's attention and RoPE, between ``linear_qkv`` and
   ``linear_proj``, in our kernels.
-* :class:`FusedMLP`: runs SwiGLU as one kernel.
-  It can recompute the activation in the backward pass instead of keeping it.
+* :class:`FusedMLP`: runs SwiGLU as one kernel. It can recompute the activation in the backward pass instead
+  of keeping it.
 * :func:`with_bias`: lets the matrix product add the bias, so that it also computes the bias gradient.
 """
 
@@ -27,8 +27,8 @@ class TowerSelfAttention(SelfAttention):
     They are :mod:`megatron_vl.kernels.window_attention` and :mod:`megatron_vl.kernels.tower_attention`.
 
     Args:
-        fused_windows: whether layers with small windows use their kernel. Full layers use theirs if the
-            backend is ``triton``.
+        fused_windows: whether layers with small windows use the window kernel. Layers with full attention use
+            the other one if the backend is ``triton``.
     """
 
     def __init__(self, *args: Any, fused_windows: bool, **kwargs: Any) -> None:
@@ -43,6 +43,7 @@ class TowerSelfAttention(SelfAttention):
         kernel = None if row is None or row.cos_sin is None else self._kernel(row)
         if kernel is None:
             return super().forward(hidden_states, *args, packed_seq_params=row, **kwargs)
+
         qkv, _ = self.linear_qkv(hidden_states)
         return self.linear_proj(kernel(qkv[:, 0])[:, None])
 
@@ -59,6 +60,7 @@ class TowerSelfAttention(SelfAttention):
         segments = row.window if self.core_attention.windowed else row.full
         if segments is None:
             return None
+
         cu, longest = segments.cu_seqlens, segments.max_seqlen
         if self.core_attention.windowed and self.fused_windows and longest <= MAX_WINDOW:
             return lambda qkv: window_attention(qkv, cos, sin, cu, longest, dim)
@@ -71,8 +73,8 @@ class FusedMLP(MLP):
     """Core's dense MLP with our SwiGLU.
 
     Args:
-        recompute: keep only ``linear_fc1``'s output and recompute the activation (half as large if gated) for
-            the backward pass, which costs one elementwise kernel.
+        recompute: whether to keep only ``linear_fc1``'s output and recompute the activation (half as large if
+            gated) in the backward pass, which costs one elementwise kernel.
     """
 
     def __init__(self, *args: Any, recompute: bool = False, **kwargs: Any) -> None:
@@ -107,11 +109,11 @@ class FusedMLP(MLP):
 def computed_again(
     kept: Tensor, function: Callable[..., Tensor], *inputs: Any
 ) -> AbstractContextManager[Any]:
-    """Within the context, autograd does not keep ``kept``,
-    the result of ``function(*inputs)``, but recomputes it.
+    """A context in which autograd does not keep ``kept``, the result of ``function(*inputs)``.
 
-    This works for every operator that saves ``kept`` (or a view of all of it) through ``save_for_backward``,
-    including Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
+    The backward pass computes ``kept`` again. This works for every operator that saves ``kept`` (or a view of
+    all of it) through ``save_for_backward``, including Transformer Engine's linears. An operator that saves a
+    quantised copy keeps that copy.
     """
     address = kept.data_ptr()
     size = kept.numel()
@@ -131,7 +133,7 @@ def computed_again(
 
 
 def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
-    """A constructor of a linear that always adds its bias itself, even if core asks it not to.
+    """A constructor of a linear that always adds its bias, even if core asks for ``skip_bias_add``.
 
     Core leaves biases to fused elementwise kernels, whose backward pass needs one more kernel to sum ``[P,
     F]`` gradients. cuBLASLt gives the sum as a by-product of the weight gradient.

@@ -1,11 +1,12 @@
 """Gated DeltaNet, the linear attention of Qwen3.5 (arXiv 2412.06464), for packed rows.
 
-The module takes the place of core's SelfAttention in a layer and has the parameter names of core's own
-``GatedDeltaNet``. That one is not used: in core 0.19.2 it ignores the bounds of sequences unless rows are in
-``thd``, rounds the decays to bfloat16, needs flash-linear-attention to be built at all, and leaves gradients
-of its norm unsummed under tensor parallelism.
+The module replaces core's SelfAttention in a layer and has the parameter names of core's ``GatedDeltaNet``.
+Core's own module is not used because, in version 0.19.2, it ignores the bounds of sequences unless rows are
+in ``thd``, rounds the decays to bfloat16, cannot be built without flash-linear-attention, and does not sum
+its norm's gradients over tensor-parallel ranks. Reference: ``Qwen3_5GatedDeltaNet`` of transformers.
 
-Tensor-parallel ranks share the heads: each has some key heads with the value heads that they serve.
+The heads are divided among tensor-parallel ranks: each rank has some key heads and the value heads that they
+serve.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class GatedDeltaNet(nn.Module):
 
     Args:
         spec: sizes of the whole layer.
-        column, row: constructors of the two linear layers; ``column`` may begin with the layer's norm.
+        column, row: constructors of the two linear layers. ``column`` may include the layer's norm.
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class GatedDeltaNet(nn.Module):
             **common,
         )
         self._initialize()
+
         selective = config.recompute_granularity == "selective"
         self.recompute = selective and "core_attn" in (config.recompute_modules or [])
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """Random weights as ``transformers`` draws them, other ones on each tensor-parallel rank."""
+        """Draws random weights as ``transformers`` does, different ones on each tensor-parallel rank."""
         with get_cuda_rng_tracker().fork():
             bound = 1 / math.sqrt(self.spec.conv_width)
             self.conv1d.weight.uniform_(-bound, bound)
@@ -107,6 +109,7 @@ class GatedDeltaNet(nn.Module):
         assert packed_seq_params is not None and packed_seq_params.full is not None
         projected, _ = self.in_proj(hidden_states)
         projected = projected[:, 0]
+
         cache = packed_seq_params.cache
         if cache is not None:
             out = self._with_cache(projected, cache)
@@ -143,17 +146,19 @@ class GatedDeltaNet(nn.Module):
     def _norm(self, out: Tensor, z: Tensor) -> Tensor:
         weight = self.out_norm.weight
         if not self.config.sequence_parallel:
-            # Each rank has the gradient of its own heads. Core would sum it only under sequence parallelism.
+            # Each rank has the gradient from its own heads. Core sums it only under sequence parallelism.
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
         return self.out_norm(out, z.unflatten(-1, (self.value_heads, -1)), weight).flatten(1)
 
     def _with_cache(self, projected: Tensor, use: CacheUse) -> Tensor:
-        """As :meth:`_mix` while text is generated. What is no prompt or new token is zero."""
+        """The same as :meth:`_mix`, during generation. Outputs of padding are zero."""
         if use.filling:
             (prompt,) = use.prompts
             length = use.cache.used[prompt]
             own = projected[:length]
             out, state = self._mix_with_state(own, own.new_zeros(length, dtype=torch.int32))
+
+            # The convolution of the next token needs the last inputs, zeros before the prompt included.
             reach = self.spec.conv_width - 1
             inputs = F.pad(own[:, : self.sections[0]], (0, 0, reach, 0))[length:]
             use.cache.states[self, prompt] = (inputs, state)
@@ -163,12 +168,14 @@ class GatedDeltaNet(nn.Module):
         rest = projected.new_zeros(projected.shape[0] - count, self.sections[1])
         if not count:
             return rest
+
         kept = [use.cache.states[self, prompt] for prompt in use.prompts]
         qkv, z, b, a = projected[:count].split(self.sections, dim=-1)
         inputs = torch.cat((torch.stack([k[0] for k in kept]), qkv[:, None]), dim=1)
         mixed = F.silu((inputs * self.conv1d.weight[:, 0].t()).sum(1))
         g, beta = self._gates(a, b)
         out, states = one_token(*self._heads(mixed), g, beta, torch.stack([k[1] for k in kept]))
+
         for i, prompt in enumerate(use.prompts):
             use.cache.states[self, prompt] = (inputs[i, 1:], states[i])
         return torch.cat((self._norm(out, z), rest))
@@ -197,5 +204,5 @@ class GatedNorm(nn.Module):
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """x, gate [S, heads, V] -> [S, heads, V]"""
+        """x, gate [S, heads, V], weight [V] -> [S, heads, V]"""
         return gated_norm(x, gate, weight, self.eps)

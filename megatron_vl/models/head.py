@@ -1,9 +1,9 @@
-"""Output layer and cross entropy of the loss tokens only.
+"""The output layer and cross entropy, for loss tokens only.
 
-In rows with pictures most tokens have no label to learn: placeholders, questions, padding. The output layer
-is the widest of the model, so their logits are not computed. The result still has a loss for every token of
-the row, which is zero where nothing was computed. Megatron-core's own output layer and loss are called,
-through the ``output_processor`` of GPTModel.
+In rows with pictures, most tokens bear no loss: placeholders, questions, padding. The output layer is the
+widest of the model, so the logits of these tokens are not computed. The result still has one loss per token
+of the row, which is zero for these tokens. Megatron-core's own output layer and loss are called, through the
+``output_processor`` of GPTModel.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def selected_losses(
     compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
     **_: Any,
 ) -> Tensor:
-    """Per-token losses [1, S] of hidden states [S (/ tp with sequence parallelism), 1, H];
-    0 outside ``context``.
+    """Computes per-token losses [1, S], which are 0 outside ``context``.
 
     Args:
+        hidden_states: [S, 1, H], or [S / tp, 1, H] with sequence parallelism.
         output_weight: the tied weight; None: the output layer has its own weight.
         labels: int64 [1, S].
         context: int64 [N], distinct token positions in the row (:func:`megatron_vl.data.row.loss_index`),
             equal on all tensor-parallel ranks.
     """
     if output_layer.sequence_parallel:
-        # Loss tokens are spread unevenly over the ranks' parts of the row, so each rank gathers the whole row
-        # before it selects. The selection is a copy, so it does not hold core's shared buffer.
+        # Loss tokens are not distributed evenly over the ranks' parts of the row, so each rank gathers the
+        # whole row before it selects. The selection is a copy, so core's shared buffer need not be kept.
         hidden_states = gather_from_sequence_parallel_region(
             hidden_states,
             tensor_parallel_output_grad=False,
@@ -52,13 +52,12 @@ def selected_losses(
 
 @contextmanager
 def _whole_input(layer: ColumnParallelLinear) -> Iterator[None]:
-    """Within the context, a sequence-parallel output layer takes whole inputs,
-    as without sequence parallelism.
+    """A context in which a sequence-parallel output layer takes inputs of the whole row.
 
     The gradients of the inputs are then summed over the ranks in one all-reduce, which overlaps with the
-    product for the weight's gradient, and each rank keeps its part of the row. For N of S tokens this moves S
-    + 2 N instead of 3 S with core's own sequence-parallel layer, which gathers once more in the backward
-    pass. So it never moves more.
+    product for the weight's gradient, and each rank keeps its part of the row. For N loss tokens out of S,
+    this moves S + 2 N tokens. Core's own sequence-parallel layer gathers once more in the backward pass and
+    moves 3 S, which is never less.
     """
     sequence_parallel, allreduce = layer.sequence_parallel, layer.allreduce_dgrad
     layer.sequence_parallel = False

@@ -1,8 +1,8 @@
-"""Keeps keys and values while text is generated, so that each step computes only the new token.
+"""Stores keys and values during generation, so that each step computes only the new token.
 
 Megatron-core's inference contexts belong to its own attention, which packed rows with M-RoPE do not use (see
-:mod:`megatron_vl.models.attention`). RoPE is applied before attention from explicit positions, so the kept
-keys can be used as they are.
+:mod:`megatron_vl.models.attention`). RoPE is applied before attention, from explicit positions, so stored
+keys need no further rotation.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ class KVCache:
 
     def __init__(self, lengths: list[int], room: int) -> None:
         self.used = list(lengths)
+        """Number of tokens stored so far, by prompt."""
         self.room = room
         self._kept: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
         self.states: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
-        """By layer with linear attention and prompt: the last inputs of its convolution and its state."""
+        """For each layer with linear attention and each prompt: the last inputs of the convolution
+        [W - 1, channels], and the state [heads, K, V]."""
 
     def fill(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> None:
-        """Keeps key and value [S, g, d] of a prompt's tokens. What follows them in the row is ignored."""
+        """Stores key and value [S, g, d] of a prompt's tokens. Later tokens of the row are ignored."""
         n = self.used[prompt]
         kept = []
         for tensor in (key, value):
@@ -42,33 +44,36 @@ class KVCache:
 
     def extend(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Adds key and value [g, d] of one token.
-        Returns all keys and values of the prompt so far, [n + 1, g, d]."""
+
+        Returns:
+            All keys and values of the prompt so far, [n + 1, g, d].
+        """
         keys, values = self._kept[layer, prompt]
         n = self.used[prompt]
         keys[n], values[n] = key, value
         return keys[: n + 1], values[: n + 1]
 
     def advance(self, prompts: list[int]) -> None:
-        """Counts one more token for each of these prompts, after all layers were extended."""
+        """Counts one more token for each of these prompts. Call it after all layers were extended."""
         for prompt in prompts:
             self.used[prompt] += 1
 
 
 @dataclass
 class CacheUse:
-    """How a row uses a cache."""
+    """How a row uses a cache: to fill it with one prompt, or to add one token to each of some prompts."""
 
     cache: KVCache
     prompts: list[int]
-    """The prompt that the row begins with;
-    or, in a row of new tokens, the prompt of each of its first tokens."""
+    """When filling, the one prompt that the row begins with. Otherwise, the prompt of each of the row's first
+    tokens, which are new tokens."""
     filling: bool
+    """Whether the row is a prompt that fills the cache."""
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[], Tensor]
     ) -> Tensor:
-        """query [S, h, d], key and value [S, g, d] -> [S, h, d].
-        The values of tokens outside prompts are undefined.
+        """query [S, h, d], key and value [S, g, d] -> [S, h, d]. Outputs of padding are undefined.
 
         Args:
             attend: the layer's own attention over the row.

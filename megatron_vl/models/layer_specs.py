@@ -1,6 +1,6 @@
-"""The building blocks of layers: Transformer Engine's on CUDA, Megatron-core's own on CPU.
+"""The modules that layers are built from: Transformer Engine's on CUDA, Megatron-core's own on CPU.
 
-Both compute the same function and, through :mod:`megatron_vl.models.names`, have the same tensor names.
+Both compute the same function. :mod:`megatron_vl.models.names` gives their tensors the same names.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.activations import quick_gelu
@@ -39,7 +39,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LocalRMSNorm(nn.Module):
-    """RMSNorm for sequence parallelism, which core's local spec refuses. Statistics are in fp32, as in HF."""
+    """RMSNorm with support for sequence parallelism, which core's local one lacks.
+
+    Statistics are in fp32, as in HF.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -68,6 +71,7 @@ class LocalLayerNorm(nn.LayerNorm):
 
 
 def local_norm(config: TransformerConfig) -> type[nn.Module]:
+    """The norm class of ``config.normalization`` that needs no Transformer Engine."""
     return LocalRMSNorm if config.normalization == "RMSNorm" else LocalLayerNorm
 
 
@@ -81,7 +85,7 @@ def norm(platform: Platform, config: TransformerConfig, hidden_size: int) -> nn.
 
 
 def linears(platform: Platform) -> tuple[Any, Any]:
-    """(column-parallel, row-parallel) linear classes with core's constructor."""
+    """The column-parallel and row-parallel linear classes, with core's constructor."""
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
@@ -102,6 +106,41 @@ def _mlp(
     return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute=recompute, **kwargs)
 
 
+class _Parts(NamedTuple):
+    """The constructors of a platform's linears and norms within a layer."""
+
+    column: Any
+    """The linear after a norm. With Transformer Engine, it includes that norm."""
+    row: Any
+    layer_norm: Any
+    """The norm before ``column``; with Transformer Engine, the identity."""
+    expert_norm: Any
+    """The norm before experts. It is always separate, because the router also reads its output."""
+    head_norm: Any
+    """The norm of queries and keys; None if the model has none."""
+    final_norm: Any
+    """The norm after the last layer."""
+
+
+def _parts(platform: Platform, config: TransformerConfig) -> _Parts:
+    column, row = linears(platform)
+    if not platform.transformer_engine:
+        local = local_norm(config)
+        return _Parts(column, row, local, local, local if config.qk_layernorm else None, local)
+
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return _Parts(
+        column=with_bias(TELayerNormColumnParallelLinear),
+        row=with_bias(row),
+        layer_norm=IdentityOp,
+        expert_norm=TENorm,
+        head_norm=TENorm if config.qk_layernorm else None,
+        final_norm=TENorm,
+    )
+
+
 def block_spec(
     platform: Platform,
     config: TransformerConfig,
@@ -120,38 +159,24 @@ def block_spec(
     """The layers of one TransformerBlock: pre-norm packed self-attention and an MLP (or experts).
 
     Args:
-        num_layers: number of layers in this block (of this pipeline chunk).
-        windowed: tells for a zero-based global layer whether it attends within windows.
+        num_layers: number of layers in this block, which belong to one pipeline chunk.
+        attention_backend: one of :data:`megatron_vl.models.attention.BACKENDS`.
+        windowed: says whether a zero-based global layer attends within windows.
         deepstack: number of levels of visual features that the model's first layers add to their output.
         fused_windows: whether window layers use the fused kernel (CUDA).
         recompute_activation: whether activations of the MLP are recomputed in the backward pass.
-        experts: for each layer of this block, whether it has experts instead of an MLP; empty: no layer has.
-        linear: for each layer of this block, whether it has linear attention of the sizes
-            ``linear_attention``; empty: no layer has.
+        experts: for each layer of this block, whether it has experts instead of an MLP; empty: none has.
+        linear: for each layer of this block, whether it has linear attention; empty: none has.
+        linear_attention: the sizes of linear attention, for models that have it.
     """
-    column, row = linears(platform)
-    layer_norm: Any = local_norm(config)
-    expert_norm = layer_norm  # separate on all platforms, because the router also reads its output
-    head_norm: Any = local_norm(config) if config.qk_layernorm else None
-
-    if platform.transformer_engine:
-        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
-        from megatron.core.transformer.identity_op import IdentityOp
-
-        column, layer_norm, final_norm = TELayerNormColumnParallelLinear, IdentityOp, TENorm
-        expert_norm = TENorm
-        head_norm = TENorm if config.qk_layernorm else None
-        column, row = with_bias(column), with_bias(row)
-    else:
-        final_norm = layer_norm
-
+    parts = _parts(platform, config)
     own_kernels = fused_windows or attention_backend == "triton"
     attention = partial(PackedAttention, backend=attention_backend, causal=causal, windowed=windowed)
     layer = ModuleSpec(
         module=DeepStackLayer if deepstack else TransformerLayer,
         params={"deepstack": deepstack} if deepstack else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=layer_norm,
+            input_layernorm=parts.layer_norm,
             self_attention=ModuleSpec(
                 module=TowerSelfAttention if own_kernels else SelfAttention,
                 params={
@@ -159,18 +184,18 @@ def block_spec(
                     **({"fused_windows": fused_windows} if own_kernels else {}),
                 },
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
+                    linear_qkv=parts.column,
                     core_attention=attention,
-                    linear_proj=row,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
+                    linear_proj=parts.row,
+                    q_layernorm=parts.head_norm,
+                    k_layernorm=parts.head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=layer_norm,
+            pre_mlp_layernorm=parts.layer_norm,
             mlp=partial(
                 _mlp,
-                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
+                submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row),
                 recompute=recompute_activation,
             ),
             mlp_bda=get_bias_dropout_add,
@@ -179,15 +204,17 @@ def block_spec(
 
     layers = [layer] * num_layers
     if any(experts):
-        submodules = replace(layer.submodules, pre_mlp_layernorm=expert_norm, mlp=moe_layer(platform))
+        submodules = replace(layer.submodules, pre_mlp_layernorm=parts.expert_norm, mlp=moe_layer(platform))
         layers = [replace(layer, submodules=submodules) if has_experts else layer for has_experts in experts]
+
     if any(linear):
         mixer = ModuleSpec(
-            module=GatedDeltaNet, params={"spec": linear_attention, "column": column, "row": row}
+            module=GatedDeltaNet,
+            params={"spec": linear_attention, "column": parts.column, "row": parts.row},
         )
         layers = [
             replace(layer, submodules=replace(layer.submodules, self_attention=mixer)) if is_linear else layer
             for layer, is_linear in zip(layers, linear, strict=True)
         ]
 
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.final_norm)

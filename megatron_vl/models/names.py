@@ -1,12 +1,12 @@
 """Canonical names of the parameters of live modules, on any platform.
 
-Transformer Engine fuses a norm into the linear that follows; the local modules keep the norm separate. Both
-number layers within the chunk. Canonical names (see :mod:`megatron_vl.spec.tensors`) follow the fused style
-with global layer numbers.
+Transformer Engine fuses a norm into the linear that follows it; the local modules keep the norm separate.
+Both number layers within the chunk. Canonical names (see :mod:`megatron_vl.spec.tensors`) follow the fused
+style, with global layer numbers.
 
-A canonical expert tensor is a stack of all experts. In live modules each expert is a separate parameter:
-``weight3`` of a grouped linear, or ``local_experts.3`` of a list.
-:class:`LiveTensor` gives the parameter's number in the stack.
+A canonical expert tensor is a stack of all experts. In live modules, each expert is a separate parameter:
+``weight3`` of a grouped linear, or ``local_experts.3`` of a list. :class:`LiveTensor` gives the parameter's
+index in the stack.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class LiveTensor(NamedTuple):
     name: str
     parameter: nn.Parameter
     expert: int | None = None
-    """Number of the expert in dim 0 of the canonical tensor, over all ranks;
-    None if the tensor has no experts."""
+    """Global index of the expert, in dim 0 of the canonical tensor; None if the tensor has no experts."""
 
 
 def canonical_name(
     module_name: str, first_layer: int, tied: bool, *, router: bool = False, linear: bool = False
 ) -> tuple[str, int | None]:
-    """The canonical name of a chunk's parameter, and its local expert number (None for a dense parameter).
+    """The canonical name of a chunk's parameter, and its local expert index (None for a dense parameter).
 
     Args:
+        module_name: the parameter's name in the chunk.
         first_layer: global number of the chunk's first decoder layer.
-        tied: whether the output layer is the embedding.
-        router: whether the parameter's layer has experts; the norm before them stays separate.
+        tied: whether the output layer shares the embedding's weight.
+        router: whether the parameter's layer has experts. The norm before experts stays separate.
         linear: whether the parameter's layer has linear attention.
     """
     name = module_name
@@ -66,11 +66,11 @@ def canonical_name(
 def named_tensors(
     chunk: VisionLanguageModel, first_layer: int, first_expert: int = 0
 ) -> Iterator[LiveTensor]:
-    """The parameters of one chunk. A tied output layer gives the embedding's name a second time.
+    """Yields the parameters of one chunk. A tied output layer appears under the embedding's name.
 
     Args:
         first_layer: global number of the chunk's first decoder layer.
-        first_expert: number over all ranks of this rank's first expert.
+        first_expert: global index of this rank's first expert.
     """
     routed, linear = (
         {name.split(mark)[0] for name, _ in chunk.named_parameters() if mark in name}
@@ -78,6 +78,7 @@ def named_tensors(
     )
     tied = chunk.share_embeddings_and_output_weights
     modules = [chunk] if chunk.decoupled is None else [chunk.decoupled.module, chunk]
+
     for module_name, parameter in (named for module in modules for named in module.named_parameters()):
         layer = _LAYER.match(module_name)
         owner = layer[0].rstrip(".") if layer else ""

@@ -1,8 +1,8 @@
 """Rotary tables: M-RoPE of the language model and 2D RoPE of the vision tower.
 
 Both give the angles ``[S, 1, 1, dim]`` that Megatron-core's rotary functions take (two equal halves,
-rotate-half convention). The products are elementwise in fp32 and never matrix products,
-so TF32 settings do not affect them.
+rotate-half convention). The products are elementwise in fp32, not matrix products, so TF32 settings do not
+affect them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class MRope(nn.Module):
 
     def __init__(self, language: LanguageSpec) -> None:
         super().__init__()
-        dim = language.rotary_dim  # core leaves the rest of a head as it is
+        dim = language.rotary_dim  # core does not rotate the rest of a head
         half = dim // 2
         exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         self._inv_freq = 1.0 / language.rope_theta**exponent
         if language.mrope_interleaved:
-            # t h w t h w ..., then only time when height and width have all their frequencies
+            # The order is t h w t h w ..., and only t once height and width have all their frequencies.
             self._axis = torch.zeros(half, dtype=torch.int64)
             for axis in (1, 2):
                 self._axis[axis : 3 * language.mrope_section[axis] : 3] = axis
@@ -50,15 +50,16 @@ class MRope(nn.Module):
 
 
 def vision_angles(position_hw: Tensor, head_dim: int) -> Tensor:
-    """2D RoPE of the vision tower:
-    the first half of the frequencies follows the row, the second half the column.
+    """2D RoPE of the vision tower.
+
+    The first half of the frequencies follows the row, the second half the column. Reference:
+    ``VisionRotaryEmbedding`` and ``rot_pos_emb`` of Qwen2-VL.
 
     Args:
         position_hw: int [P, 2], row and column of each patch.
 
     Returns:
         Angles [P, 1, 1, head_dim], fp32.
-        Reference: ``VisionRotaryEmbedding`` and ``rot_pos_emb`` of Qwen2-VL.
     """
     half = head_dim // 2
     exponent = torch.arange(0, half, 2, dtype=torch.float32, device=position_hw.device) / half

@@ -16,7 +16,9 @@ from megatron_vl.spec.layout import Layout
 
 
 def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: float) -> dict[str, Any]:
+    """The settings that the language model and the vision tower have in common."""
     cuda = platform.name == "cuda"
+
     return {
         "tensor_model_parallel_size": layout.tp,
         "params_dtype": dtype,
@@ -25,18 +27,17 @@ def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: fl
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": init_std,
-        # Fusions are CUDA kernels (or torch.compile, which only makes the CPU path slower).
+        # Fusions are CUDA kernels, or torch.compile, which only makes the CPU path slower.
         "apply_rope_fusion": cuda,
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,
-        # This is set only on Transformer Engine's linears;
-        # megatron_vl/core_fixes/wgrad_fusion.py explains why.
+        # This is set only on Transformer Engine's linears; megatron_vl/core_fixes/wgrad_fusion.py says why.
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": cuda,
         "calculate_per_token_loss": True,
         "use_cpu_initialization": False,
         "batch_p2p_comm": cuda,
-        # Under pipeline parallelism the output of a stage is freed once it is sent. Its graph is kept.
+        # Under pipeline parallelism, the output of a stage is freed once it is sent. Its graph is kept.
         "deallocate_pipeline_outputs": True,
         "variable_seq_lengths": False,
     }
@@ -58,18 +59,22 @@ def language_config(
 
     Args:
         aux_loss: coefficient of the experts' load-balancing loss; 0: none.
-        tp_comm_overlap: overlap tensor-parallel collectives with matrix products
+        tp_comm_overlap: whether to overlap tensor-parallel collectives with matrix products
             (:mod:`megatron_vl.parallel.tp_overlap`).
+
+    Raises:
+        RunConfigError: the platform or the model does not support a setting.
     """
     if tp_comm_overlap and not platform.transformer_engine:
         raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
     m = spec.language
     if m.linear_attention is not None:
         check_linear_attention(spec, fp8, tp_comm_overlap)
+
     config = TransformerConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
-        # Without dense layers core still wants a width.
+        # Core needs a width even if there are no dense layers.
         ffn_hidden_size=m.ffn_hidden_size or m.moe_ffn_hidden_size,
         num_attention_heads=m.num_heads,
         num_query_groups=m.num_kv_heads,
@@ -107,7 +112,7 @@ def language_config(
 
 
 def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
-    """Raises RunConfigError for what was never tried with linear attention."""
+    """Raises RunConfigError for settings that are not supported with linear attention."""
     if fp8.recipe != "none":
         raise RunConfigError(
             f"fp8.recipe {fp8.recipe}: {spec.family} (linear attention) is trained in bfloat16 or float32;"
@@ -128,9 +133,13 @@ def vision_config(
 ) -> TransformerConfig:
     """The vision tower's config: one pipeline stage and no sequence parallelism.
 
-    Its number of patches differs from row to row.
+    Sequence parallelism needs a fixed length, but the number of patches differs from row to row.
+
+    Raises:
+        RunConfigError: the platform does not support a setting.
     """
     v = spec.vision
+
     return TransformerConfig(
         num_layers=v.num_layers,
         hidden_size=v.hidden_size,
@@ -164,15 +173,15 @@ def _fp8(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, An
 
 def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool = False) -> dict[str, Any]:
     if kind == "selective" and "layernorm" in modules and not platform.transformer_engine:
-        # In core 0.19.2, CheckpointWithoutOutput takes its argument only with Transformer Engine; without it,
-        # the backward pass fails.
+        # In core 0.19.2, the backward pass of CheckpointWithoutOutput fails without Transformer Engine.
         raise RunConfigError(
             "recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp"
         )
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
-    core_modules = [module for module in modules if module != "activation"]  # done by fused_layers.FusedMLP
+    # fused_layers.FusedMLP implements the recomputation of "activation".
+    core_modules = [module for module in modules if module != "activation"]
     if experts and "mlp" in modules:
         core_modules.append("moe")
     elif experts and "activation" in modules and platform.transformer_engine:  # only for grouped experts
@@ -184,5 +193,5 @@ def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool 
 
 
 def fp8_rows(config: TransformerConfig) -> int:
-    """The number of rows on each rank must be a multiple of this for products in FP8; 1 without FP8."""
+    """The multiple that the number of rows on each rank must be for products in FP8; 1 without FP8."""
     return {None: 1, "blockwise": 128}.get(config.fp8_recipe if config.fp8 else None, 16)

@@ -1,7 +1,7 @@
 """The packed vision tower as a Megatron-core TransformerBlock.
 
-All images and video frames of a row are processed in one call, in the window order that the loader has
-arranged, with tensor parallelism over the given group. Reference: ``Qwen2VisionTransformerPretrainedModel``,
+All images and video frames of a row are processed in one call, in the window order that the loader chose,
+with tensor parallelism over the given group. Reference: ``Qwen2VisionTransformerPretrainedModel``,
 ``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen3VLVisionModel`` of transformers.
 """
 
@@ -24,10 +24,13 @@ from megatron_vl.spec.families import VisionSpec
 
 
 class PatchEmbed(nn.Module):
-    """The patch embedding from uint8 planes:
-    a Conv3d with kernel = stride, written as a matrix product (10x faster).
+    """The patch embedding of uint8 planes.
 
-    Pixels are normalised here, on the device, with the checkpoint's own mean and standard deviation.
+    It is a Conv3d whose kernel equals its stride, written as a matrix product, which is 10x faster. Pixels
+    are normalised here, on the device, with the checkpoint's mean and standard deviation.
+
+    Args:
+        mean, std: statistics per channel, for pixels scaled to 0..1.
     """
 
     def __init__(
@@ -36,15 +39,19 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.vision = vision
         self.proj = nn.Linear(vision.patch_dim, vision.hidden_size, bias=vision.patch_bias, dtype=dtype)
-        # The statistics apply to pixels from 0 to 255: HF folds the factor 1/255 into them in the same way.
+        # The factor 1/255 is folded into the statistics, as in HF.
         self._mean = torch.tensor(mean, dtype=torch.float32) * 255.0
         self._std = torch.tensor(std, dtype=torch.float32) * 255.0
 
     def forward(self, planes: Tensor, plane_index: Tensor) -> Tensor:
-        """planes uint8 [Q, C * p * p], plane_index int [P, T] -> [P, hidden]."""
+        """planes uint8 [Q, C * p * p], plane_index int [P, T] -> [P, hidden].
+
+        Patch i consists of the T planes ``plane_index[i]``.
+        """
         v = self.vision
         if self._mean.device != planes.device:
             self._mean, self._std = self._mean.to(planes.device), self._std.to(planes.device)
+
         pixels = planes.view(-1, v.in_channels, v.patch_size**2).float()
         pixels = ((pixels - self._mean[:, None]) / self._std[:, None]).to(self.proj.weight.dtype)
         patches = pixels[plane_index.long()]  # [P, T, C, p * p]
@@ -64,11 +71,15 @@ class PositionTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(side**2, width, dtype=dtype))
 
     def forward(self, position_hw: Tensor, frame_hw: Tensor) -> Tensor:
-        """position_hw, frame_hw int [P, 2]:
-        a patch's position and its frame's size in patches -> fp32 [P, width]."""
-        place = position_hw.float() * (self.side - 1) / (frame_hw - 1).clamp(min=1)
-        low = place.floor()
-        part = place - low
+        """The position embedding of each patch, fp32 [P, width].
+
+        Args:
+            position_hw: int [P, 2], row and column of each patch within its frame.
+            frame_hw: int [P, 2], height and width of the patch's frame in patches.
+        """
+        coordinates = position_hw.float() * (self.side - 1) / (frame_hw - 1).clamp(min=1)
+        low = coordinates.floor()
+        part = coordinates - low
         near = low.long()
         far = (near + 1).clamp(max=self.side - 1)
 
@@ -83,10 +94,10 @@ class PositionTable(nn.Module):
 
 
 class Merger(nn.Module):
-    """Norm, then a two-layer GELU MLP from each merge unit's concatenated patches to the language width.
+    """A norm, and a two-layer GELU MLP from each merge unit's concatenated patches to the language width.
 
     Args:
-        norm_unit: whether the norm is over a whole merge unit (mergers of DeepStack) instead of each patch.
+        norm_unit: whether the norm is over a whole merge unit, as in DeepStack's mergers, or over each patch.
     """
 
     def __init__(
@@ -124,11 +135,12 @@ class VisionTower(nn.Module):
     """Computes merged features from the patches of a whole row.
 
     Args:
+        pg: process groups of the tower; only ``tp`` and ``cp`` are used.
         pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
-        pg: process groups of the tower; only ``tp`` and ``cp`` matter.
-        fused_windows, recompute_activation: see :func:`megatron_vl.models.layer_specs.block_spec`.
-        frozen: whether the blocks and the embeddings of patches
-            and positions get no gradient. The mergers may.
+        attention_backend, fused_windows, recompute_activation: see
+            :func:`megatron_vl.models.layer_specs.block_spec`.
+        frozen: whether the layers, the patch embedding and the position table get no gradients. The mergers
+            still get them.
     """
 
     def __init__(
@@ -148,13 +160,15 @@ class VisionTower(nn.Module):
         super().__init__()
         self.vision, self.frozen = vision, frozen
         self.rotating_kernels = fused_windows or attention_backend == "triton"
-        # Products in FP8 need whole tiles of patches.
-        # One more segment of zeros fills them and is cut off at the end.
+        # Products in FP8 need whole tiles of patches. One more segment of zeros pads the patches to whole
+        # tiles and is removed at the end.
         self.padded_to = fp8_rows(config)
+
         self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
         if vision.patch_bias:
             nn.init.zeros_(self.patch_embed.proj.bias)
+
         self.position_table = None
         if vision.position_table_side:
             self.position_table = PositionTable(
@@ -179,8 +193,10 @@ class VisionTower(nn.Module):
         )
 
     def forward(self, batch: VisionInput) -> list[Tensor]:
-        """Features [merged features, out_hidden] in tower order,
-        of the last layer and then of each DeepStack layer."""
+        """The features of the last layer, then of each DeepStack layer.
+
+        Each is [N, out_hidden], for the row's N merge units in tower order.
+        """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             hidden = self.patch_embed(batch.planes, batch.plane_index)
             if self.position_table is not None:
@@ -206,7 +222,7 @@ class VisionTower(nn.Module):
                 extract_layer_indices=set(self.vision.deepstack_layers),
             )
 
-        # The block returns a pair if it was asked for inner layers.
+        # The block returns a pair if it extracts inner layers.
         last, inner = hidden if self.deepstack_mergers else (hidden, [])
         patches = batch.position_hw.shape[0]
         deepstack = [

@@ -1,8 +1,7 @@
-"""One pipeline chunk of a vision-language model:
-a part of the GPTModel and, on the first chunk, the vision tower.
+"""One pipeline chunk of a vision-language model: a part of GPTModel and, on the first chunk, the tower.
 
-Features replace the placeholders' embeddings before the sequence-parallel scatter, so that images may be
-anywhere in a row and any tensor-parallel rank may own any token.
+Features replace the placeholders' embeddings before the sequence-parallel scatter. So images may be anywhere
+in a row, and any tensor-parallel rank may hold any token.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ from megatron_vl.parallel.ddp import AbsentTower
 class VisionLanguageModel(MegatronModule):
     """The module that Megatron-core's schedules call.
 
-    ``forward(row)`` gives per-token losses on the last chunk and hidden states on the others.
 
     Args:
         config: the language model's TransformerConfig.
         language: this chunk's GPTModel, built with ``scatter_embedding_sequence_parallel=False``.
         vision: the tower on the first chunk; None elsewhere.
-        deepstack: levels of visual features that the first decoder layers add.
-        layers: the global decoder layers of this chunk.
-        message_levels: number of levels for which every pipeline message has room:
-            the most that cross any stage boundary.
+        deepstack: number of levels of visual features that the first decoder layers add.
+        layers: global numbers of this chunk's decoder layers.
+        message_levels: number of levels that every pipeline message has room for. It is the largest number
+            that crosses a boundary between chunks.
     """
 
     def __init__(
@@ -53,12 +51,14 @@ class VisionLanguageModel(MegatronModule):
         self.deepstack, self.message_levels = deepstack, message_levels
         self.levels_in = levels_before(layers.start, deepstack)
         self.levels_out = levels_before(layers.stop, deepstack)
+
         self.vision_model = vision
         self.absent_tower: AbsentTower | None = None
-        """Set if rows without pictures may skip the tower; otherwise they run it on a dummy picture."""
+        """Lets rows without pictures skip the tower; None: these rows run it on a dummy picture."""
         self.decoupled: Any = None
-        """On every rank's first chunk, what runs a tower that all ranks hold; None for a tower on the first
-        stage. Its parameters are not those of this chunk."""
+        """The :class:`~megatron_vl.models.decoupled.DecoupledTower`, on every rank's first chunk; None for a
+        tower on the first stage. Its parameters do not belong to this chunk."""
+
         self.language_model = language
         self.model_type = language.model_type
         self.pre_process = language.pre_process
@@ -67,8 +67,7 @@ class VisionLanguageModel(MegatronModule):
         self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
 
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
-        """Takes the message of the previous stage:
-        hidden state, remaining levels of DeepStack, and unused room."""
+        """Takes the previous stage's message: the hidden state, remaining DeepStack levels, and padding."""
         received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         if received is not None and self.levels_in < self.message_levels:
             received = received[: received.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)]
@@ -79,13 +78,12 @@ class VisionLanguageModel(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
     def forward(self, row: DeviceRow, labels: bool = True) -> Tensor:
-        """The output of this chunk.
+        """Computes the output of this chunk.
 
-        On the last chunk, it is per-token losses [1, S], or logits [1, S, V / tp] if ``labels`` is False. On
-        other chunks, it is a pipeline message of hidden state and levels of DeepStack, [(1 + message_levels)
-        * S (/ tp), 1, H].
-
-        Losses outside ``row.loss_index`` are 0.
+        Returns:
+            On the last chunk, per-token losses [1, S], which are 0 outside ``row.loss_index``; or logits [1,
+            S, V / tp] if ``labels`` is False. On other chunks, a pipeline message that consists of the hidden
+            state and DeepStack's levels, [(1 + message_levels) * S (/ tp), 1, H].
         """
         decoder_input = self._embed(row) if self.pre_process else None
         selection: dict[str, Any] = {}
@@ -109,8 +107,10 @@ class VisionLanguageModel(MegatronModule):
         return out
 
     def _padding_mask(self, row: DeviceRow) -> Tensor | None:
-        """A mask of padding tokens, bool [1, S (/ tp)];
-        None if there is no padding or the model has no experts."""
+        """The mask of padding tokens, bool [1, S (/ tp)].
+
+        None if there is no padding or the model has no experts.
+        """
         if not self.config.num_moe_experts or row.real_tokens == row.tokens.numel():
             return None
         padding = torch.arange(row.tokens.numel(), device=row.tokens.device) >= row.real_tokens
@@ -120,17 +120,17 @@ class VisionLanguageModel(MegatronModule):
         return padding[None]
 
     def _embed(self, row: DeviceRow) -> Tensor:
-        """Token embeddings with features in place, and the levels of DeepStack:
-        [(1 + levels) * S (/ tp), 1, H].
+        """Embeds tokens, inserts features, and appends DeepStack's levels: [(1 + levels) * S (/ tp), 1, H].
 
         Under sequence parallelism, each part is scattered separately.
         """
         features = None
         if self.absent_tower is not None:
             self.absent_tower.gather()
+
         if self.vision_model is not None and row.vision is not None and not self._may_skip_tower(row):
-            # The tower runs before the embedding because parameters are registered,
-            # gathered and reduced in that order.
+            # The tower runs before the embedding, because parameters are registered, gathered and reduced in
+            # that order.
             features = self.vision_model(row.vision)
         elif row.features is not None and not self._needs_no_features(row):
             features = list(row.features.unbind(1))
@@ -142,14 +142,14 @@ class VisionLanguageModel(MegatronModule):
         parts = [embedded, *(torch.zeros_like(embedded) for _ in range(self.deepstack))]
         if features is not None:
             parts = [
-                place_features(part, f, row.feature_index) for part, f in zip(parts, features, strict=True)
+                insert_features(part, f, row.feature_index) for part, f in zip(parts, features, strict=True)
             ]
         if self.config.sequence_parallel:
             parts = [scatter_to_sequence_parallel_region(part) for part in parts]
         return torch.cat(parts) if self.deepstack else parts[0]
 
     def _needs_no_features(self, row: DeviceRow) -> bool:
-        """Whether the row has no picture, and the backward pass needs nothing of its (empty) features."""
+        """Whether the row has no picture and the backward pass does not need its (empty) features."""
         assert row.features is not None
         return not len(row.features) and (not row.features.requires_grad or self._trains_embedding)
 
@@ -158,27 +158,32 @@ class VisionLanguageModel(MegatronModule):
         return any(p.requires_grad for p in self.language_model.embedding.parameters())
 
     def _may_skip_tower(self, row: DeviceRow) -> bool:
-        """Whether the row has no picture and the backward pass will reach the embedding,
-        where the tower is reported."""
+        """Whether the row has no picture and its backward pass, if there is one, reaches the embedding.
+
+        There, ``absent_tower`` reports the tower's gradients as ready.
+        """
         if self.absent_tower is None or row.feature_index is None or row.feature_index.numel():
             return False
         return not torch.is_grad_enabled() or self._trains_embedding
 
 
 class TowerEverywhere(MegatronModule):
-    """The whole vision tower of a rank, where every rank holds one. Its parameters have the names that they
-    have in a :class:`VisionLanguageModel`."""
+    """The whole vision tower of a rank, if every rank holds one.
+
+    Its parameters have the same names as in a :class:`VisionLanguageModel`.
+    """
 
     def __init__(self, config: TransformerConfig, vision: VisionTower) -> None:
         super().__init__(config=config)
         self.vision_model = vision
 
 
-def place_features(embedded: Tensor, features: Tensor, feature_index: Tensor | None) -> Tensor:
-    """Puts features [N, H] at the tokens ``feature_index`` of embedded [S, 1, H].
+def insert_features(embedded: Tensor, features: Tensor, feature_index: Tensor | None) -> Tensor:
+    """Replaces the tokens ``feature_index`` (int64 [N]) of embedded [S, 1, H] by features [N, H].
 
-    If a text-only row ran the tower, its index is empty. Its dummy features are then added as zero, so that
-    the tower's gradients exist on every rank in every step (overlapped reduction waits for each of them).
+    If a text-only row ran the tower, its index is empty. Its dummy features are then multiplied by zero and
+    added, so that the tower's gradients exist on every rank in every step. Overlapped reduction waits for
+    each of them.
     """
     assert feature_index is not None
     features = features.to(embedded.dtype)

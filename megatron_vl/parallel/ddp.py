@@ -1,17 +1,17 @@
 """Data parallelism of a rank's chunk: Megatron-core's DDP (0.19.2) with four differences.
 
-* A rank divides gradients by the tokens of the batch only in its own slice. With the distributed optimizer it
-  reads no other slices, but core divides the whole buffers. For a model of 7 B parameters, that is 60 GB of
-  memory traffic per step, or 14 ms on an H200.
-* Reductions that overlap with the backward pass start in the order of the buckets, which is equal on every
-  rank. Core starts each when its last gradient is ready,
-  so the orders are equal only if all ranks run the same graph.
+* A rank divides gradients by the number of loss tokens only in its own slice. With the distributed optimizer,
+  it reads no other slices, but core divides the whole buffers. For a model of 7 B parameters, that is 60 GB
+  of memory traffic per step, or 14 ms on an H200.
+* Reductions that overlap with the backward pass start in the order of the buckets, which is the same on every
+  rank. Core starts each one when its last gradient is ready, so the orders are the same only if all ranks run
+  the same graph.
 * A row without pictures skips the vision tower (:class:`AbsentTower`), so ranks run different graphs. Running
   the tower on a dummy picture took 100 ms per row on H200 (Qwen2.5-VL-7B), or 15 % of a step of text rows,
-  because its kernels are so small that launching them takes most of the time.
-* Before a module runs, its parameters' gathers are found by bucket, which is looked up once, instead of by
-  parameter. A layer of Qwen3-VL-30B-A3B has 256 or more parameters on a GPU, and checking each took a sixth
-  of the host's time in a step.
+  because the tower's kernels are so small then that launching them takes most of the time.
+* Before a module runs, it waits for the gathers of its parameters. The buckets of these gathers are looked up
+  once per module, not once per parameter and call. A layer of Qwen3-VL-30B-A3B has 256 or more parameters on
+  a GPU, and checking each took a sixth of the host's time in a step.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class ReplicaDDP(DistributedDataParallel):
                 bucket.grad_data.chunk(size)[rank].mul_(scaling_factor)
 
     def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Does what DDP's hooks do in the backward pass, for parameters that autograd does not reach."""
+        """Reports gradients as ready, as DDP's hooks do, for parameters that autograd does not reach."""
         if not self.ddp_config.overlap_grad_reduce:
             return
         for parameter in parameters:
             group = self.param_to_bucket_group[parameter]
             if not group.is_last_microbatch:
-                return  # this is equal for all groups
+                return  # this flag is the same for all groups
             group.register_grad_ready(parameter, self.force_all_reduce)
 
     def _make_forward_pre_hook(self) -> Callable[..., None]:
-        """Makes a hook that does what core's does. Core calls this once for each module."""
+        """Makes a hook with the effect of core's hook. Core calls this method once for each module."""
         groups: list[Any] | None = None
 
         def hook(module: nn.Module, *_: Any) -> None:
@@ -117,8 +117,8 @@ class AbsentTower:
     """Takes part in the tower's collectives for a row that does not run the vision tower.
 
     The other ranks of the data-parallel group gather the tower's parameters before their first row of a step
-    and reduce its gradients after the last one. This rank takes part in both, at the same places in the order
-    of collectives. Its own gradients of such a row are zero.
+    and reduce its gradients after the last one. This rank takes part in both, at the same points in the order
+    of collectives. Its own gradients for such a row are zero.
     """
 
     def __init__(self, ddp: ReplicaDDP, tower: nn.Module) -> None:
@@ -126,7 +126,7 @@ class AbsentTower:
         self.trained = [p for p in tower.parameters() if p in ddp.param_to_bucket_group]
         mine = {id(ddp.param_to_bucket_group[p]) for p in self.trained}
         self.groups = [group for group in reversed(ddp.bucket_groups) if id(group) in mine]
-        # All are gathered ahead at once, so that the order does not depend on the modules that run.
+        # All buckets are gathered ahead at once, so that their order does not depend on the modules that run.
         warnings.filterwarnings(
             "ignore", message="The next bucket's parameter all-gather operation has already been"
         )
@@ -137,16 +137,14 @@ class AbsentTower:
         return bool(self.ddp.ddp_config.overlap_param_gather and self.ddp.remove_forward_pre_hook_handles)
 
     def gather(self) -> None:
-        """Starts gathering the tower's parameters if this step has not done so.
-        Call it before each row's tower."""
+        """Starts to gather the tower's parameters, unless this step has done so. Call it before each row."""
         if self._gathers:
             for group in self.groups:
                 if not group.param_gather_dispatched:
                     group.start_param_sync()
 
     def skip(self, embedded: Tensor) -> Tensor:
-        """Returns ``embedded``. Its backward pass reports the tower's gradients,
-        which do not change, as ready."""
+        """Returns ``embedded``. Its backward pass reports the tower's unchanged gradients as ready."""
         if self._gathers:
             for group in self.groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -154,7 +152,7 @@ class AbsentTower:
 
 
 class _InBackward(torch.autograd.Function):
-    """The identity. Its backward pass calls a function."""
+    """The identity function. Its backward pass calls ``call``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:

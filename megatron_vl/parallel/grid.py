@@ -2,8 +2,8 @@
 
 Ranks are ordered as in Megatron-core (``tp`` fastest, then ``dp``, then ``pp``), so that tensor-parallel
 peers share a node. For experts, the same ``tp * dp`` ranks of a stage are ordered with ``etp`` fastest, then
-``ep``, then expert-data-parallel. Training uses only core's global groups;
-this module adds the groups that the loader needs.
+``ep``, then expert-data-parallel. Training uses core's global groups. This module adds the groups that the
+loader needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_vl.spec.tensors import Cut, TensorInfo
 
 @dataclass(frozen=True)
 class ProcessGrid:
-    """This rank's coordinates, and the groups that rows are sent over."""
+    """This rank's coordinates, and the groups over which rows are sent."""
 
     tp_rank: int
     pp_rank: int
@@ -35,7 +35,7 @@ class ProcessGrid:
     dp: int
     vpp: int
     cut: Cut
-    """The numbers of parts that tensors are cut into."""
+    """The numbers of parts into which tensors are cut."""
     ep_rank: int
     etp_rank: int
     edp_rank: int
@@ -45,14 +45,14 @@ class ProcessGrid:
     replica_group: dist.ProcessGroup
     """All tp x pp ranks of this data-parallel replica."""
     replica_source: int
-    """Global number of this replica's rank (stage 0, tp 0) that owns the loader."""
+    """Global rank of this replica's owner: the rank (stage 0, tp 0) that owns the loader."""
     replica_gloo: dist.ProcessGroup
     """The same ranks over gloo, for small host-side messages."""
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     owners_gloo: dist.ProcessGroup | None
-    """The loaders' owners of all replicas in data-parallel order, for the exchange of rows. None on other
-    ranks, with only one replica, or if the grid was made without it."""
+    """The owners of all replicas in data-parallel order, for the exchange of rows. None on other ranks, with
+    only one replica, or if the grid was made without this group."""
 
     def part(self, info: TensorInfo) -> int:
         """The part of a tensor that this rank holds (see :meth:`Cut.part`)."""
@@ -83,17 +83,19 @@ _timeout = timedelta(minutes=30)
 
 
 def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
-    """Joins the process group of torchrun's environment; without one, makes a group of a single process.
+    """Joins the process group that torchrun's environment describes, or makes a group of one process.
 
     Args:
-        timeout_minutes: how long a collective may wait for a rank, also in the groups of a grid.
+        timeout_minutes: how long a collective may wait for a rank, in this group and in those of a grid.
     """
     global _timeout
     if dist.is_initialized():
         return
+
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
     raise_open_files()
     if platform.name == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -104,7 +106,7 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
 def end_distributed() -> None:
     """Ends all process groups. Collective.
 
-    No rank leaves while another still communicates, because with gloo that would abort the other.
+    No rank leaves while another one still communicates, because with gloo, that would abort the other rank.
     """
     dist.barrier()
     failures.stop()
@@ -115,38 +117,15 @@ def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
     """Initialises Megatron-core's groups for ``layout``. Returns this rank's grid. Collective over all ranks.
 
     Args:
-        owners: whether to make the group in which the loaders' owners exchange rows (``data.balance``). Each
-            owner holds a connection to every other one.
+        owners: whether to make the group in which owners exchange rows (``data.balance``). Each owner holds a
+            connection to every other one.
     """
     from megatron.core import parallel_state as mpu
 
-    if mpu.model_parallel_is_initialized():
-        tp_overlap.stop()
-        mpu.destroy_model_parallel()  # forgets the groups
-    with core_keeps_groups():  # all ranks start a layout together
-        mpu.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            # only core's distributed checkpoints need these, and they are not used
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=int(_timeout.total_seconds() // 60),
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-        )
-
+    _initialize_core(layout)
     replica = mpu.get_model_parallel_group()
     rank = dist.get_rank()
     dp = mpu.get_data_parallel_world_size()
-    gloo = replica
-    if layout.tp * layout.pp > 1 and dist.get_backend() not in ("gloo", "fake"):
-        # Every rank must take part in the creation of every group.
-        for d in range(dp):
-            firsts = [p * layout.tp * dp + d * layout.tp for p in range(layout.pp)]
-            members = [first + t for first in firsts for t in range(layout.tp)]
-            group = kept_group(members, "gloo", "REPLICA_GLOO", timeout=_timeout)
-            if rank in members:
-                gloo = group
 
     return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
@@ -164,15 +143,50 @@ def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
         world_size=dist.get_world_size(),
         replica_group=replica,
         replica_source=min(dist.get_process_group_ranks(replica)),
-        replica_gloo=gloo,
+        replica_gloo=_replica_gloo(layout, dp, rank) or replica,
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
         owners_gloo=_owners(layout.tp, dp, rank) if owners else None,
     )
 
 
+def _initialize_core(layout: Layout) -> None:
+    """Makes core's groups for ``layout``, or reuses those of earlier layouts. Collective over all ranks."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        tp_overlap.stop()
+        mpu.destroy_model_parallel()  # drops core's references to groups
+    with core_keeps_groups():  # all ranks start a layout together
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            # Only core's distributed checkpoints need these groups, and they are not used.
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=int(_timeout.total_seconds() // 60),
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
+
+
+def _replica_gloo(layout: Layout, dp: int, rank: int) -> dist.ProcessGroup | None:
+    """The gloo group of this rank's replica; None if core's group serves. Collective over all ranks."""
+    if layout.tp * layout.pp == 1 or dist.get_backend() in ("gloo", "fake"):
+        return None
+
+    gloo = None
+    for d in range(dp):  # every rank must take part in the creation of every group
+        firsts = [p * layout.tp * dp + d * layout.tp for p in range(layout.pp)]
+        members = [first + t for first in firsts for t in range(layout.tp)]
+        group = kept_group(members, "gloo", "REPLICA_GLOO", timeout=_timeout)
+        if rank in members:
+            gloo = group
+    return gloo
+
+
 def _owners(tp: int, dp: int, rank: int) -> dist.ProcessGroup | None:
-    """The group of the loaders' owners; None on other ranks. Collective over all ranks."""
+    """The group of all owners; None on other ranks. Collective over all ranks."""
     if dp == 1 or dist.get_backend() == "fake":
         return None
     members = [d * tp for d in range(dp)]

@@ -1,12 +1,12 @@
 """Process groups that are kept when the layout changes, so that the next layout can use them.
 
 A training run makes its groups once. The parity table runs dozens of layouts in the same processes, and
-Megatron-core (0.19.2) makes some thirty groups for each, which it never ends. Every gloo group has its own
-threads and a connection to every other member, which added up to a thousand threads after 30 layouts. So
-successive layouts share their groups, which saves these threads and the time to connect.
+Megatron-core (0.19.2) makes some thirty groups for each layout, which it never ends. Every gloo group has its
+own threads and a connection to every other member, which added up to a thousand threads after 30 layouts. So
+successive layouts share their groups. This saves these threads and the time to connect.
 
-Sharing is not needed to prevent crashes. Ranks of the parity table once died of a damaged heap, but the cause
-was two worker threads of one gloo group (see :mod:`megatron_vl.core_fixes.gloo_threads`).
+Sharing does not prevent crashes. Ranks of the parity table once died of a corrupted heap, but the cause was
+two worker threads of one gloo group (see :mod:`megatron_vl.core_fixes.gloo_threads`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _Groups:
     def __init__(self, world: Any) -> None:
         self.world = world
         self.made: dict[tuple[_Kind, int], Any] = {}
-        """By kind, and the number of groups of this kind that the layout had asked for before."""
+        """The groups by kind and by number: how many of this kind the layout had requested before."""
         self.asked: Counter[_Kind] = Counter()
         self.layouts = 0
 
     def begin_layout(self) -> None:
-        """Waits until every rank is here.
+        """Waits until every rank begins this layout.
 
-        A rank that left the last layout by an error could still be in one of its collectives. So the ranks
+        A rank that left the last layout with an error could still be in one of its collectives. So the ranks
         wait for each other through the store and not in a collective.
         """
         self.asked.clear()
@@ -82,10 +82,10 @@ def kept_group(ranks: list[int], backend: str, purpose: str, timeout: timedelta 
 
 @contextmanager
 def core_keeps_groups() -> Iterator[None]:
-    """Begins a new layout. Within the context,
-    ``initialize_model_parallel`` reuses groups of earlier layouts.
+    """A context that begins a new layout, in which core's groups are shared with earlier layouts.
 
-    Collective over all ranks. Nothing of earlier layouts is freed, including buffers of NCCL's communicators.
+    Collective over all ranks. Nothing of earlier layouts is freed, not even the buffers of NCCL's
+    communicators.
     """
     from megatron.core import parallel_state as mpu
 
@@ -105,8 +105,11 @@ def core_keeps_groups() -> Iterator[None]:
 
 
 def group_of_one() -> Any:
-    """A group with only this rank, for modules that share nothing. It is that of context parallelism, which
-    is not used: a new group for each rank would cost every rank a collective."""
+    """A group with only this rank, for modules that share nothing.
+
+    It is the group of context parallelism, which is not used. A new group for each rank would need a
+    collective of all ranks for each.
+    """
     from megatron.core import parallel_state as mpu
 
     group = mpu.get_context_parallel_group()
@@ -115,11 +118,11 @@ def group_of_one() -> Any:
 
 
 def end_groups() -> None:
-    """Ends all process groups of this process and drops everything that holds one.
+    """Ends all process groups of this process and drops all references to them.
 
-    If a gloo group is still held when Python exits, it is never destroyed. Its threads are then still running
-    at the end of the process, which sometimes aborts (SIGABRT, "terminate called without an active
-    exception"). Without process groups, this function does nothing.
+    A gloo group that is still referenced when Python exits is never destroyed. Its threads then run until the
+    process ends, which sometimes aborts it (SIGABRT, "terminate called without an active exception"). Without
+    process groups, this function does nothing.
     """
     global _groups
     if dist.is_available() and dist.is_initialized():
@@ -131,7 +134,9 @@ def end_groups() -> None:
 
 def _forget_core_groups() -> None:
     """Drops core's references to groups.
-    ``destroy_model_parallel`` keeps some, as those of optimizer instances."""
+
+    ``destroy_model_parallel`` keeps some of them, such as those of optimizer instances.
+    """
     mpu: Any = sys.modules.get("megatron.core.parallel_state")
     if mpu is None:
         return

@@ -1,4 +1,4 @@
-"""The limit on open files of this process, which also applies to sockets to the ranks of a large run."""
+"""Raises this process's limit on open files, which also applies to the sockets of a large run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ OPEN_FILES = 65_536
 def raise_open_files() -> int:
     """Raises this process's limit on open files to :data:`OPEN_FILES`, or as far as the system permits.
 
-    A process can raise its usual limit of 1,024 itself. More is needed because the server of a store holds
-    two connections to each rank, and a gloo group one to each member. Returns the limit.
+    The usual limit is 1,024, which a process can raise itself. The server of a store needs more, because it
+    holds two connections to each rank. So does a gloo group, which has a connection to each member.
+
+    Returns:
+        The new limit.
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if now == resource.RLIM_INFINITY:

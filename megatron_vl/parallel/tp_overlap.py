@@ -1,8 +1,8 @@
 """Overlaps tensor-parallel collectives with the matrix products of the same layer.
 
 It uses Transformer Engine's userbuffers. Without them, every block of a sequence-parallel layer waits for the
-all-gather before it and the reduce-scatter after it. Only decoder layers take part: their collectives always
-carry ``[seq_len, hidden_size]``, while the tower's number of patches differs from row to row.
+all-gather before it and the reduce-scatter after it. Only decoder layers use them: their collectives always
+transfer ``[seq_len, hidden_size]``, whereas the tower's number of patches differs from row to row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def start(seq_len: int, hidden_size: int, tp: int, dtype: torch.dtype, fp8: bool
 
     Args:
         seq_len: number of tokens of a row.
-        fp8: whether the layers' products, and so what they gather, are in FP8.
+        fp8: whether the layers' products, and so the tensors that they gather, are in FP8.
 
     Raises:
         RuntimeError: the GPUs of a tensor-parallel group cannot map each other's memory (CUDA IPC).
@@ -32,8 +32,8 @@ def start(seq_len: int, hidden_size: int, tp: int, dtype: torch.dtype, fp8: bool
 
     stop()
     # Transformer Engine would use NVLink multicast if the device has it, but many containers and virtual
-    # machines do not allow it. Without it the copies use CUDA IPC.
-    # UB_SKIPMC=0 in the environment enables it again.
+    # machines do not allow it. Without it, the copies use CUDA IPC. UB_SKIPMC=0 in the environment enables
+    # multicast again.
     os.environ.setdefault("UB_SKIPMC", "1")
     mode = UserBufferQuantizationMode.FP8 if fp8 else UserBufferQuantizationMode.NONE
     initialize_ub(
@@ -54,9 +54,9 @@ def stop() -> None:
 
 @contextmanager
 def paused(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the context, forward passes of ``chunks`` use ordinary collectives, for rows of another length.
+    """A context in which forward passes of ``chunks`` use ordinary collectives, for rows of another length.
 
-    Userbuffers always move a whole buffer, so with a shorter row they would read and write past its tensors.
+    Userbuffers always move a whole buffer. With a shorter row, they would read and write past its tensors.
     """
     names = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop")
     using = []

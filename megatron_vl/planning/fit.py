@@ -28,7 +28,7 @@ def check_memory(
     fits.
 
     Raises:
-        RunConfigError: the run does not fit. The message says what would, and how to start all the same.
+        RunConfigError: the run does not fit. The message says what would, and how to start anyway.
     """
     dp = validate(config, world)
     settled = resolve(config, spec, layout, dp, calibration.memory_gib)
@@ -47,7 +47,7 @@ def check_memory(
     raise RunConfigError(
         f"the run does not fit: {found}. {advice(config, spec, world, calibration)}"
         " If the rows hold less than that, data.max_patches bounds their patches and with them the estimate."
-        " --failures.check_memory false starts all the same"
+        " --failures.check_memory false starts anyway"
     )
 
 

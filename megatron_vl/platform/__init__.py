@@ -31,20 +31,22 @@ class Platform:
 
     @property
     def device(self) -> torch.device:
+        """The device of this process."""
         if self.name == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def synchronize(self) -> None:
+        """Waits until the GPU has finished. On CPU, it does nothing."""
         if self.name == "cuda":
             torch.cuda.synchronize()
 
     def memory_gib(self) -> float | None:
-        """The memory of this rank's GPU; None on CPU."""
+        """The total memory of this rank's GPU; None on CPU."""
         return torch.cuda.mem_get_info()[1] / 2**30 if self.name == "cuda" else None
 
     def memory(self) -> tuple[int, int]:
-        """(bytes that tensors use on the GPU, most bytes that they have used); on CPU, nothing of plenty."""
+        """(bytes that tensors use on the GPU, their peak); on CPU, 0 and a very large number."""
         if self.name != "cuda":
             return 0, 1 << 60
         used = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
@@ -79,7 +81,7 @@ def get_platform(name: str = "auto") -> Platform:
         _platform = _make(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     elif name not in ("auto", _platform.name):
         raise PlatformError(
-            f"platform {name} was asked for, but this process already runs on {_platform.name}"
+            f"platform {name} was requested, but this process already runs on {_platform.name}"
         )
     return _platform
 
@@ -93,11 +95,11 @@ def _make(name: str) -> Platform:
     if name != "cuda":
         raise PlatformError(f"platform {name!r} is unknown; valid: auto, cuda, cpu")
     if not torch.cuda.is_available():
-        raise PlatformError("platform cuda was asked for, but torch sees no GPU; use platform: cpu")
+        raise PlatformError("platform cuda was requested, but torch sees no GPU; use platform: cpu")
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
         raise PlatformError(
-            f"Transformer Engine does not import ({error}); install it with: pip install -e .[gpu]"
+            f"Transformer Engine cannot be imported ({error}); install it with: pip install -e .[gpu]"
         ) from error
     return Platform("cuda", "nccl", True)

@@ -1,8 +1,8 @@
 """Makes Megatron-core 0.19.2 run on a machine without a GPU.
 
 Core asks ``torch.cuda`` for devices, streams and RNG states, creates tensors with ``device="cuda"`` and
-compares type strings with ``torch.cuda.FloatTensor``. This module redirects all of these to the CPU: it
-replaces functions of ``torch.cuda``, and one :class:`TorchFunctionMode` handles factories and tensor methods.
+compares type strings with ``torch.cuda.FloatTensor``. This module redirects all of these to the CPU. It
+replaces functions of ``torch.cuda``, and a :class:`TorchFunctionMode` handles factories and tensor methods.
 It is not loaded on CUDA.
 """
 
@@ -19,7 +19,7 @@ from megatron_vl.core_fixes.gloo_threads import use_one_worker
 
 
 class _Stream:
-    """A stream of a device on which every operation is finished when its call returns."""
+    """A stream on which every operation is finished when its call returns, as on the CPU."""
 
     cuda_stream = 0
 
@@ -113,8 +113,8 @@ def install() -> None:
     if _installed is not None:
         return
     if torch.cuda.is_available():
-        # If the machine has a GPU, core's imports would initialise it.
-        # A variable that the user has set takes precedence.
+        # If the machine has a GPU, core's imports would initialise it. The user's own setting takes
+        # precedence.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     # Core warns at every start unless this is set. Without a GPU the value has no effect.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -158,8 +158,8 @@ def _patch_core_rng() -> None:
 
     from megatron.core.tensor_parallel import random as core_random
 
-    # The CPU has only one generator,
-    # so core would always warn "CPU RNG state changed within GPU RNG context".
+    # The CPU has only one generator, so core would always warn that the CPU RNG state changed within a GPU
+    # RNG context.
     logging.getLogger(core_random.__name__).setLevel(logging.ERROR)
 
     core_random._get_cuda_rng_state = _get_rng_state

@@ -1,8 +1,9 @@
 """The layout of a model: which pipeline stage holds which decoder layers.
 
-A layout lists the number of decoder layers of each stage in model order. With interleaving (VPP), entry ``v *
-pp + p`` is virtual chunk ``v`` of pipeline rank ``p``. The first entry also holds the vision tower and the
-embedding, and the last entry the final norm and the output layer. Both may have fewer decoder layers or none.
+A layout lists the number of decoder layers of each chunk in model order. Without interleaving, a stage is one
+chunk. With interleaving (VPP), entry ``v * pp + p`` is virtual chunk ``v`` of pipeline rank ``p``. The first
+entry also holds the vision tower and the embedding. The last entry also holds the final norm and the output
+layer. Both may have fewer decoder layers than the others, or none.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class Layout:
     layers: tuple[int, ...]
     """Number of decoder layers of each of the ``pp * vpp`` entries, in model order."""
     ep: int = 1
-    """Expert parallel size. For experts, the ``tp * dp`` ranks
-    of a stage are arranged as ``etp * ep * expert-dp``."""
+    """Expert parallel size. For experts, the ``tp * dp`` ranks of a stage are arranged as ``etp * ep *
+    expert-dp``."""
     etp: int = 1
     """Expert tensor parallel size. Megatron-core's default is ``tp``. Here it is 1 (whole experts), because
     cutting small matrices further costs more than it saves."""
     decoupled: bool = False
-    """Whether every rank holds the whole vision tower (``vision.placement: decoupled``)
-    instead of the first stage its part."""
+    """Whether every rank holds the whole vision tower (``vision.placement: decoupled``). Otherwise, only the
+    first stage holds it."""
 
     @property
     def cut(self) -> Cut:
@@ -42,8 +43,7 @@ class Layout:
 
     @property
     def least_dp(self) -> int:
-        """The smallest data-parallel size,
-        so that the experts' ``ep * etp`` divides the ``tp * dp`` of a stage."""
+        """The smallest data-parallel size for which ``ep * etp`` divides a stage's ``tp * dp`` ranks."""
         experts = self.ep * self.etp
         return experts // math.gcd(self.tp, experts)
 
@@ -57,7 +57,11 @@ class Layout:
         return range(first, first + self.layers[vp_stage * self.pp + pp_rank])
 
     def stage_of(self, info: TensorInfo) -> int:
-        """The pipeline rank that holds a tensor, and that writes it if all do."""
+        """The pipeline rank that holds a tensor. If all ranks hold it, the one that writes it.
+
+        Raises:
+            LayoutError: the tensor's decoder layer is outside the layout.
+        """
         if info.section in ("vision", "embedding"):
             return 0
         if info.section == "head":
@@ -77,6 +81,7 @@ class Layout:
         return "|".join(entries)
 
     def as_dict(self) -> dict[str, object]:
+        """The layout as checkpoints store it. :func:`read_layout` reads it back."""
         return {
             "tp": self.tp,
             "pp": self.pp,
@@ -98,13 +103,13 @@ def make_layout(
     etp: int = 1,
     decoupled: bool = False,
 ) -> Layout:
-    """A validated layout.
+    """Makes a layout and checks that it fits the model.
 
     Args:
         layers: number of decoder layers of each of the ``pp * vpp`` entries. None spreads them evenly. If
-            they do not divide, the first entries get one fewer (they
-            also hold the vision tower and the embedding). With ``decoupled``, the last ones do, which hold
-            the output layer.
+            that leaves a remainder, the first entries get one layer fewer than the last ones, because the
+            first entry also holds the vision tower and the embedding. With ``decoupled``, the last entries
+            get one layer fewer, because the last one also holds the output layer.
         decoupled: whether every rank holds the vision tower.
 
     Raises:
@@ -117,6 +122,7 @@ def make_layout(
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
     check_cut(spec, Cut(tp, ep, etp))
+
     total = spec.language.num_layers
     entries = pp * vpp
     if layers is None:
@@ -141,13 +147,10 @@ def make_layout(
 
 
 def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
-    """Refuses experts under tensor parallelism alone.
-
-    Args:
-        vision: where the vision tower is; None: on the first stage.
+    """Checks that a model with experts uses sequence parallelism together with tensor parallelism.
 
     Raises:
-        LayoutError: the message names the fields.
+        LayoutError: it does not. The message names the fields.
     """
     if spec.language.moe and tp > 1 and not sequence_parallel:
         raise LayoutError(
@@ -157,10 +160,11 @@ def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
 
 
 def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
-    """The layout that :meth:`Layout.as_dict` wrote. Older versions wrote no ``ep`` and ``etp``.
+    """Reads a layout that :meth:`Layout.as_dict` wrote. Older versions did not write ``ep`` and ``etp``.
 
     Raises:
-        KeyError, LayoutError: a field is missing or impossible for this model.
+        KeyError: a field is missing.
+        LayoutError: a field is impossible for this model.
     """
     sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers")}
     return make_layout(

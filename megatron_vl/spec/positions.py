@@ -2,14 +2,14 @@
 
 The loader computes them with torch on the CPU, so that a training step never derives a position or a segment
 on the device. The reference for M-RoPE is ``get_rope_index_2``, ``_25`` and ``_3`` of Qwen's own fine-tuning
-code. They compute the same as ``get_rope_index`` of transformers when the models were released (4.45 for
-Qwen2-VL, 4.49 for Qwen2.5-VL, 4.57 for Qwen3-VL), and the same as vLLM. The reference for the tower is
-``get_vision_position_ids``, ``get_vision_window_index`` and ``get_vision_cu_seqlens`` of
+code. They give the same positions as vLLM, and as ``get_rope_index`` in the versions of transformers with
+which the models were released (4.45 for Qwen2-VL, 4.49 for Qwen2.5-VL, 4.57 for Qwen3-VL). The reference for
+the tower is ``get_vision_position_ids``, ``get_vision_window_index`` and ``get_vision_cu_seqlens`` of
 ``transformers.vision_utils`` (5.17).
 
 A *merge unit* is the ``merge x merge`` block of patches that becomes one token of the language model. Patches
-are always in merge-unit order (frame, unit row, unit column, row in unit, column in unit),
-as HF's processors emit them.
+are always in merge-unit order (frame, unit row, unit column, row in unit, column in unit), which is the order
+of HF's processors.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def placeholder_runs(grids: Sequence[GridTHW], spec: ModelSpec) -> list[GridTHW]
 
 
 def placeholder_positions(token_ids: Tensor, grids: Sequence[GridTHW], spec: ModelSpec) -> list[int]:
-    """The starts of each grid's placeholders in ``token_ids`` (int64 [S]), in the order of the text.
+    """The index in ``token_ids`` (int64 [S]) of the first placeholder of each grid, in the order of the text.
 
-    ``grids`` come from :func:`placeholder_runs`.
-    Their counts separate the runs, so two media may be adjacent.
+    ``grids`` come from :func:`placeholder_runs`. Their token counts separate the runs, so two media may be
+    adjacent.
 
     Raises:
         PositionError: the placeholders do not match the grids in kind, order or number.
@@ -92,7 +92,7 @@ def placeholder_positions(token_ids: Tensor, grids: Sequence[GridTHW], spec: Mod
         token = spec.image_token_id if grid.kind == "image" else spec.video_token_id
         if count == 0 or int(run[-1] - run[0]) != count - 1 or not bool((token_ids[run] == token).all()):
             what = f"medium {number + 1} ({grid.kind}) needs {count} {grid.kind} placeholders in one run"
-            raise PositionError(f"{what}; the text has others there")
+            raise PositionError(f"{what}; the text does not have them there")
         starts.append(int(run[0]))
         seen += count
     return starts
@@ -103,14 +103,15 @@ def mrope_positions(
 ) -> Tensor:
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
-    Text counts up in all three rows. A medium at position ``p`` spans ``p + (time, row, column)`` in merge
-    units, and the text after it continues after the largest of these positions. In Qwen2-VL, frame groups are
-    1 apart in time. In Qwen2.5-VL, group ``i`` is at ``int(i * second_per_grid * tokens_per_second)``. In
-    Qwen3-VL, each group is a separate medium, with text between them.
+    For text, all three positions are equal and increase by 1 per token. A medium at position ``p`` spans
+    ``p + (time, row, column)`` in merge units, and the text after it continues after the largest of these
+    positions. In Qwen2-VL, frame groups are 1 apart in time. In Qwen2.5-VL, group ``i`` is at ``int(i *
+    second_per_grid * tokens_per_second)``. In Qwen3-VL, each group is a separate medium, with text between
+    them.
 
-    By the rule ``transformers_5_3``, text continues at ``p + max(rows, columns)``, which may lie within the
-    video. ``second_per_grid`` is first truncated to whole seconds, so that all groups of a clip have the same
-    time if a group takes less than a second.
+    With the rule ``transformers_5_3``, text continues at ``p + max(rows, columns)``, which may lie within the
+    video. ``second_per_grid`` is first truncated to whole seconds. If a group covers less than a second, all
+    groups of a clip therefore have the same time.
 
     Args:
         token_ids: int64 [S], with expanded placeholders.
@@ -144,7 +145,7 @@ def _medium_positions(grid: GridTHW, vision: VisionSpec, video_positions: VideoP
     times = torch.arange(grid.t)
     if grid.kind == "video" and vision.tokens_per_second:
         seconds = grid.second_per_grid if video_positions == "released" else int(grid.second_per_grid)
-        # This is computed in float32, as in the references: a float64 product may truncate to another number.
+        # Computed in float32, as in the references: a float64 product may be truncated to another number.
         times = (times * torch.tensor(seconds, dtype=torch.float32) * vision.tokens_per_second).long()
 
     merge = vision.spatial_merge_size
@@ -169,8 +170,8 @@ class WindowOrder:
     cu_seqlens: Tensor
     """int32 [frames + 1]: cumulative numbers of patches of whole frames."""
     cu_window_seqlens: Tensor
-    """int32 [windows + 1]: cumulative numbers of patches of windows;
-    equal to ``cu_seqlens`` for a family without windows."""
+    """int32 [windows + 1]: cumulative numbers of patches of windows. Equal to ``cu_seqlens`` for a family
+    without windows."""
 
     def patches(self, merge_unit: int) -> Tensor:
         """int64 [N * merge_unit]: the same permutation for patches."""
@@ -180,7 +181,7 @@ class WindowOrder:
 def window_order(grids: Sequence[GridTHW], vision: VisionSpec) -> WindowOrder:
     """The window order of all media of a row.
 
-    Frames stay together, windows go row by row within a frame, and there are no empty windows.
+    Frames stay together. Within a frame, windows are in row-major order. There are no empty windows.
     """
     unit = vision.merge_unit
     frames = torch.tensor([grid.h * grid.w for grid in grids for _ in range(grid.t)], dtype=torch.int32)

@@ -1,20 +1,19 @@
-"""The canonical table of a model's tensors: their names, shapes, cuts and sections of the model.
+"""The canonical table of a model's tensors: their names, shapes, cuts, and sections.
 
-Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers, whatever
-modules hold the tensors at run time. Checkpoints, converters and the trainer all read this table.
-No other code defines a shape.
+Names are Megatron-core's sharded names in the Transformer Engine style, with global layer numbers. They do
+not depend on the modules that hold the tensors at run time. Checkpoints, converters and the trainer all read
+this table. No other code defines a shape.
 
 The full (TP 1) tensors follow these conventions:
 
-* ``linear_qkv`` holds for each key/value head its query heads, its key head and its value head:
-  ``[g * (q/g + 2) * d, h]``.
-* A gated ``linear_fc1`` holds gate, then up: ``[2 * f, h]``.
-  In the vision tower, ``f`` is padded to a multiple of 128.
-* With an output gate, each key/value head has its queries, then the gates of these queries, key and value:
-  ``[g * (2 * q/g + 2) * d, h]``.
-* Linear attention's ``in_proj`` holds queries, keys, values, output gates (z), beta and decay (alpha) of all
-  heads one after another, its ``conv1d`` the channels of queries, keys and values. Each of these sections is
-  cut.
+* For each of the ``g`` key/value heads, ``linear_qkv`` holds its query heads, its key head and its value
+  head: ``[g * (q/g + 2) * d, h]``. With an output gate, it holds the queries, the gates of these queries, the
+  key and the value: ``[g * (2 * q/g + 2) * d, h]``.
+* A gated ``linear_fc1`` holds gate, then up: ``[2 * f, h]``. In the vision tower, ``f`` is padded to a
+  multiple of 128.
+* Linear attention's ``in_proj`` is a stack of sections: the queries, keys, values, output gates (z), beta and
+  decay (alpha) of all heads. Its ``conv1d`` has sections for the channels of queries, keys and values.
+  Tensor parallelism cuts each section separately.
 * Experts are stacked along dim 0: fc1 is ``[E, 2 * f, h]`` (gate, then up in each), fc2 is ``[E, h, f]``.
 * The patch embedding is a matrix ``[hidden, channels * time * row * column]``.
 """
@@ -31,8 +30,8 @@ from megatron_vl.spec.families import LanguageSpec, ModelSpec
 
 Split = Literal["replicated", "column", "row", "gated", "sections"]
 """How a matrix is cut: not at all, along dim 0, along dim 1, along dim 0 of each of two stacked halves (gate,
-up), or along dim 0 of each of several stacked :attr:`TensorInfo.sections`. In a stack of experts, it applies
-to each expert."""
+up), or along dim 0 of each of several stacked :attr:`TensorInfo.sections`. In a stack of experts, each
+expert's matrix is cut in this way."""
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 OUTPUT = "language_model.output_layer.weight"
@@ -43,8 +42,9 @@ class LayoutError(UserError, ValueError):
 
 
 class Cut(NamedTuple):
-    """The numbers of parts that the tensors of a stage are cut into:
-    ``tp`` for dense ones, ``ep * etp`` for experts'.
+    """The numbers of parts into which the tensors of a stage are cut.
+
+    Dense tensors are cut into ``tp`` parts, experts' tensors into ``ep * etp``.
 
     Tensor and expert parallelism number the same ranks of a stage in two independent ways (Megatron-core's
     dense and expert grids), so each tensor is cut by only one of the two.
@@ -57,10 +57,10 @@ class Cut(NamedTuple):
     etp: int = 1
     """Expert tensor parallel size: it cuts each expert's matrices."""
     whole_vision: bool = False
-    """Whether tensor parallelism leaves the vision tower whole, as every rank holds all of it."""
+    """Whether every rank holds the whole vision tower, so that tensor parallelism does not cut it."""
 
     def ways(self, info: TensorInfo) -> int:
-        """The number of parts that tensor parallelism cuts a dense tensor into."""
+        """The number of parts into which tensor parallelism cuts a dense tensor."""
         return 1 if self.on_every_rank(info) else self.tp
 
     def on_every_rank(self, info: TensorInfo) -> bool:
@@ -68,7 +68,7 @@ class Cut(NamedTuple):
         return self.whole_vision and info.section == "vision"
 
     def parts(self, info: TensorInfo) -> int:
-        """The number of parts of a tensor. A replicated tensor has as many parts, which are all equal."""
+        """The number of parts of a tensor. The parts of a replicated tensor are all equal."""
         return self.ep * self.etp if info.experts else self.ways(info)
 
     def part(self, info: TensorInfo, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> int:
@@ -84,7 +84,7 @@ WHOLE = Cut()
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its full shape, how it is cut, and its section of the model."""
+    """One tensor: its full shape, how it is cut, and the section of the model that it belongs to."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,8 +94,8 @@ class TensorInfo:
     layer: int = -1
     """Zero-based decoder layer if ``section`` is ``layer``."""
     experts: int = 0
-    """Number of experts stacked along dim 0, which expert-parallel ranks share. ``split`` then says how
-    expert tensor parallelism cuts each expert's matrix (dims 1 and 2). 0: a dense tensor."""
+    """Number of experts stacked along dim 0, which expert parallelism divides among ranks. ``split`` then
+    says how expert tensor parallelism cuts each expert's matrix (dims 1 and 2). 0: a dense tensor."""
     sections: tuple[int, ...] = ()
     """Number of rows of each section if ``split`` is ``sections``."""
 
@@ -112,8 +112,7 @@ class TensorInfo:
 
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
-    """All tensors of the model by canonical name, in model order.
-    A tied output layer has no separate entry."""
+    """All tensors of the model by canonical name, in model order. A tied output layer has no entry."""
     infos = [*_vision(spec), *_language(spec)]
     return {info.name: info for info in infos}
 
@@ -169,10 +168,9 @@ def _vision(spec: ModelSpec) -> list[TensorInfo]:
 
 def _language(spec: ModelSpec) -> list[TensorInfo]:
     m = spec.language
-    h, f = m.hidden_size, m.ffn_hidden_size
-    queries = m.num_heads * (2 if m.output_gate else 1)
-    qkv = (queries + 2 * m.num_kv_heads) * m.head_dim
+    h = m.hidden_size
     out = [TensorInfo(EMBEDDING, (m.vocab_size, h), "column", "embedding")]
+
     for i in range(m.num_layers):
 
         def add(
@@ -186,30 +184,11 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
             full = f"language_model.decoder.layers.{i}.{name}"
             out.append(TensorInfo(full, shape, split, "layer", i, experts, sections))
 
-        if m.is_linear(i):
-            _linear_attention(m, add)
+        (_linear_attention if m.is_linear(i) else _softmax_attention)(m, add)
+        if m.has_experts(i):
+            _experts(m, add)
         else:
-            add("self_attention.linear_qkv.layer_norm_weight", (h,))
-            add("self_attention.linear_qkv.weight", (qkv, h), "column")
-            if m.qkv_bias:
-                add("self_attention.linear_qkv.bias", (qkv,), "column")
-            if m.qk_norm:
-                add("self_attention.q_layernorm.weight", (m.head_dim,))
-                add("self_attention.k_layernorm.weight", (m.head_dim,))
-            add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
-
-        if m.moe and m.has_experts(i):
-            count, width = m.moe.num_experts, m.moe.ffn_hidden_size
-            # The router reads its output too, so Megatron-core does not fuse it.
-            add("pre_mlp_layernorm.weight", (h,))
-            add("mlp.router.weight", (count, h))
-            add("mlp.experts.linear_fc1.weight", (count, 2 * width, h), "gated", count)
-            add("mlp.experts.linear_fc2.weight", (count, h, width), "row", count)
-            if shared := m.moe.shared_ffn_hidden_size:
-                add("mlp.shared_experts.linear_fc1.weight", (2 * shared, h), "gated")
-                add("mlp.shared_experts.linear_fc2.weight", (h, shared), "row")
-                add("mlp.shared_experts.gate_weight", (1, h))
-        else:
+            f = m.ffn_hidden_size
             add("mlp.linear_fc1.layer_norm_weight", (h,))
             add("mlp.linear_fc1.weight", (2 * f, h), "gated")
             add("mlp.linear_fc2.weight", (h, f), "row")
@@ -220,8 +199,39 @@ def _language(spec: ModelSpec) -> list[TensorInfo]:
     return out
 
 
+def _softmax_attention(m: LanguageSpec, add: Callable[..., None]) -> None:
+    """Adds the tensors of one layer's softmax attention."""
+    h = m.hidden_size
+    queries = m.num_heads * (2 if m.output_gate else 1)
+    qkv = (queries + 2 * m.num_kv_heads) * m.head_dim
+    add("self_attention.linear_qkv.layer_norm_weight", (h,))
+    add("self_attention.linear_qkv.weight", (qkv, h), "column")
+    if m.qkv_bias:
+        add("self_attention.linear_qkv.bias", (qkv,), "column")
+    if m.qk_norm:
+        add("self_attention.q_layernorm.weight", (m.head_dim,))
+        add("self_attention.k_layernorm.weight", (m.head_dim,))
+    add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
+
+
+def _experts(m: LanguageSpec, add: Callable[..., None]) -> None:
+    """Adds the tensors of one layer's mixture of experts."""
+    assert m.moe is not None
+    h = m.hidden_size
+    count, width = m.moe.num_experts, m.moe.ffn_hidden_size
+    # The router also reads this norm's output, so Megatron-core does not fuse it.
+    add("pre_mlp_layernorm.weight", (h,))
+    add("mlp.router.weight", (count, h))
+    add("mlp.experts.linear_fc1.weight", (count, 2 * width, h), "gated", count)
+    add("mlp.experts.linear_fc2.weight", (count, h, width), "row", count)
+    if shared := m.moe.shared_ffn_hidden_size:
+        add("mlp.shared_experts.linear_fc1.weight", (2 * shared, h), "gated")
+        add("mlp.shared_experts.linear_fc2.weight", (h, shared), "row")
+        add("mlp.shared_experts.gate_weight", (1, h))
+
+
 def _linear_attention(m: LanguageSpec, add: Callable[..., None]) -> None:
-    """Gated DeltaNet under the names of Megatron-core's module."""
+    """Adds the tensors of one Gated DeltaNet layer, with the names of Megatron-core's module."""
     a = m.linear_attention
     assert a is not None
     h = m.hidden_size
@@ -261,20 +271,24 @@ def check_cut(spec: ModelSpec, cut: Cut) -> None:
 
 
 def part_of(name: str) -> str:
-    """``vision``, ``merger`` or ``language``:
-    the parts that can be frozen and have their own learning rates."""
+    """``vision``, ``merger`` or ``language``: the part of the model that a canonical name belongs to.
+
+    Each part can be frozen and can have its own learning rate.
+    """
     if name.startswith(("vision_model.merger.", "vision_model.deepstack_mergers.")):
         return "merger"
     return "vision" if name.startswith("vision_model.") else "language"
 
 
 def check_tp(spec: ModelSpec, tp: int) -> None:
-    """Raises :class:`LayoutError` unless every dense cut of the model divides by ``tp``."""
+    """Raises :class:`LayoutError` unless tensor parallelism can cut every dense tensor into ``tp`` parts."""
     m, v = spec.language, spec.vision
     has_dense = any(not m.has_experts(i) for i in range(m.num_layers))
     a = m.linear_attention
     shared = m.moe.shared_ffn_hidden_size if m.moe else 0
+    # With more ranks than key/value heads, core cuts a head's weight and gathers the projected head.
     kv_fits = m.num_kv_heads % tp == 0 or tp % m.num_kv_heads == 0
+
     checks = [
         (m.num_heads % tp == 0, f"{m.num_heads} attention heads of the language model"),
         (kv_fits, f"{m.num_kv_heads} key/value heads of the language model"),
@@ -285,6 +299,7 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
         (m.vocab_size % tp == 0, f"the vocabulary of {m.vocab_size} tokens"),
         (v.merge_unit * v.hidden_size % tp == 0, f"the merger's width {v.merge_unit * v.hidden_size}"),
     ]
+
     for fits, what in checks:
         if not fits:
             heads = (m.num_heads, v.num_heads, *((a.key_heads,) if a else ()))

@@ -1,13 +1,12 @@
-"""Computes a rank's experts with one kernel launch per product;
-Transformer Engine needs one per product and expert.
+"""Computes a rank's experts with one kernel launch per product.
 
-The parameters are those of Megatron-core's ``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so that
-nothing changes for checkpoints, optimizer and FP8. Only the products are ours
-(:mod:`megatron_vl.kernels.grouped_gemm`). They read each expert's token count on the device, so the host
-waits for no counts unless ranks exchange tokens.
+Transformer Engine needs one launch per product and expert. The parameters are those of Megatron-core's
+``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so that nothing changes for checkpoints, optimizer and
+FP8. Only the products are ours (:mod:`megatron_vl.kernels.grouped_gemm`). They read each expert's token count
+on the device, so the host waits for no counts unless ranks exchange tokens.
 
 A model has many experts, so the host avoids work per expert: the kernel adds weight gradients to
-``main_grad``, and Megatron-core's DDP learns that they are ready without one autograd node for each
+``main_grad``, and DDP is notified that they are ready without an autograd node for each weight
 (:meth:`GroupedExperts.report_to`).
 """
 
@@ -36,7 +35,7 @@ def _placeholder(weight: Tensor) -> Tensor:
 
 
 class ExpertWeights:
-    """The weights of one linear of all local experts, in the form that the kernels need."""
+    """The weights of one linear of all local experts, as the kernels need them."""
 
     def __init__(self, module: nn.Module, experts: int) -> None:
         self.module = module
@@ -50,11 +49,15 @@ class ExpertWeights:
         return self._addresses.of(self.parameters)
 
     def inputs(self) -> list[nn.Parameter]:
-        """The weights in the autograd graph: those whose DDP hooks autograd must call."""
+        """The weights that are in the autograd graph, because autograd must call their DDP hooks."""
         return self.parameters if self.ddp is None else self.parameters[:1]
 
     def gradients(self, dy: Tensor, x: Tensor, where: Plan) -> list[Tensor | None]:
-        """Computes the weight gradients. Returns what autograd gets for :meth:`inputs`."""
+        """Computes the weight gradients from dy [rows, out] and x [rows, in].
+
+        Returns:
+            The gradients of :meth:`inputs` for autograd.
+        """
         first = self.parameters[0]
         inputs = self.inputs()
         if not first.requires_grad:
@@ -72,7 +75,7 @@ class ExpertWeights:
         for parameter in inputs:
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if self.ddp is not None:
-            self.ddp.gradients_ready(self.parameters[1:])  # all but the first, whose hook autograd calls next
+            self.ddp.gradients_ready(self.parameters[1:])  # autograd calls the hook of the first one next
         return [_placeholder(first) for _ in inputs]
 
 
@@ -115,7 +118,7 @@ class PlannedLinear:
 
 
 class GroupedExperts(TEGroupedMLP):
-    """Core's grouped experts, with our products in bf16 without FP8."""
+    """Core's grouped experts. In bf16 without FP8, they use our products."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,8 +129,7 @@ class GroupedExperts(TEGroupedMLP):
         """Runs each expert on its rows.
 
         Args:
-            hidden: [rows, H], sorted by expert.
-                The values of rows after those of the last expert do not matter.
+            hidden: [rows, H], sorted by expert. Rows after those of the last expert are ignored.
             counts: [local experts], number of rows of each.
             probs: [rows], the weight of each row.
 
@@ -136,6 +138,7 @@ class GroupedExperts(TEGroupedMLP):
         """
         if not self.planned:
             return super().forward(hidden, counts, probs, *buffers)
+
         where = plan(counts, hidden.shape[0])
         middle, _ = self.linear_fc1(hidden, where)
         if not self.activation_recompute:
@@ -148,8 +151,7 @@ class GroupedExperts(TEGroupedMLP):
         return out, None
 
     def report_to(self, ddp: ReplicaDDP) -> None:
-        """Makes weights report to ``ddp`` directly that their gradients are ready,
-        instead of by one hook each.
+        """Makes weights notify ``ddp`` directly when their gradients are ready, instead of by one hook each.
 
         Weights keep their hooks if their gradients are not added to ``main_grad``
         (``fuse_wgrad_accumulation``).

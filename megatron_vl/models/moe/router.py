@@ -1,21 +1,22 @@
-"""Mixture of experts: the layer that replaces a decoder layer's MLP, and the counts of its routers.
+"""Mixture of experts: the layer that replaces a decoder layer's MLP, and the token counts of its routers.
 
 A token goes to the ``top_k`` experts with the highest router probability; no token is dropped. Experts are
-spread over expert-parallel ranks, which exchange tokens (:mod:`megatron_vl.models.moe.dispatch`). On CUDA, a
-rank's experts run as one grouped GEMM. The router computes in float32.
+distributed over expert-parallel ranks, which exchange tokens (:mod:`megatron_vl.models.moe.dispatch`). On
+CUDA, a rank's experts run as one grouped GEMM. The router computes in float32.
 
 The load-balancing loss uses the formula of ``transformers`` within each layer, averaged over the layers::
 
     L = coefficient / layers * sum over layers of  E * sum over experts i of f_i * P_i
 
-Over a row's real tokens, ``f_i`` is the share that goes to expert ``i``, and ``P_i`` the mean probability of
-``i``. ``transformers`` averages ``f`` and ``P`` over all layers before it multiplies them, so that one
-layer's preferred experts can make up for another layer's. For one layer both formulas are equal. Rows are
-weighted by their real tokens, so the loss does not depend on how rows are spread over ranks.
+``E`` is the number of experts. ``f_i`` is the fraction of a row's real tokens that goes to expert ``i``, and
+``P_i`` is the mean probability of ``i`` over these tokens. ``transformers`` averages ``f`` and ``P`` over all
+layers before it multiplies them, so that one layer's preferred experts can make up for another layer's. For
+one layer, both formulas are equal. Rows are weighted by their real tokens, so the loss does not depend on how
+rows are distributed over ranks.
 
 A row's padded tail goes to no expert: its part of the layer's output is zero, and it counts neither in this
-loss nor in the experts' load.
-Each row comes with a mask of its padding (``padding_mask``); a row without padding has no mask.
+loss nor in the experts' load. Each row comes with a mask of its padding (``padding_mask``); a row without
+padding has no mask.
 """
 
 from __future__ import annotations
@@ -60,24 +61,26 @@ def moe_settings(
     cuda = platform.name == "cuda"
     assert moe is not None
     layers = sum(language.has_experts(layer) for layer in range(language.num_layers))
+
     shared: dict[str, Any] = {}
     if moe.shared_ffn_hidden_size:
         shared = {
             "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
             "moe_shared_expert_gate": True,
         }
+
     return shared | {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_router_dtype": "fp32",
-        # Softmax over the chosen logits equals softmax over all, divided by the sum over the chosen ones.
+        # A softmax over the chosen logits equals a softmax over all, divided by the sum over the chosen ones.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
         # Core divides f by top_k; transformers does not.
         "moe_aux_loss_coeff": aux_loss * moe.top_k / layers,
-        # alltoall makes ranks that share an expert's matrices gather tensors
-        # of different lengths, which gloo cannot do.
+        # With alltoall, ranks that share an expert's matrices gather tensors of different lengths, which gloo
+        # cannot do.
         "moe_token_dispatcher_type": "alltoall" if cuda or layout.etp == 1 else "allgather",
         "moe_grouped_gemm": cuda,
         "moe_permute_fusion": cuda,
@@ -87,27 +90,32 @@ def moe_settings(
 
 
 class CountingRouter(TopKRouter):
-    """Core's router, which also counts the tokens of each expert and scales its load-balancing loss."""
+    """Core's router. It also counts the tokens of each expert and scales its load-balancing loss."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.load: Tensor
-        """int64 [experts]: number of this rank's tokens in this step, by expert."""
+        """Number of this rank's tokens in the current step by expert, int64 [experts]."""
         self.register_buffer("load", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
         self.loss_scale: Tensor | float = 1.0
-        """Loss tokens per real token of the global batch. Gradients are later divided by the loss tokens."""
+        """Loss tokens per real token of the global batch. Later, gradients are divided by the loss tokens."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Core's routing, [T, experts] each, except that padding has no expert.
+        """Core's routing, except that padding has no expert.
 
         Args:
+            logits: [S, 1, experts], where T = S.
             padding_mask: bool [S, 1], true for padding; None: there is no padding.
+
+        Returns:
+            Probabilities and the routing map (bool), [T, experts] each.
         """
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is not None:
             padding = padding_mask.reshape(-1, 1)
             probs = probs.masked_fill(padding, 0.0)
             routing_map = routing_map & ~padding
+
         if self.training and torch.is_grad_enabled():  # only once if the layer is recomputed
             self.load += routing_map.sum(dim=0)
         return probs, routing_map
@@ -124,8 +132,8 @@ class CountingRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
             return probs
-        # Rows without padding are counted as if they had a mask,
-        # so that all rows are rounded in the same way.
+
+        # Rows without padding are counted as if they had a mask, so that all rows are rounded alike.
         counts, _, tokens = get_tokens_per_expert_and_token_count(
             routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
@@ -195,7 +203,7 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
 
 
 def report_directly(ddp: ReplicaDDP) -> None:
-    """Replaces DDP's hook of each weight for the grouped experts of a wrapped chunk.
+    """Makes the grouped experts of a wrapped chunk notify DDP directly, instead of by one hook per weight.
 
     See :mod:`megatron_vl.models.moe.experts`.
     """
@@ -205,7 +213,7 @@ def report_directly(ddp: ReplicaDDP) -> None:
 
 
 def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
-    """Sets the counts to zero and gives the routers the scale of their loss.
+    """Sets the routers' counts to zero and the scale of their load-balancing loss.
 
     Collective over the data-parallel ranks, without host synchronisation.
 
@@ -215,6 +223,7 @@ def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
     mine = list(routers(chunks))
     if not mine:
         return
+
     loss_tokens = torch.stack([(row.loss_mask != 0).sum() for row in rows]).sum(dtype=torch.float64)
     counts = torch.stack((loss_tokens, torch.full_like(loss_tokens, sum(row.real_tokens for row in rows))))
     dist.all_reduce(counts, group=mpu.get_data_parallel_group())
@@ -229,8 +238,8 @@ def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int, device: 
     Collective over all ranks.
 
     Every rank routes different tokens (tensor-parallel ranks hold different parts of the sequence), so the
-    sum counts each token once. Layers without experts are zero.
-    A rank may have no layers, or chunks without parameters.
+    sum counts each token once. Layers without experts are zero. A rank may have no layers, or chunks without
+    parameters.
     """
     load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
     for router in routers(chunks):

@@ -26,11 +26,14 @@ FAMILIES = {
 }
 """HF ``model_type`` -> the module that reads its config."""
 MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
+"""The largest value that is accepted for each of these fields."""
 
 
 def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
-    """The :class:`ModelSpec` of an HF config, given as a dict,
-    a ``config.json`` file or a folder that holds one.
+    """Reads the :class:`ModelSpec` of an HF config.
+
+    Args:
+        config: the config as a dict, the path of a ``config.json``, or the folder that holds one.
 
     Raises:
         FileNotFoundError: there is no ``config.json``.
@@ -42,6 +45,7 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise ConfigError(f"{path} does not hold a JSON object")
+
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ConfigError(f"config.json: model_type {kind!r} is not supported; valid: {', '.join(FAMILIES)}")
@@ -50,12 +54,14 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
 
 
 def _check_counts(config: dict[str, Any]) -> None:
-    """Raises ConfigError for counts of layers or experts that would fill the memory:
-    a config may come from anybody."""
+    """Raises ConfigError for counts of layers or experts that would exhaust memory.
+
+    A config may come from an untrusted source.
+    """
     for part in (config, config.get("text_config"), config.get("vision_config")):
         for name, most in MOST.items():
             if isinstance(part, dict) and isinstance(part.get(name), (int, float)) and part[name] > most:
-                raise ConfigError(f"config.json: {name} {part[name]} is absurd; at most {most} are read")
+                raise ConfigError(f"config.json: {name} {part[name]} is too large; the limit is {most}")
 
 
 __all__ = [

@@ -1,11 +1,11 @@
-"""The description of a model, which its family reads from the model's config.
+"""Model descriptions, which each family reads from a model's config.
 
 A family turns a Hugging Face ``config.json`` into a :class:`ModelSpec`, which holds plain numbers and flags
 and needs no torch. Everything else (model building, the tensor table, conversion, FLOP counts)
 is derived from the spec.
 
-A missing size is refused by name. Other missing fields get the defaults of the family's config classes in
-transformers (5.17 to 5.23), so that the same folder means the same model to both.
+If a size is missing, an error names it. Other missing fields get the defaults of the family's config classes
+in transformers (5.17 to 5.23), so that a folder describes the same model here and there.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class VisionSpec:
     window_size: int = 0
     """Side of an attention window in pixels; 0 means full attention in all layers."""
     full_attention_layers: tuple[int, ...] = ()
-    """Zero-based layers with full attention; the others attend within windows.
-    Ignored if ``window_size`` is 0."""
+    """Zero-based layers with full attention. The other layers attend within windows. Ignored if
+    ``window_size`` is 0."""
     tokens_per_second: float = 0.0
     """Temporal M-RoPE positions per second of video (Qwen2.5-VL); 0 means one position per frame group."""
     patch_bias: bool = False
@@ -56,11 +56,11 @@ class VisionSpec:
     """Number of rows (and columns) of the square table of learned position embeddings; 0 means no table. The
     table is interpolated to each grid of patches and added to their embeddings."""
     deepstack_layers: tuple[int, ...] = ()
-    """Zero-based layers for DeepStack. The output of each goes through its own merger and is added to the
-    language model's hidden states at the medium's tokens: for the first layer after decoder layer 0, for the
-    second after decoder layer 1, and so on."""
+    """Zero-based tower layers for DeepStack. Each layer's output goes through its own merger and is added to
+    the language model's hidden states at the medium's tokens. The first layer's features are added after
+    decoder layer 0, the second's after decoder layer 1, and so on."""
     video_timestamps: bool = False
-    """Whether each frame group of a video is a separate run of placeholders after its time as text."""
+    """Whether a video's placeholders are one run per frame group, each preceded by its time as text."""
 
     @property
     def head_dim(self) -> int:
@@ -68,8 +68,7 @@ class VisionSpec:
 
     @property
     def padded_ffn_hidden_size(self) -> int:
-        """FFN width in Megatron checkpoints and on the device:
-        ``ffn_hidden_size`` rounded up to a multiple of 128.
+        """FFN width in checkpoints and on the device: ``ffn_hidden_size``, rounded up to a multiple of 128.
 
         The added rows and columns are zero, do not change results, and stay zero in training because their
         gradients are zero. An aligned width is 2.9x faster on H100/H200 (3420 -> 3456), and every
@@ -104,21 +103,21 @@ class MoeSpec:
     norm_topk_prob: bool
     """Whether the weights of a token's experts are divided by their sum."""
     aux_loss_coef: float = dataclasses.field(compare=False)
-    """Coefficient of the load-balancing loss if it is added.
-    It affects training but does not identify the model."""
+    """Coefficient of the load-balancing loss, if that loss is added. It affects training but is not part of
+    the model's identity."""
     dense_layers: tuple[int, ...]
     """Zero-based decoder layers that keep a dense MLP."""
     output_router_logits: bool = dataclasses.field(default=False, compare=False)
     """Whether the load-balancing loss is added."""
     shared_ffn_hidden_size: int = 0
-    """FFN width of the shared expert that every token goes to, with a gate of its own; 0: there is none."""
+    """FFN width of the shared expert, which has its own gate and processes every token; 0: there is none."""
 
 
 @dataclass(frozen=True)
 class LinearAttentionSpec:
     """Gated DeltaNet (arXiv 2412.06464), the linear attention that replaces softmax attention in some layers.
 
-    Each key head serves ``value_heads / key_heads`` value heads, one after another.
+    Each key head serves ``value_heads / key_heads`` consecutive value heads.
     """
 
     key_heads: int
@@ -128,7 +127,7 @@ class LinearAttentionSpec:
     value_dim: int
     """Width of a value head."""
     conv_width: int
-    """Number of tokens that the causal convolution before the delta rule reaches, with the present one."""
+    """Width in tokens of the causal convolution before the delta rule, including the current token."""
     layers: tuple[int, ...]
     """Zero-based decoder layers with linear attention; the others have softmax attention."""
 
@@ -158,19 +157,19 @@ class LanguageSpec:
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised per head."""
     mrope_interleaved: bool = False
-    """Whether time, height and width alternate along the frequencies instead
-    of having a contiguous section each."""
+    """Whether time, height and width alternate along the rotary frequencies. Otherwise, each has one
+    contiguous section."""
     moe: MoeSpec | None = None
     """The experts of the layers that have experts; None for a dense model."""
     rotary_fraction: float = 1.0
-    """Fraction of a head's elements, from the first on, that RoPE rotates."""
+    """Fraction of a head's elements that RoPE rotates, starting with the first element."""
     output_gate: bool = False
-    """Whether softmax attention's output is multiplied by the sigmoid of a gate, which the query projection
-    gives beside each head's query."""
+    """Whether softmax attention's output is multiplied by the sigmoid of a gate. The query projection outputs
+    this gate next to each head's query."""
     zero_centered_norms: bool = False
     """Whether the RMS norms multiply by ``1 + weight``. The norm within linear attention never does."""
     linear_attention: LinearAttentionSpec | None = None
-    """The layers with linear attention; None: all layers have softmax attention."""
+    """Gated DeltaNet and the layers that use it; None: all layers have softmax attention."""
 
     @property
     def moe_ffn_hidden_size(self) -> int:
@@ -193,7 +192,7 @@ class LanguageSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model: its family, its two halves, its special tokens, and the HF config that it was read from."""
+    """One model: its family, its two halves, its special tokens, and the HF config that describes it."""
 
     family: str
     vision: VisionSpec
@@ -206,10 +205,10 @@ class ModelSpec:
     hf_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def differences(self, other: ModelSpec) -> list[tuple[str, Any, Any]]:
-        """(field, ours, the other's) of what makes two specs different models; empty for the same model.
+        """Lists (field, own value, other's value) for the fields that make two specs different models.
 
-        Weights of one can be used as the other's when there is no difference. Special tokens and the
-        spread of random weights are no part of that, and neither is the coefficient of the balancing loss.
+        If the list is empty, both specs can use the same weights. Special tokens, the range of random initial
+        weights and the coefficient of the load-balancing loss are not compared.
         """
         if self.family != other.family:
             return [("family", self.family, other.family)]
@@ -250,19 +249,24 @@ class ModelSpec:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The text fields of an HF config, wherever they are.
+    """The text fields of an HF config.
 
-    Released Qwen2-VL and Qwen2.5-VL checkpoints have them at the top level; transformers 5.x nests them.
+    Released Qwen2-VL and Qwen2.5-VL checkpoints have them at the top level. transformers 5.x nests them in
+    ``text_config``.
     """
     return config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
 TEXT = "the text fields (text_config, or the top of the file)"
-"""The location of the language model's fields, for messages."""
+"""Where the language model's fields are, for error messages."""
 
 
 def require(config: dict[str, Any], name: str, where: str) -> Any:
-    """``config[name]``, or a :class:`ConfigError` that says which field is missing where."""
+    """Returns ``config[name]``.
+
+    Raises:
+        ConfigError: the field is missing or null. The message names it and ``where`` it is missing.
+    """
     if config.get(name) is None:
         raise ConfigError(f"config.json: field {name!r} is missing in {where}")
     return config[name]
@@ -278,42 +282,30 @@ def read_language(
     rotary_fraction: float = 1.0,
     dense: bool = True,
 ) -> LanguageSpec:
-    """Reads the language model's fields, which may be flat or nested and have old or new rope names.
+    """Reads the language model's fields. They may be flat or nested, with old or new rope names.
 
     Args:
-        norm_eps, rope_theta: defaults of the family's config class, for a file without them.
-        head_dim: the same; None: the width divided by the number of heads.
-        tied: whether the output layer is the embedding; None: as the file says at either level.
+        norm_eps, rope_theta: the family's defaults for a file without these fields.
+        head_dim: the family's default; None: ``hidden_size`` divided by the number of heads.
+        tied: whether the output layer shares the embedding's weight; None: read it from either level.
         rotary_fraction: fraction of a head that RoPE rotates.
-        dense: whether the family has dense layers at all; if not, their FFN width is 0.
+        dense: whether the family has dense layers. If not, their FFN width is 0.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
 
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
     text = text_config(config)
     # If a file has both names, transformers uses the older one.
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("mrope", "default"):
-        raise ConfigError(f"config.json: rope type {kind!r} is not supported; valid: 'mrope', 'default'")
-    if text.get("use_sliding_window"):
-        raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
-    if text.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json: hidden_act {text['hidden_act']!r} is not supported; valid: 'silu'")
-    if "mrope_section" not in rope:
-        raise ConfigError("config.json: mrope_section is missing in rope_scaling / rope_parameters")
+    _check_language(text, rope)
 
     hidden, heads = require(text, "hidden_size", TEXT), require(text, "num_attention_heads", TEXT)
-    if "num_key_value_heads" not in text:  # a null means as many as heads
+    if "num_key_value_heads" not in text:  # null means one for each attention head
         require(text, "num_key_value_heads", TEXT)
     head_dim = text.get("head_dim", head_dim) or hidden // heads
-    section = tuple(int(n) for n in rope["mrope_section"])
-    rotary_dim = int(head_dim * rotary_fraction)
-    if len(section) != 3 or sum(section) != rotary_dim // 2:
-        fraction = f" x partial_rotary_factor {rotary_fraction}" if rotary_fraction != 1.0 else ""
-        raise ConfigError(
-            f"config.json: mrope_section {section} must be three numbers that add up to"
-            f" head_dim{fraction}/2 = {rotary_dim // 2}"
-        )
+    section = _mrope_section(rope, head_dim, rotary_fraction)
     if tied is None:
         tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
 
@@ -334,13 +326,39 @@ def read_language(
     )
 
 
+def _check_language(text: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Raises ConfigError for settings of the language model that no family supports."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("mrope", "default"):
+        raise ConfigError(f"config.json: rope type {kind!r} is not supported; valid: 'mrope', 'default'")
+    if text.get("use_sliding_window"):
+        raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
+    if text.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"config.json: hidden_act {text['hidden_act']!r} is not supported; valid: 'silu'")
+    if "mrope_section" not in rope:
+        raise ConfigError("config.json: mrope_section is missing in rope_scaling / rope_parameters")
+
+
+def _mrope_section(rope: dict[str, Any], head_dim: int, rotary_fraction: float) -> tuple[int, int, int]:
+    """:attr:`LanguageSpec.mrope_section`, after checking its sum."""
+    section = tuple(int(n) for n in rope["mrope_section"])
+    rotary_dim = int(head_dim * rotary_fraction)
+    if len(section) != 3 or sum(section) != rotary_dim // 2:
+        fraction = f" x partial_rotary_factor {rotary_fraction}" if rotary_fraction != 1.0 else ""
+        raise ConfigError(
+            f"config.json: mrope_section {section} must be three numbers that add up to"
+            f" head_dim{fraction}/2 = {rotary_dim // 2}"
+        )
+    return section
+
+
 QWEN2_TOKENS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }
-"""Special tokens of a file that does not name them, up to Qwen3-VL."""
+"""Defaults for configs that do not name their special tokens, for the families up to Qwen3-VL."""
 
 
 def assemble(
@@ -350,26 +368,33 @@ def assemble(
     language: LanguageSpec,
     tokens: dict[str, int] = QWEN2_TOKENS,
 ) -> ModelSpec:
-    """Joins the two halves and the special tokens, and checks that the features fit the language model."""
+    """Joins the two halves and the special tokens, and checks that they fit each other.
+
+    Args:
+        tokens: the family's default for each special token.
+
+    Raises:
+        ConfigError: the halves do not fit, or the vision fields contradict each other.
+    """
     if vision.out_hidden_size != language.hidden_size:
         raise ConfigError(
-            f"config.json: the vision tower gives features of width {vision.out_hidden_size}, "
+            f"config.json: the vision tower's features have width {vision.out_hidden_size}, "
             f"but the language model needs {language.hidden_size}"
         )
     if vision.hidden_size % vision.num_heads:
         raise ConfigError(
-            f"config.json: vision width {vision.hidden_size} does not divide by {vision.num_heads} heads"
+            f"config.json: vision width {vision.hidden_size} is not divisible by {vision.num_heads} heads"
         )
     if vision.head_dim % 4:
         raise ConfigError(
-            f"config.json: vision head dimension {vision.head_dim} must divide by 4 for 2D RoPE"
+            f"config.json: vision head dimension {vision.head_dim} must be a multiple of 4 for 2D RoPE"
         )
 
     deep = vision.deepstack_layers
     if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
         raise ConfigError(
-            f"config.json: DeepStack layers {list(deep)} (deepstack_visual_indexes; 8, 16, 24 without it) "
-            f"must ascend within the {vision.num_layers} vision layers"
+            f"config.json: DeepStack layers {list(deep)} (deepstack_visual_indexes; default 8, 16, 24) "
+            f"must ascend and be below {vision.num_layers}, the number of vision layers"
         )
     if len(deep) > language.num_layers:
         raise ConfigError(

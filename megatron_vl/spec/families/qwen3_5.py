@@ -1,11 +1,11 @@
 """Qwen3.5 (0.8B, 2B, 4B, 9B, 27B), and Qwen3.6-27B and Qwen3.8-27B, which have the same architecture.
 
-Three of four decoder layers have Gated DeltaNet in place of softmax attention; the others have an output gate
+Three of four decoder layers have Gated DeltaNet in place of softmax attention. The others have an output gate
 and rotate a quarter of each head. The RMS norms multiply by ``1 + weight``, except the one within Gated
 DeltaNet. The tower is Qwen3-VL's without DeepStack. Reference: ``transformers.models.qwen3_5``.
 
-The files of released folders hold one more layer, ``mtp.*``, which predicts the token after the next one.
-It is not built here and not in ``transformers`` either; conversion keeps it as it is.
+Released checkpoints hold one more layer, ``mtp.*``, which predicts the token after the next one. Neither this
+project nor ``transformers`` builds it. Conversion copies it unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def read_vision(config: dict[str, Any]) -> VisionSpec:
-    """Reads the vision tower's fields: those of Qwen3-VL without DeepStack."""
+    """Reads the vision tower's fields: those of Qwen3-VL without DeepStack.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
+    """
     vision = require(config, "vision_config", "config.json")
     if vision.get("deepstack_visual_indexes"):
         raise ConfigError(
@@ -52,7 +56,11 @@ def read_vision(config: dict[str, Any]) -> VisionSpec:
 
 
 def read_text(config: dict[str, Any], *, dense: bool = True) -> LanguageSpec:
-    """Reads the language model's fields. ``dense`` is that of :func:`~.base.read_language`."""
+    """Reads the language model's fields. ``dense`` is passed to :func:`~.base.read_language`.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
+    """
     text = require(config, "text_config", "config.json")
     for field, only in (("attention_bias", False), ("attn_output_gate", True)):
         if bool(text.get(field, only)) is not only:
@@ -71,6 +79,7 @@ def read_text(config: dict[str, Any], *, dense: bool = True) -> LanguageSpec:
         rotary_fraction=float(fraction),
         dense=dense,
     )
+
     return dataclasses.replace(
         language,
         qkv_bias=False,
@@ -84,7 +93,11 @@ def read_text(config: dict[str, Any], *, dense: bool = True) -> LanguageSpec:
 
 
 def read_linear_attention(text: dict[str, Any], num_layers: int) -> LinearAttentionSpec:
-    """Reads the fields of the layers with linear attention."""
+    """Reads the fields of the layers with linear attention from the text config ``text``.
+
+    Raises:
+        ConfigError: a layer has an unknown type, or the numbers of heads do not fit each other.
+    """
     kinds = text.get("layer_types")
     if kinds is None:
         interval = text.get("full_attention_interval", 4)
@@ -108,6 +121,7 @@ def read_linear_attention(text: dict[str, Any], num_layers: int) -> LinearAttent
     if min(sizes) < 1 or spec.value_heads % spec.key_heads:
         raise ConfigError(
             f"config.json: linear_num_value_heads {spec.value_heads} must be a multiple of "
-            f"linear_num_key_heads {spec.key_heads}, and all sizes of linear attention at least 1 ({TEXT})"
+            f"linear_num_key_heads {spec.key_heads}, and all sizes of linear attention must be at least 1 "
+            f"({TEXT})"
         )
     return spec

@@ -1,10 +1,12 @@
 """Qwen3.5 with experts (35B-A3B, 122B-A10B, 397B-A17B), and Qwen3.6-35B-A3B.
 
-Every decoder layer has experts and a shared expert, to which every token goes: its output is multiplied by
-the sigmoid of one number that a linear layer computes from the token, and added. Routing is that of
-Qwen3-VL-MoE: softmax over all experts in float32, the top k divided by their sum.
-The reference is ``transformers.models.qwen3_5_moe``, which has no dense layers and reads no
-``mlp_only_layers``, ``decoder_sparse_step`` or ``norm_topk_prob``.
+Every decoder layer has routed experts and one shared expert, which processes every token. A linear layer
+computes one number from the token. The shared expert's output is multiplied by the sigmoid of this number and
+added to that of the routed experts. Routing is the same as in Qwen3-VL-MoE: a softmax over all experts in
+float32, then the top k are divided by their sum.
+
+Reference: ``transformers.models.qwen3_5_moe``. It has no dense layers and does not read ``mlp_only_layers``,
+``decoder_sparse_step`` or ``norm_topk_prob``.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ def read(config: dict[str, Any]) -> ModelSpec:
             f"config.json: dense layers {list(moe.dense_layers)} (mlp_only_layers, decoder_sparse_step) are "
             "not supported; every layer of this family has experts"
         )
+
     shared = require(text, "shared_expert_intermediate_size", TEXT)
     if shared < 1:
         raise ConfigError(f"config.json: shared_expert_intermediate_size {shared} must be at least 1")
+
     language = dataclasses.replace(
         read_text(config, dense=False), moe=dataclasses.replace(moe, shared_ffn_hidden_size=shared)
     )

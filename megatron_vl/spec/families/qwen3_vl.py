@@ -21,6 +21,7 @@ from megatron_vl.spec.families.base import (
 )
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "quick_gelu": "quick_gelu"}
+"""HF ``hidden_act`` -> :attr:`VisionSpec.activation`."""
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
@@ -29,7 +30,11 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def read_vision(config: dict[str, Any]) -> VisionSpec:
-    """Reads the vision tower's fields."""
+    """Reads the vision tower's fields.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
+    """
     vision = require(config, "vision_config", "config.json")
     positions = require(vision, "num_position_embeddings", "vision_config")
     activation = vision.get("hidden_act", "gelu_pytorch_tanh")
@@ -64,7 +69,11 @@ def read_vision(config: dict[str, Any]) -> VisionSpec:
 
 
 def read_text(config: dict[str, Any], head_dim: int | None = 128) -> LanguageSpec:
-    """Reads the language model's fields. ``head_dim`` is that of :func:`~.base.read_language`."""
+    """Reads the language model's fields. ``head_dim`` is passed to :func:`~.base.read_language`.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
+    """
     text = require(config, "text_config", "config.json")
     if text.get("attention_bias"):
         raise ConfigError("config.json: attention_bias=true is not supported; set it to false")

@@ -4,10 +4,10 @@ The reference is ``transformers.models.qwen3_vl_moe`` (arXiv 2511.21631) of tran
 
 * The router is a linear layer without bias, computed in the hidden states' type (bfloat16 in a bfloat16
   model). Its logits go through a softmax over *all* experts in float32. The top k are divided by their sum
-  and cast back to the logits' type.
-  (A softmax over only the top k logits gives the same numbers up to rounding.)
-* ``norm_topk_prob`` is ignored there: the weights are always divided by their sum. Released configs say true.
-  A config that says false is refused here, because there is no reference for it.
+  and cast back to the logits' type. (A softmax over only the top k logits gives the same numbers up to
+  rounding.)
+* transformers ignores ``norm_topk_prob`` and always divides the weights by their sum. Released configs set it
+  to true. This project refuses false, because there is no reference for it.
 * The load-balancing loss is added only if ``output_router_logits`` is true, which it is not in the released
   configs. They do not have ``router_aux_loss_coef`` either; its default is 0.001.
 * There are no shared experts. A layer is dense if ``mlp_only_layers`` names it or ``decoder_sparse_step``
@@ -39,7 +39,11 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def read_moe(config: dict[str, Any]) -> MoeSpec:
-    """Reads the experts' fields."""
+    """Reads the experts' fields.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
+    """
     text = text_config(config)
     where = TEXT
     experts = text.get("num_local_experts") or require(text, "num_experts", where)
