@@ -8,7 +8,7 @@ on ranks or processes.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,9 @@ Integers = NDArray[np.int64]
 
 OPEN_SHARDS = 16
 """Number of shards of each data set that a process keeps open."""
+
+LEAST_REFUSED = 10_000
+"""Number of unusable samples in a row up to which a run searches on."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class BatchPlanner:
     def __init__(
         self,
         order: SampleOrder,
-        sizes: Any,
+        sizes: Callable[[int, Integers], tuple[Integers, Integers]],
         rows: int,
         seq_len: int,
         max_patches: int,
@@ -153,16 +156,17 @@ class BatchPlanner:
             fresh[3:, ~usable] = 0
             refused.append(fresh[:, ~usable])
             self._waiting = np.concatenate([self._waiting, fresh[:, usable]], axis=1)
-            if sum(each.shape[1] for each in refused) > self._most_refused():
-                raise LoaderError(
-                    f"{sum(each.shape[1] for each in refused)} samples in a row cannot be used: they have no"
-                    f" tokens, or more than data.seq_len {self.seq_len}"
-                    + (f" or data.max_patches {self.max_patches}" if self.max_patches else "")
-                )
+            self._check_refused(sum(each.shape[1] for each in refused))
         return np.concatenate(refused, axis=1)
 
-    def _most_refused(self) -> int:
-        return max(10_000, 2 * sum(self.order.sizes)) if not self._waiting.shape[1] else 1 << 62
+    def _check_refused(self, count: int) -> None:
+        """Ends a search that would find nothing: every sample was drawn, and none can be used."""
+        if self._waiting.shape[1] or count <= max(LEAST_REFUSED, 2 * sum(self.order.sizes)):
+            return
+        limits = f"more than data.seq_len {self.seq_len}"
+        if self.max_patches:
+            limits += f" or data.max_patches {self.max_patches}"
+        raise LoaderError(f"{count} samples in a row cannot be used: they have no tokens, or {limits}")
 
     def _enough(self) -> bool:
         held = self._waiting.shape[1]

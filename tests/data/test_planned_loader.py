@@ -20,6 +20,7 @@ from megatron_vl.data.sizes import SIZES, SampleSizes, SizesError, open_sizes, t
 from megatron_vl.data.state import StateError
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
 
 from .datasets import converted, mixed_records
 from .test_order import Run, moved
@@ -59,11 +60,13 @@ def flat(rows: list[list[str]]) -> list[str]:
     return sorted(key for keys in rows for key in keys)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("changes", [{}, {"video_fps": 11.0, "video_max_frames": 6, "min_pixels": 9000}])
-def test_sizes_from_the_index_are_those_of_the_loader(plain, family, changes, tmp_path):
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+)
+def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     """With the limits of another run than the one that the index was made for; timestamps have other digits
     then."""
+    changes = {"video_fps": 11.0, "video_max_frames": 6, "min_pixels": 9000}
     folder = tmp_path / "set"
     shutil.copytree(plain, folder)
     shutil.rmtree(folder / META / SIZES, ignore_errors=True)
@@ -203,3 +206,25 @@ def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkey
     assert done and min(done) == 4
     assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
     assert json.loads((folder / META / SIZES / text_id(hf(), spec, data) / "shards.json").read_text())
+
+
+def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
+    folder = tmp_path / "set"
+    shutil.copytree(plain, folder)
+    shutil.rmtree(folder / META / SIZES, ignore_errors=True)
+    words = ["--data", str(folder), "--processor", str(hf()), "--workers", "1"]
+    assert main(["data", "index", *words]) == 0
+    assert f"sizes of {COUNT} samples and " in capsys.readouterr().out
+    assert main(["data", "index", *words, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)
+    assert (said["samples"], said["seconds"]) == (COUNT, 0.0)
+
+    (folder / META / "index.uuid").write_text("another content")
+    data = data_config(folder)
+    assert "has no sizes" in why_not_planned(read_description(folder), hf(), data)
+
+    source = plain.parent
+    out = tmp_path / "converted"
+    words = ["--input", str(source / "in.json"), "--media-root", str(source / "media"), "--out", str(out)]
+    assert main(["data", "convert", *words, "--workers", "1", "--processor", str(hf())]) == 0
+    assert why_not_planned(read_description(out), hf(), data_config(out)) == ""
