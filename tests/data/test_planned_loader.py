@@ -23,7 +23,7 @@ from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
 from .datasets import converted, mixed_records
-from .test_order import Run, moved
+from .test_order import SLOW, Run, moved
 
 COUNT = 60
 SETTINGS: dict[str, Any] = {"seq_len": 256, "packing_buffer": 8, "shuffle_buffer": 5}
@@ -60,9 +60,7 @@ def flat(rows: list[list[str]]) -> list[str]:
     return sorted(key for keys in rows for key in keys)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=SLOW)])
 def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     """With the limits of another run than the one that the index was made for; timestamps have other digits
     then."""
