@@ -31,6 +31,7 @@ from megatron_vl.errors import UserError
 
 from .embedded import MediaFile, MediaFolder, is_embedded
 from .formats import FORMATS, RecordError, read_conversation
+from .formats.frames import Frames, may_be_folder
 from .identities import Identities
 from .inputs import InputError, Source, expand
 from .media import MediaInfo, inspect, read_media, resolve
@@ -66,6 +67,8 @@ class DataReport:
     parts``, ``listed media``) and key. At each location, keys beyond the first 100 are counted together."""
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but does not learn them."""
+    assumed_fps: int = 0
+    """Videos given as pictures whose records do not say how many there are a second."""
     seconds: float = 0.0
 
     @classmethod
@@ -90,6 +93,7 @@ class DataReport:
             key = key if key in counts or len(counts) < MOST_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += entry.answer_media
+        self.assumed_fps += sum(info.assumed_fps for info in entry.infos)
 
     def refuse(self, entry: Entry | dict[str, Any]) -> None:
         """Counts a line of the quarantine file; a sample is none."""
@@ -462,7 +466,7 @@ def _verify(
             references: list[tuple[str, Any]] = []
             if kept is not None:
                 references = [
-                    (kind, kept.keep(read_media(ref, root)) if is_embedded(ref) else ref)
+                    (kind, kept.keep(read_media(kind, ref, root)) if is_embedded(ref) else ref)
                     for kind, ref in conversation.media
                 ]
             entry = Entry(
@@ -501,15 +505,19 @@ def inspect_all(
 
 def _inspect(kind: str, reference: Any, root: Path, max_pixels: int) -> MediaInfo:
     if is_embedded(reference):
-        name = "bytes in the record" if isinstance(reference, bytes) else "data: URI"
-        return inspect(kind, name, read_media(reference, root), max_pixels)
-    return _inspect_file(kind, reference, resolve(reference, root), root, max_pixels)
+        return inspect(kind, reference, read_media(kind, reference, root), max_pixels)
+    path = reference
+    if not isinstance(reference, Frames):
+        path = resolve(reference, root, folder=kind == "video" and may_be_folder(reference))
+    return _inspect_file(kind, reference, path, root, max_pixels)
 
 
 @lru_cache(maxsize=4096)
-def _inspect_file(kind: str, reference: str, path: Path, root: Path, max_pixels: int) -> MediaInfo:
+def _inspect_file(
+    kind: str, reference: str | Frames, path: Path | Frames, root: Path, max_pixels: int
+) -> MediaInfo:
     """Inspects a file; each process decodes a file that many records share only once."""
-    return inspect(kind, reference, read_media(str(path), root), max_pixels)
+    return inspect(kind, reference, read_media(kind, reference, root), max_pixels)
 
 
 # --- In the main process ------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .formats.frames import Frames
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -37,7 +39,9 @@ class HasReferences(Protocol):
 
 
 def is_embedded(reference: Any) -> bool:
-    """Whether a reference holds the medium itself."""
+    """Whether a reference holds the medium itself, or a picture of it."""
+    if isinstance(reference, Frames):
+        return not isinstance(reference.pictures, str) and any(map(is_embedded, reference.pictures))
     return isinstance(reference, bytes) or (isinstance(reference, str) and reference[:5].lower() == "data:")
 
 

@@ -28,7 +28,7 @@ from megatron_vl.data.description import MOST_SHARDS
 from megatron_vl.data.reading import with_crc
 from megatron_vl.errors import UserError
 
-from .media import MediaInfo, read_media
+from .media import MediaInfo, describe, read_media
 
 WORK = ".convert"
 """Folder within the data set's folder that holds what an unfinished conversion needs to continue."""
@@ -117,16 +117,16 @@ def _write_tar(path: Path, entries: list[Entry], root: Path) -> None:
         for entry in entries:
             keys = [f"{i}.{info.suffix}" for i, info in enumerate(entry.infos)]
             _add(tar, f"{entry.key}.json", _sample_json(entry, keys))
-            for key, info, (_, reference) in zip(keys, entry.infos, entry.references, strict=True):
+            for key, info, (kind, reference) in zip(keys, entry.infos, entry.references, strict=True):
                 try:
-                    data = read_media(reference, root)
+                    data = read_media(kind, reference, root)
                 except ValueError as error:
                     raise ShardError(
                         f"{_where(entry)}: {error}, but was there when it was verified; {AGAIN}"
                     ) from error
                 if zlib.crc32(data) != info.crc32:
                     raise ShardError(
-                        f"{_where(entry)}: {str(reference)[:200]} changed after it was verified; {AGAIN}"
+                        f"{_where(entry)}: {describe(reference)} changed after it was verified; {AGAIN}"
                     )
                 _add(tar, f"{entry.key}.{key}", data)
 

@@ -739,10 +739,12 @@ def _check_export(config: TrainConfig) -> None:
         raise RunConfigError(
             f"checkpoint.export_hf {c.export_hf} needs checkpoint.dir: what is exported is a saved step"
         )
+
     if c.export_hf == "last":
         return
     if c.export_hf < 0:
         raise RunConfigError(f"checkpoint.export_hf {c.export_hf} must be at least 0, or last")
+
     if not c.interval or c.export_hf % c.interval:
         raise RunConfigError(
             f"checkpoint.export_hf {c.export_hf} must be a multiple of checkpoint.interval {c.interval}, as"
@@ -810,6 +812,7 @@ def _check_ranges(config: TrainConfig) -> None:
             if not low <= value <= high:
                 valid = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
                 raise RunConfigError(f"{name} {value} must be {valid}")
+
     if not config.data.video_fps > 0:
         raise RunConfigError(f"data.video_fps {config.data.video_fps} must be above 0")
     unknown = set(config.recompute.language_modules) - set(RECOMPUTE_MODULES)

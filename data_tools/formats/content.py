@@ -17,6 +17,7 @@ from .canonical import (
     shown,
     text,
 )
+from .frames import Frames, may_be_folder, read_rate
 from .weights import TURN_KEYS, turn_weight
 
 ROLES = {
@@ -74,10 +75,15 @@ class Reader:
         self.strip = strip
         self.base = base
         self.ignored: list[tuple[str, str]] = []
-        self.ignore("records", record, *read)
+        self.rates: set[str] = set()
+        """Keys of the record that say how many pictures of a video there are a second."""
         self.waiting = {
             kind: [*self.references(record, kind), *self.references(record, kind + "s")] for kind in KINDS
         }
+        of_media = self.ignored
+        self.ignored = []
+        self.ignore("records", record, *read, *self.rates)
+        self.ignored += of_media
         self.listed = {kind: len(refs) for kind, refs in self.waiting.items()}
         self.markers = markers or any(self.listed.values())
         self.asked = dict.fromkeys(KINDS, 0)
@@ -87,11 +93,7 @@ class Reader:
     def ignore(self, location: str, item: dict[str, Any], *read: str | None) -> None:
         """Notes the keys of an object except those that are ``read`` and those with the empty values that
         exported tables use for absent keys."""
-        self.ignored += [
-            (location, key[:LONGEST_KEY])
-            for key, value in item.items()
-            if key not in read and value not in EMPTY
-        ]
+        self.ignored += unread(location, item, *read)
 
     def references(self, record: dict[str, Any], field_name: str) -> list[tuple[Any, str]]:
         """Returns (reference, field) of each medium listed in a field; notes keys that have
@@ -102,10 +104,38 @@ class Reader:
         listed = [(value, field_name)]
         if isinstance(value, list):
             listed = [(item, f"{field_name}[{i}]") for i, item in enumerate(value)]
-        for item, _ in listed:
+        found = []
+        for item, where in listed:
             if isinstance(item, dict):
-                self.ignore("listed media", item, "path", "url", "bytes")
-        return [(self.located(item, where), where) for item, where in listed]
+                medium, rate = self.medium(field_name.removesuffix("s"), item, where, item, f"{where}.")
+                self.ignore("listed media", item, "path", "url", "bytes", rate)
+            else:
+                medium, rate = self.medium(field_name.removesuffix("s"), item, where, record, "")
+                self.rates |= {rate} if rate else set()
+            found.append((medium, where))
+        return found
+
+    def medium(
+        self, kind: str, item: Any, where: str, beside: dict[str, Any], prefix: str
+    ) -> tuple[Any, str | None]:
+        """The reference of a medium, and the key that says how many pictures it has a second.
+
+        Args:
+            where: its field. beside: the object that may have such a key. prefix: of the object's keys.
+        """
+        if kind == "video" and isinstance(item, list):
+            if not item:
+                raise RecordError("bad media reference", "a video of no frames", where)
+            pictures: Any = tuple(self.located(each, f"{where}[{i}]") for i, each in enumerate(item))
+            rate = read_rate(beside, prefix, listed=True)
+            return Frames(pictures, rate[1] if rate else None), rate[0] if rate else None
+
+        found = self.located(item, where)
+        if kind == "video" and may_be_folder(found):
+            rate = read_rate(beside, prefix, listed=False)
+            if rate:
+                return Frames(found, rate[1]), rate[0]
+        return found, None
 
     def located(self, item: Any, where: str) -> Any:
         """The reference of a medium, in the record's folder."""
@@ -268,16 +298,19 @@ class Reader:
         spellings = (kind, f"{name}_url", name, "url", "path", "value")
         key = next((key for key in spellings if item.get(key) is not None), None)
         value = item[key] if key else None
-        self.ignore("content parts", item, "type", key)
+        of_value: list[tuple[str, str]] = []
         if isinstance(value, dict) and "bytes" not in value:
-            self.ignore("content parts", value, "url")
+            of_value = unread("content parts", value, "url")
             value = value.get("url")
         if value is None and self.listed[name]:
+            self.ignored += [*unread("content parts", item, "type", key), *of_value]
             return [self.next(name)]
 
-        where = f"{where}.{key or name}"
-        self.media.append((name, self.located(value, where)))
-        self.fields.append(where)
+        place = f"{where}.{key or name}"
+        medium, rate = self.medium(name, value, place, item, f"{where}.")
+        self.ignored += [*unread("content parts", item, "type", key, rate), *of_value]
+        self.media.append((name, medium))
+        self.fields.append(place)
         return [{"type": name}]
 
     def next(self, kind: str) -> dict[str, Any]:
@@ -297,7 +330,16 @@ class Reader:
                     f"{self.asked[kind]} <{kind}> in the text, but {self.listed[kind]} listed under "
                     f"'{kind}' / '{kind}s'"
                 )
+                if kind == "video" and 1 <= self.asked[kind] < self.listed[kind]:
+                    detail += "; to give one video as pictures, write a list of them in the place of its file"
                 raise RecordError("markers and media differ", detail, self.place)
+
+
+def unread(location: str, item: dict[str, Any], *read: str | None) -> list[tuple[str, str]]:
+    """(location, key) of each key of an object that has a value and is not ``read``."""
+    return [
+        (location, key[:LONGEST_KEY]) for key, value in item.items() if key not in read and value not in EMPTY
+    ]
 
 
 def reference(value: Any, where: str) -> Any:

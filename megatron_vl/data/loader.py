@@ -420,7 +420,13 @@ def grid_of(item: dict[str, Any], settings: PixelSettings) -> GridTHW:
     """The grid of a stored medium, from its stored size."""
     if item["kind"] == "image":
         return image_grid(item["height"], item["width"], settings)
-    return video_grid(VideoInfo(item["frames"], item["fps"], item["height"], item["width"]), settings)
+    return video_grid(stored_video(item), settings)
+
+
+def stored_video(item: dict[str, Any]) -> VideoInfo:
+    """The facts of a stored video. Raises KeyError if one is missing."""
+    sampling = item.get("sampling", "as a file")
+    return VideoInfo(item["frames"], item["fps"], item["height"], item["width"], sampling)
 
 
 def planes_of(
@@ -438,8 +444,7 @@ def planes_of(
     """
     if item["kind"] == "image":
         return image_planes(data, grid, settings, item["height"] * item["width"])
-    video = VideoInfo(item["frames"], item["fps"], item["height"], item["width"])
-    return video_planes(data, video, grid, settings, deadline)
+    return video_planes(data, stored_video(item), grid, settings, deadline)
 
 
 # --- The loader

@@ -16,6 +16,10 @@ frames than ``temporal_patch_size`` (where HF fails) keeps all of them, and its 
 frame group covers ``temporal_patch_size / (n / total * fps_of_the_file)`` seconds,
 as in ``Qwen2_5_VLProcessor``.
 
+A list of pictures (``VideoInfo.sampling``) is taken whole, as in ``fetch_video`` of qwen-vl-utils 0.0.14,
+if it has at most ``max_frames``. Picture ``i`` is at ``i / fps`` in all families. If the last frame group is
+not full, the last picture is repeated, at the times that would have followed.
+
 If the folder has Qwen3-VL's processor, ``Qwen3VLVideoProcessor`` is followed instead
 (``PixelSettings.video_spread``): ``n`` is not rounded to a multiple of ``temporal_patch_size`` (the last
 frame is repeated), the frames are spread evenly from the first to the last of the video, and the limits on
@@ -41,6 +45,7 @@ from torch import Tensor
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
+from megatron_vl.data.frame_files import FrameFile, FrameFileError, Sampling, is_frame_file
 from megatron_vl.data.video_files import FrameTable, frame_table, frames_at
 from megatron_vl.errors import UserError
 from megatron_vl.spec.positions import GridTHW
@@ -117,6 +122,11 @@ class VideoInfo:
     fps: float
     height: int
     width: int
+    sampling: Sampling = "as a file"
+
+    def is_whole(self, settings: PixelSettings) -> bool:
+        """Whether all frames are taken because somebody has chosen them."""
+        return self.sampling == "whole" and self.frames <= settings.video_max_frames
 
 
 # --- Processor settings
@@ -329,14 +339,16 @@ def video_grid(video: VideoInfo, settings: PixelSettings) -> GridTHW:
     indices = frame_indices(video, settings)
     step = settings.temporal_patch_size
     frames = len(indices)
-    size = resized_video_size(max(frames, step), video.height, video.width, settings)
+    # qwen-vl-utils repeats the last picture of a list before it resizes, HF that of a file afterwards.
+    counted = -(-frames // step) * step if video.is_whole(settings) else max(frames, step)
+    size = resized_video_size(counted, video.height, video.width, settings)
     # HF passes this number on as a float32 tensor: round it in the same way.
-    seconds = torch.tensor(
-        settings.temporal_patch_size / (frames / video.frames * video.fps), dtype=torch.float32
-    ).item()
+    seconds = torch.tensor(step / (frames / video.frames * video.fps), dtype=torch.float32).item()
 
     groups = -(-frames // step)
-    times = [index / video.fps for index in indices + indices[-1:] * (groups * step - frames)]
+    missing = groups * step - frames
+    repeated = range(frames, frames + missing) if video.is_whole(settings) else indices[-1:] * missing
+    times = [index / video.fps for index in [*indices, *repeated]]
     timestamps = tuple((times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step))
     return GridTHW(
         groups, size[0] // settings.patch_size, size[1] // settings.patch_size, "video", seconds, timestamps
@@ -349,7 +361,7 @@ def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
         raise PixelError(f"a video of {video.frames} frames at {video.fps} frames a second is empty")
 
     step = settings.temporal_patch_size
-    if video.frames < step:
+    if video.frames < step or video.is_whole(settings):
         return list(range(video.frames))
     if settings.video_spread:
         wanted = int(video.frames / video.fps * settings.video_fps)
@@ -481,6 +493,8 @@ def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
         TooLargeError: a frame has more than ``max_pixels``.
         PixelError: the bytes are not a video, or a frame does not decode.
     """
+    if is_frame_file(data):
+        return _probe_frame_file(data, max_pixels)
     try:
         with _open_video(data, max_pixels) as container:
             stream = container.streams.video[0]
@@ -510,6 +524,39 @@ def _count_frames(container: Any, table: FrameTable | None) -> int:
     return len(table.times)
 
 
+def _probe_frame_file(data: bytes, max_pixels: int) -> VideoInfo:
+    """Decodes all pictures of an archive of frames, which must have one size."""
+    file = _frame_file(data)
+    if not len(file):
+        raise PixelError("a video of 0 frames is empty")
+    sizes = [_frame(file, number, max_pixels).shape[1:] for number in range(len(file))]
+    height, width = sizes[0]
+    for number, size in enumerate(sizes):
+        if size != sizes[0]:
+            raise PixelError(
+                f"{file.name(number)} has {size[0]} x {size[1]} pixels, {file.name(0)} {height} x {width};"
+                " the frames of a video must have one size"
+            )
+    return VideoInfo(len(file), file.info.fps, height, width, file.info.sampling)
+
+
+def _frame_file(data: bytes) -> FrameFile:
+    try:
+        return FrameFile(data)
+    except FrameFileError as error:
+        raise PixelError(str(error)) from error
+
+
+def _frame(file: FrameFile, number: int, max_pixels: int) -> Tensor:
+    """A picture of an archive of frames, uint8 [3, height, width]."""
+    try:
+        return decode_image(file.read(number), max_pixels)
+    except FrameFileError as error:
+        raise PixelError(str(error)) from error
+    except PixelError as error:
+        raise type(error)(f"{file.name(number)}: {error}") from error
+
+
 def video_planes(
     data: bytes, video: VideoInfo, grid: GridTHW, settings: PixelSettings, deadline: Deadline = UNLIMITED
 ) -> Tensor:
@@ -534,6 +581,8 @@ def video_frames(
         PixelError: the file does not decode, or has fewer frames than are wanted.
         OutOfTimeError: the deadline has passed.
     """
+    if is_frame_file(data):
+        return _pictures_at(data, video, wanted, deadline)
     from av.video.reformatter import VideoReformatter
 
     chosen: list[Tensor] = []
@@ -555,6 +604,20 @@ def video_frames(
 
     if len(chosen) < len(wanted):
         raise PixelError(f"frame {wanted[len(chosen)]} of the video is missing")
+    return torch.stack(chosen)
+
+
+def _pictures_at(data: bytes, video: VideoInfo, wanted: Sequence[int], deadline: Deadline) -> Tensor:
+    """:func:`video_frames` of an archive of frames."""
+    file = _frame_file(data)
+    chosen: list[Tensor] = []
+    for number in wanted:
+        deadline.check()
+        if number >= len(file):
+            raise PixelError(f"frame {number} of the video is missing")
+        chosen.append(_frame(file, number, video.height * video.width))
+        if chosen[-1].shape[1:] != (video.height, video.width):
+            raise PixelError(f"{file.name(number)} has another size than when it was converted")
     return torch.stack(chosen)
 
 

@@ -122,21 +122,25 @@ def read_calibration(path: Path) -> Calibration:
         stored = json.loads(path.read_text())
     except ValueError as error:
         raise CalibrationError(f"{path} is not JSON ({error})") from error
+
     if not isinstance(stored, dict):
         raise CalibrationError(
             f"{path} is no calibration; write one like those of megatron_vl/planning/calibrations"
         )
+
     known = {field.name: field for field in dataclasses.fields(Calibration) if field.name != "source"}
     unknown = sorted(set(stored) - set(known))
     missing = sorted(
         name for name, field in known.items() if name not in stored and field.default is dataclasses.MISSING
     )
+
     if unknown or missing:
         faults = [f"has the unknown field {name}" for name in unknown]
         faults += [f"lacks the field {name}" for name in missing]
         raise CalibrationError(
             f"{path} {faults[0]}; write one like those of megatron_vl/planning/calibrations"
         )
+
     for name, value in stored.items():
         _check_rate(path, name, value)
     values: dict[str, Any] = {
@@ -239,6 +243,7 @@ def _scaled(base: Calibration, gpu: str) -> Calibration:
     compute = theirs.peak_tflops / ours.peak_tflops
     memory = theirs.memory_tb_s / ours.memory_tb_s
     link = theirs.nvlink_gb_s / ours.nvlink_gb_s
+
     return dataclasses.replace(
         base,
         gpu=gpu,

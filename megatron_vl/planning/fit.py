@@ -44,6 +44,7 @@ def check_memory(
     if peak <= limit or not config.failures.check_memory:
         share = _share_that_fits(config, spec, layout, dp, have)
         return f"{found}, so the run may end for lack of memory; {share}"
+
     raise RunConfigError(
         f"the run does not fit: {found}. {advice(config, spec, world, calibration)}"
         " If the rows hold less than that, data.max_patches bounds their patches and with them the estimate."

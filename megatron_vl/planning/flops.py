@@ -93,6 +93,7 @@ def language_parts(m: LanguageSpec, lengths: list[int], head_tokens: int) -> Lan
         values = a.value_heads * a.value_dim
         mixing = m.hidden_size * (a.conv_channels + 2 * values + 2 * a.value_heads)
         rule = 3 * values * a.key_dim
+
     return LanguageForward(
         projections=2.0 * (full * projections + linear * mixing) * tokens,
         attention=2.0 * full * heads * sum(n * n for n in lengths),

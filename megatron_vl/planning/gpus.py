@@ -69,11 +69,13 @@ def calibration_here() -> Calibration | None:
     if not gpus:
         return None
     kind, memory_gib = kind_of(gpus[0].name), gpus[0].memory / 1024
+
     if kind in DATA_SHEETS or stored_path(kind).is_file():
         found = known(kind)
         # Some cards have less memory under a known name.
         smaller = memory_gib < 0.95 * found.memory_gib
         return dataclasses.replace(found, memory_gib=memory_gib) if smaller else found
+
     return dataclasses.replace(
         shipped(),
         gpu=kind,

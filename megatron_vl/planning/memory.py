@@ -222,6 +222,7 @@ def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage
     for v in range(layout.vpp):
         layers = layout.chunk_layers(stage, v)
         found += sections["before", layers.stop] - sections["before", layers.start]
+
     return found
 
 

@@ -268,6 +268,7 @@ def _exposed(costs: Costs, trained: float, chunks: tuple[PassTime, ...]) -> floa
     bucket = min(trained, p.bucket_size or max(BUCKET, 1_000_000 * costs.dp))
     exposed = 0.0
     backward, forward = chunks[0].backward, chunks[0].forward
+
     for seconds, part, beside, overlap in (
         (costs.reduction(4 * trained), costs.reduction(4 * bucket), backward, p.overlap_grad_reduce),
         (
@@ -279,6 +280,7 @@ def _exposed(costs: Costs, trained: float, chunks: tuple[PassTime, ...]) -> floa
     ):
         hidden = costs.calibration.hidden_reduction * min(seconds, beside) if overlap else 0.0
         exposed += max(part, seconds - hidden)
+
     return exposed
 
 

@@ -123,6 +123,7 @@ def stated_rows(spec: ModelSpec, seq_len: int, max_patches: int = 0) -> RowStati
     rows: list[RowShape] = []
     current: list[tuple[int, int, list[int]]] = []
     drawn = 0
+
     while len(rows) < ROWS:
         tokens, patches, windows = shapes[drawn % len(shapes)]
         # The golden ratio's multiples spread evenly over the lengths of text.
@@ -136,6 +137,7 @@ def stated_rows(spec: ModelSpec, seq_len: int, max_patches: int = 0) -> RowStati
         drawn += 1
         # A picture that fills a whole row is cut to it: only its size counts here.
         current.append((min(seq_len, tokens + 2 + text), patches, windows))
+
     return RowStatistics(STATED, tuple(rows))
 
 

@@ -123,41 +123,50 @@ def search(wanted: Wanted) -> Found:
     if wanted.config.optimizer.offload_fraction == "auto":
         optimizer = dataclasses.replace(wanted.config.optimizer, offload_fraction=0.0)
         wanted = dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, optimizer=optimizer))
+
     groups = list(_groups(wanted))
     queue: list[tuple[float, int, _Group | _Candidate]] = [(g.seconds, g.number, g) for g in groups]
+
     if not groups:
         raise RunConfigError(
             f"no layout of {wanted.world} GPUs is possible with global_batch_size"
             f" {wanted.config.global_batch_size}: the data-parallel size must divide it"
         )
+
     heapq.heapify(queue)
     found: dict[tuple, Prediction] = {}
     lost: dict[tuple, Lost] = {}
     tried = 0
+
     while queue:
         _, _, candidate = heapq.heappop(queue)
         if found and (candidate.seconds > MARGIN * _slowest(found, wanted.keep) or tried > TRIED):
             break
+
         if isinstance(candidate, _Group):
             # None of a group's combinations is faster than the group, so they are still taken in order.
             for one in _combinations(wanted, candidate):
                 heapq.heappush(queue, (one.seconds, one.number, one))
             continue
+
         key = _sizes(candidate)
         # More recompute under the same sizes is slower: one that fits is enough.
         if key in found:
             continue
         tried += bool(found)
         prediction, lacking = _judge(wanted, candidate)
+
         if prediction is not None:
             found[key] = prediction
         elif key not in lost:
             text = describe(candidate.config, candidate.layout, candidate.costs.dp)
             lost[key] = Lost(text, f"{lacking:.0f} GiB on the fullest GPU")
+
     best = sorted(found.values(), key=_rank)[: wanted.keep]
     best = sorted((_refined(wanted, prediction) for prediction in best), key=_rank)
     reasons = tuple(why_slower(best[0], other) for other in best[1:])
     combinations = sum(group.size for group in groups)
+
     return Found(tuple(best), reasons, tuple(lost.values())[: wanted.keep], combinations)
 
 
@@ -236,9 +245,11 @@ def _parallels(wanted: Wanted) -> Iterator[Any]:
     if wanted.same_sizes:
         yield dataclasses.replace(p, layers=None)
         return
+
     tps = [n for n in _powers(min(LARGEST_TP, wanted.network.gpus_per_node, world)) if world % n == 0]
     pps = [n for n in range(1, min(LARGEST_PP, m.num_layers, world) + 1) if world % n == 0]
     eps = _powers(min(LARGEST_EP, world)) if m.moe else [1]
+
     for tp, pp, ep in itertools.product(tps, pps, eps):
         wide = m.moe is not None and m.moe.ffn_hidden_size >= NARROWEST_EXPERT * tp
         etps = [1, tp] if wide and tp > 1 else [1]
@@ -280,6 +291,7 @@ def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate |
         layout = layout_of_sizes(config, spec)
     except LayoutError:
         return None
+
     # The parameters alone, evenly spread, are the least that any split needs.
     states = parameter_bytes(config, spec, layout, dp) / p.pp / GIB
     if states + RESERVE_GIB > wanted.calibration.memory_gib:
@@ -288,11 +300,13 @@ def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate |
         there = parameter_bytes(wanted_offload(wanted, config), spec, layout, dp) / p.pp / GIB
         if there - states < LEAST_OFFLOAD_GIB:
             return None
+
     costs = Costs(config, spec, layout, dp, wanted.rows, wanted.calibration, wanted.network)
     layout = dataclasses.replace(layout, layers=balanced_layers(costs))
     times = [chunk_times(costs, layout, stage) for stage in range(p.pp)]
     micro_batches = config.global_batch_size // dp
     seconds = quick_seconds(times, micro_batches, costs.message()) + step_ends(costs, layout, times)
+
     return _Candidate(seconds, number, config, layout, costs)
 
 

@@ -94,9 +94,11 @@ def simulate(times: Sequence[Sequence[PassTime]], micro_batches: int, message: f
     spans: list[Span] = []
     # Stages that may have become able to go on. A pass that has to wait is tried again after its neighbours.
     ready = list(range(pp))
+
     while ready:
         stage = ready.pop()
         moved = False
+
         while position[stage] < len(orders[stage]):
             step = orders[stage][position[stage]]
             entry = step.chunk * pp + stage
@@ -111,8 +113,10 @@ def simulate(times: Sequence[Sequence[PassTime]], micro_batches: int, message: f
             clock[stage] = end
             position[stage] += 1
             moved = True
+
         if moved:
             ready += [near % pp for near in (stage - 1, stage + 1) if near % pp != stage]
+
     return Timeline(tuple(spans), pp)
 
 

@@ -77,6 +77,7 @@ def balanced(times: Sequence[float], first: float, last: float, entries: int) ->
     left = sum(times) + first + last
     fixed = [first, *[0.0] * (entries - 1)]
     fixed[-1] += last
+
     for entry in range(entries - 1):
         share = left / (entries - entry)
         took = fixed[entry]
@@ -88,6 +89,7 @@ def balanced(times: Sequence[float], first: float, last: float, entries: int) ->
         layers.append(count)
         done += count
         left -= took
+
     return (*layers, len(times) - done)
 
 
@@ -112,12 +114,14 @@ class _Search:
         """Splits with one layer of the slowest or fullest entries elsewhere, and nearby ones."""
         entries = len(layers)
         pairs = itertools.permutations(range(entries), 2)
+
         if entries > 6:
             # With many entries, layers of the ends and of the longest entry move to the shortest ones.
             most = max(range(entries), key=lambda i: layers[i])
             least = sorted(range(1, entries - 1), key=lambda i: layers[i])[:2]
             ends = {0, entries - 1, most, *least}
             pairs = itertools.permutations(sorted(ends), 2)
+
         found = []
         for source, target in pairs:
             if layers[source]:
@@ -125,6 +129,7 @@ class _Search:
                 moved[source] -= 1
                 moved[target] += 1
                 found.append(tuple(moved))
+
         return found
 
     def score(self, layers: tuple[int, ...]) -> tuple[float, float]:

@@ -178,9 +178,9 @@ BAD = [
         "messages[0].content[0].image",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": ["1.jpg"]}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": [["1.jpg"]]}]}]},
         "bad media reference",
-        "messages[0].content[0].video",
+        "messages[0].content[0].video[0]",
     ),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "bad text", "messages[1].content"),
     ({"messages": [USER, BOT], **TEXT}, "two conversations", "conversations"),

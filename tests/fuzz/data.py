@@ -434,9 +434,12 @@ def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], i
     unlisted = 0
     for row in rows:
         dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
-        unlisted += sum(row.dropped.values()) - len(row.dropped_samples)
+        more = sum(row.dropped.values()) - len(row.dropped_samples)
+        unlisted += more
         again = set(row.keys) & found.keys()
-        for key in set(row.keys) - dropped.keys():
+        # A sample without loss whose medium does not decode may be one of those that a row only counts.
+        used = set() if more and not row.loss_mask.any() else set(row.keys) - dropped.keys()
+        for key in used:
             parts = (row.tokens, row.loss_mask, row.position_ids, row.vision.planes)
             joined = b"".join(part.numpy().tobytes() for part in parts)
             found[key] = hashlib.sha256(joined).hexdigest()

@@ -288,6 +288,8 @@ def _show(line: str) -> None:
 
 
 def _print(report: DataReport, out: Path, quarantine: Path) -> None:
+    from data_tools.media import ASSUMED_FPS
+
     _end_line()
     reasons: Counter[str] = Counter()
     for counts in report.refused.values():
@@ -305,6 +307,12 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
         print(
             f"  {report.answer_media} images or videos in the assistant's turns: "
             "the model sees them but does not learn them"
+        )
+
+    if report.assumed_fps:
+        print(
+            f"  {report.assumed_fps} videos are pictures whose rate no record names: "
+            f"{ASSUMED_FPS:g} a second are assumed"
         )
 
     if len(report.refused) > 1:

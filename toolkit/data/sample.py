@@ -36,6 +36,10 @@ class MediumView:
     tokens: int
     frames: int
     """Frames in the file; 1 for a picture."""
+    fps: float
+    """Frames a second in the file; 0 for a picture."""
+    sampling: str
+    """How frames are taken of a video that was given as pictures; empty for other media."""
     pixels: Tensor | None
     """uint8 [frames, 3, height, width] as the model sees them; None if the medium does not decode."""
 
@@ -179,6 +183,8 @@ def _medium(
         grid,
         grid.tokens(spec.vision.spatial_merge_size),
         item.get("frames", 1),
+        item.get("fps", 0.0),
+        item.get("sampling", ""),
         None if hidden else picture_of(decoded.planes, grid, settings),
     )
 
@@ -254,8 +260,11 @@ def as_json(sample: SampleView) -> dict[str, Any]:
                 "stored": list(each.stored),
                 "resized": list(each.resized),
                 "frames": each.frames,
+                "fps": each.fps,
+                "sampling": each.sampling,
                 "grid_thw": [each.grid.t, each.grid.h, each.grid.w],
                 "timestamps": list(each.grid.timestamps),
+                "second_per_grid": each.grid.second_per_grid,
                 "tokens": each.tokens,
             }
             for each in sample.media
@@ -288,7 +297,8 @@ def print_sample(sample: SampleView) -> None:
 def _media_table(sample: SampleView) -> Table:
     table = Table("medium", "kind", "in the file", "as seen", "grid_thw", "tokens", title_justify="left")
     for each in sample.media:
-        frames = f", {each.frames} frames" if each.grid.kind == "video" else ""
+        what = "pictures" if each.sampling else "frames"
+        frames = f", {each.frames} {what}, {each.fps:g} a second" if each.grid.kind == "video" else ""
         seen = f", {len(each.pixels)} frames" if frames and each.pixels is not None else ""
         table.add_row(
             printable(each.key),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from data_tools.media import VIDEO_SUFFIXES
+from data_tools.formats.frames import VIDEO_SUFFIXES
 from toolkit.evaluate.early import parts_of
 
 PICTURES_AND_VIDEOS = {f".{suffix}" for suffix in VIDEO_SUFFIXES | {"jpg", "jpeg", "png", "webp", "bmp"}}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.formats import Conversation, RecordError, read_prompt
-from data_tools.media import read_media, resolve
+from data_tools.media import check_reference, describe, read_media
 from data_tools.records import BadLine, ReadError, is_array, read_records
 from megatron_vl.config import DataConfig
 from megatron_vl.data.assemble import Sample
@@ -136,7 +136,7 @@ def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
     wrong = _Wrong()
     for conversation, root, source in prompts:
         try:
-            media = [(kind, reference, read_media(reference, root)) for kind, reference in conversation.media]
+            media = [(kind, describe(ref), read_media(kind, ref, root)) for kind, ref in conversation.media]
             samples.append(encoder.prompt(conversation.messages, media, conversation.tools))
         except (RecordError, ChatError, PixelError) as error:
             wrong.add(source, error)
@@ -208,7 +208,6 @@ def _conversation(record: Any, root: Path) -> Conversation:
     if isinstance(record, BadLine):
         raise RecordError(record.reason, str(record))
     conversation = read_prompt(record)
-    for _, reference in conversation.media:
-        if reference[:5].lower() != "data:":
-            resolve(reference, root)
+    for kind, reference in conversation.media:
+        check_reference(kind, reference, root)
     return conversation

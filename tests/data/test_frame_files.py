@@ -1,0 +1,197 @@
+"""Videos given as pictures: frames, times and pixels, worked out by hand and against qwen-vl-utils."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megatron_vl.data.deadline import Deadline, OutOfTimeError
+from megatron_vl.data.frame_files import FrameFile, FrameFileInfo, pack_frames
+from megatron_vl.data.pixels import (
+    PixelError,
+    PixelSettings,
+    TooLargeError,
+    VideoInfo,
+    frame_indices,
+    probe_video,
+    video_frames,
+    video_grid,
+    video_planes,
+)
+from tests.data.media import encoded, picture
+
+QWEN2_5 = PixelSettings(video_min_pixels=3136, video_max_pixels=50176)
+QWEN3 = PixelSettings(patch_size=16, video_min_pixels=4096, video_max_pixels=6 * 96 * 128, video_spread=True)
+
+
+def packed(count: int, fps: float = 2.0, sampling: str = "whole") -> bytes:
+    """An archive of different pictures of 70 x 100 pixels."""
+    return pack_frames(((f"{i}.png", encoded(70, 100, seed=i)) for i in range(count)), info(fps, sampling))
+
+
+def info(fps: float = 2.0, sampling: str = "whole") -> FrameFileInfo:
+    return FrameFileInfo(fps, sampling)  # type: ignore[arg-type]
+
+
+def lossless(count: int, rate: int) -> bytes:
+    """A file of the pictures of :func:`packed`, whose pixels survive."""
+    import av
+
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as container:
+        stream = container.add_stream("ffv1", rate=rate)
+        stream.height, stream.width, stream.pix_fmt = 70, 100, "bgr0"
+        for i in range(count):
+            frame = av.VideoFrame.from_ndarray(picture(70, 100, seed=i), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+# Pictures, a second -> frame groups, seconds of a group (2 / fps), times of the groups: mean of 2i / fps and
+# (2i + 1) / fps, also where the second of them is a repeated picture.
+LISTS = [
+    (4, 2.0, 2, 1.0, (0.25, 1.25)),
+    (5, 1.0, 3, 2.0, (0.5, 2.5, 4.5)),
+    (1, 2.0, 1, 1.0, (0.25,)),
+    (3, 0.5, 2, 4.0, (1.0, 5.0)),
+    (6, 10.0, 3, 0.2, (0.05, 0.25, 0.45)),
+]
+
+
+@pytest.mark.parametrize("settings", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
+@pytest.mark.parametrize(("count", "fps", "groups", "seconds", "times"), LISTS)
+def test_times_of_a_list_worked_out_by_hand(settings, count, fps, groups, seconds, times):
+    video = VideoInfo(count, fps, 70, 100, "whole")
+    assert frame_indices(video, settings) == list(range(count))
+    grid = video_grid(video, settings)
+    assert grid.t == groups
+    assert grid.second_per_grid == np.float32(seconds)
+    assert grid.timestamps == pytest.approx(times, abs=1e-12)
+
+
+@pytest.mark.parametrize(("count", "fps"), [case[:2] for case in LISTS])
+def test_times_and_frames_of_a_list_equal_qwen_vl_utils(count, fps):
+    utils = pytest.importorskip("qwen_vl_utils")
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    # Of one colour each: qwen-vl-utils resizes twice, first as if each were a picture of its own.
+    pictures = [Image.new("RGB", (128, 64), (20 * i, 50, 90)) for i in range(count)]
+    asked = {"type": "video", "video": pictures}
+    asked |= {} if fps == 2.0 else {"sample_fps": fps}  # without a rate it is 2
+    (frames, metadata), rate = utils.fetch_video(
+        asked, image_patch_size=16, return_video_sample_fps=True, return_video_metadata=True
+    )
+    assert rate == fps
+    times = Qwen3VLProcessor._calculate_timestamps(None, metadata["frames_indices"], metadata["fps"], 2)
+
+    grid = video_grid(VideoInfo(count, fps, 64, 128, "whole"), QWEN3)
+    assert (list(grid.timestamps), grid.t) == (times, len(frames) // 2)
+    data = pack_frames(((str(i), _png(each)) for i, each in enumerate(pictures)), info(fps))
+    ours = video_frames(data, probe_video(data), list(range(count)))
+    colours = torch.cat([ours, ours[-1:]])[: len(frames), :, 0, 0]
+    assert torch.equal(colours, frames[:, :, 0, 0].byte())
+
+
+def _png(picture: Image.Image) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("settings", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
+@pytest.mark.parametrize(("count", "rate"), [(12, 2), (40, 10), (9, 5), (90, 30), (1, 1)])
+def test_a_folder_is_sampled_like_a_file_of_the_same_frames(settings, count, rate):
+    file = lossless(count, rate)
+    folder = packed(count, rate, "as a file")
+    of_file, of_folder = probe_video(file), probe_video(folder)
+    assert (of_file.frames, of_file.fps, of_file.height) == (of_folder.frames, of_folder.fps, 70)
+    grid = video_grid(of_folder, settings)
+    assert grid == video_grid(of_file, settings)
+    planes = video_planes(folder, of_folder, grid, settings)
+    assert torch.equal(planes, video_planes(file, of_file, grid, settings))
+
+
+def test_a_list_equals_the_file_from_which_its_pictures_were_sampled():
+    """At 2 frames a second of 10, frames 0, 5, ... 35 are taken of 40. A list of these is the same video."""
+    file = lossless(40, 10)
+    of_file = probe_video(file)
+    taken = frame_indices(of_file, QWEN2_5)
+    assert taken == list(range(0, 40, 5))
+    pictures = [(str(i), encoded(70, 100, seed=i)) for i in taken]
+    data = pack_frames(pictures, info(2.0))
+    listed = probe_video(data)
+    grid = video_grid(listed, QWEN2_5)
+    assert grid == video_grid(of_file, QWEN2_5)
+    planes = video_planes(data, listed, grid, QWEN2_5)
+    assert torch.equal(planes, video_planes(file, of_file, grid, QWEN2_5))
+
+
+def test_a_list_longer_than_the_limit_is_sampled_like_a_file():
+    settings = PixelSettings(video_max_frames=8)
+    listed, file = VideoInfo(20, 2.0, 64, 64, "whole"), VideoInfo(20, 2.0, 64, 64)
+    assert frame_indices(listed, settings) == frame_indices(file, settings) != list(range(20))
+    assert video_grid(listed, settings) == video_grid(file, settings)
+
+
+def test_an_archive_has_the_bytes_of_the_pictures_and_only_depends_on_them():
+    data = packed(3)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.namelist() == ["000000000 0.png", "000000001 1.png", "000000002 2.png"]
+        assert archive.read("000000001 1.png") == encoded(70, 100, seed=1)
+    assert data == packed(3)
+    strange = pack_frames([("a/../\ud800\n" + "x" * 300, b"")], info())
+    assert FrameFile(strange).name(0) == "x" * 60
+
+
+def test_frames_that_cannot_be_used_are_named():
+    whole = encoded(70, 100, "jpeg")
+    for name, bad, said in (
+        ("cut.jpg", whole[: len(whole) // 2], "cut.jpg: not a readable image"),
+        ("none.jpg", b"", "none.jpg: not a readable image"),
+        ("wide.png", encoded(70, 112), "wide.png has 70 x 112 pixels, one.jpg 70 x 100"),
+    ):
+        with pytest.raises(PixelError, match=said):
+            probe_video(pack_frames([("one.jpg", whole), (name, bad)], info()))
+    with pytest.raises(TooLargeError, match="one.jpg"):
+        probe_video(pack_frames([("one.jpg", whole)], info()), 6999)
+    with pytest.raises(PixelError, match="0 frames"):
+        probe_video(pack_frames([], info()))
+
+
+def test_an_archive_that_says_less_than_was_converted_is_refused():
+    data = packed(4)
+    for claimed in (VideoInfo(6, 2.0, 70, 100, "whole"), VideoInfo(4, 2.0, 70, 101, "whole")):
+        with pytest.raises(PixelError):
+            video_frames(data, claimed, frame_indices(claimed, QWEN2_5))
+    with pytest.raises(TooLargeError):
+        video_frames(data, VideoInfo(4, 2.0, 7, 10), [0])
+    with pytest.raises(OutOfTimeError):
+        video_frames(data, probe_video(data), [0], Deadline(1e-9))
+
+
+def test_other_archives_are_refused():
+    """Such as those that grow when they are read, or hold other files."""
+    comment = zipfile.ZipFile(io.BytesIO(packed(1))).comment
+    for compression, name, said in (
+        (zipfile.ZIP_DEFLATED, "000000000", comment),
+        (zipfile.ZIP_STORED, "a.png", comment),
+        (zipfile.ZIP_STORED, "000000000", b""),
+        (zipfile.ZIP_STORED, "000000000", comment.replace(b"2.0", b"NaN")),
+        (zipfile.ZIP_STORED, "000000000", comment.replace(b"whole", b"other")),
+    ):
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w", compression) as archive:
+            archive.writestr(name, encoded(70, 100))
+            archive.comment = said
+        with pytest.raises(PixelError, match="not an archive of frames"):
+            probe_video(out.getvalue())
+    data = packed(1)
+    for end in range(0, len(data), 997):
+        with pytest.raises(PixelError):
+            probe_video(data[:end])

@@ -1,0 +1,261 @@
+"""Records whose videos are pictures: as users write them, through the conversion, to the loader."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from data_tools.formats import RecordError, read_conversation
+from data_tools.formats.frames import Frames
+from data_tools.media import natural_order, pictures_of
+from megatron_vl.data.frame_files import FrameFile
+from tests.data.datasets import converted
+from tests.data.media import encoded, write
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+
+SAID = [{"from": "human", "value": "<video>What happens?"}, {"from": "gpt", "value": "A cat sleeps."}]
+
+
+def listed(videos: object, **more: object) -> dict:
+    return {"videos": videos, "conversations": SAID, **more}
+
+
+def part(**fields: object) -> dict:
+    asked = [{"type": "video", **fields}, {"type": "text", "text": "What happens?"}]
+    return {
+        "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "A cat sleeps."}]
+    }
+
+
+PAIR = ("a.jpg", "b.jpg")
+FORMS = {
+    "qwen-vl-utils": (part(video=[*PAIR], sample_fps="1"), Frames(PAIR, 1.0), []),
+    "qwen-vl-utils before 0.0.12": (part(video=[*PAIR], fps=4), Frames(PAIR, 4.0), []),
+    "no rate": (part(video=[*PAIR]), Frames(PAIR), []),
+    "rate of the source": (part(video=[*PAIR], raw_fps=30), Frames(PAIR), [("content parts", "raw_fps")]),
+    "llamafactory, ms-swift": (listed([[*PAIR]]), Frames(PAIR), []),
+    "rate of the record": (listed([[*PAIR]], fps=0.5), Frames(PAIR, 0.5), []),
+    "table": (
+        listed([[{"path": "a.jpg", "bytes": b"1"}, {"path": "b.jpg"}]]),
+        Frames((b"1", "b.jpg")),
+        [],
+    ),
+    "folder": (listed(["clip"], fps=30), Frames("clip", 30.0), []),
+    "folder in a structure": (
+        listed([{"path": "clip", "fps": 30}], fps=1),
+        Frames("clip", 30.0),
+        [("records", "fps")],
+    ),
+    "folder in a part": (
+        part(video="clip", raw_fps=30, fps=1),
+        Frames("clip", 30.0),
+        [("content parts", "fps")],
+    ),
+    "folder without a rate": (part(video="clip"), "clip", []),
+    "qwen": (listed([[*PAIR]], data_path="x"), Frames(("x/a.jpg", "x/b.jpg")), []),
+    "file": (part(video="a.mp4", fps=1), "a.mp4", [("content parts", "fps")]),
+    "file of a record": (listed(["a.mp4"], fps=1), "a.mp4", [("records", "fps")]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form):
+    record, video, ignored = FORMS[form]
+    read = read_conversation(record)
+    assert read.media == [("video", video)]
+    assert read.ignored == ignored
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "said"),
+    [
+        (part(video=[]), "bad media reference", "no frames"),
+        (part(video=["a.jpg", 5]), "bad media reference", "is a int"),
+        (part(video=[["a.jpg"]]), "bad media reference", "is a list"),
+        (part(image=["a.jpg"], type="image"), "bad media reference", "is a list"),
+        (
+            part(video=[*PAIR], fps=0),
+            "bad frame rate",
+            "0 is no number of frames a second",
+        ),
+        (part(video=[*PAIR], fps="fast"), "bad frame rate", "'fast'"),
+        (part(video=[*PAIR], sample_fps=True), "bad frame rate", "True"),
+        (part(video="clip", fps=10**400), "bad frame rate", "1000"),
+        (listed([[*PAIR]], sample_fps=float("nan")), "bad frame rate", "nan"),
+        (listed([*PAIR]), "markers and media differ", "1 <video> in the text, but 2 listed.*a list of them"),
+    ],
+)
+def test_what_is_no_video(record, reason, said):
+    with pytest.raises(RecordError, match=said) as caught:
+        read_conversation(record)
+    assert caught.value.reason == reason
+
+
+def test_names_are_in_natural_order(tmp_path):
+    names = ["frame_1.png", "frame_2.JPG", "frame_10.png", "frame_10b.png", "frame_11.png", "other_3.png"]
+    for name in [*names[::-1], "frame_3.txt", ".frame_4.png"]:
+        write(tmp_path / "clip" / name, b"")
+    found = pictures_of(Frames("clip"), tmp_path.resolve())
+    assert [Path(path).name for path in found] == names
+    assert sorted(["t0.9.jpg", "t0.10.jpg", "a.jpg", "7.jpg", "10.jpg"], key=natural_order) == [
+        "7.jpg",
+        "10.jpg",
+        "a.jpg",
+        "t0.9.jpg",
+        "t0.10.jpg",
+    ]
+
+
+@pytest.fixture
+def media(tmp_path) -> Path:
+    """Five pictures, which are frames 1 to 5 of one clip, a picture of another size and one cut short."""
+    for number, seed in ((1, 0), (2, 1), (3, 2), (4, 3), (10, 4)):
+        write(tmp_path / f"media/clip/frame_{number}.png", encoded(70, 100, seed=seed))
+    write(tmp_path / "media/wide.png", encoded(70, 128))
+    write(tmp_path / "media/cut.jpg", encoded(70, 100, "jpeg")[:900])
+    return tmp_path / "media"
+
+
+def frames(*numbers: int) -> list[str]:
+    return [f"clip/frame_{number}.png" for number in numbers]
+
+
+def test_from_records_to_what_the_model_sees(media, tmp_path, capsys):
+    """The rates give Qwen2.5-VL's seconds of a group: 2 / 1 and 2 / 2; five pictures fill three groups."""
+    uri = "data:image/png;base64," + base64.b64encode(encoded(70, 100, seed=2)).decode()
+    records = [
+        part(video=frames(1, 2, 3, 4, 10), sample_fps=1),
+        part(video="clip", fps=2),
+        part(video="clip"),
+        part(video=[*frames(1, 2), uri, *frames(4, 10)], sample_fps=1),
+    ]
+    out, report = converted(tmp_path, records)
+    assert (report.samples, report.videos, report.assumed_fps, report.quarantined) == (4, 4, 1, 0)
+
+    seen = [inspected(out, index, capsys)["media"][0] for index in range(4)]
+    assert [(each["frames"], each["fps"], each["sampling"]) for each in seen] == [
+        (5, 1.0, "whole"),
+        (5, 2.0, "as a file"),
+        (5, 2.0, "as a file"),
+        (5, 1.0, "whole"),
+    ]
+    assert [(each["grid_thw"][0], each["second_per_grid"]) for each in seen] == [
+        (3, 2.0),
+        (2, pytest.approx(2 / (4 / 5 * 2))),  # four of five frames, as of a file
+        (2, pytest.approx(2 / (4 / 5 * 2))),
+        (3, 2.0),
+    ]
+    assert seen[3] == seen[0]
+
+
+def inspected(out: Path, index: int, capsys, family: str = "qwen2_5_vl") -> dict:
+    capsys.readouterr()
+    run = ["--data", str(out), "--processor", str(tiny_checkpoint(family)), "--data.seq_len", "2048"]
+    assert main(["data", "inspect", *run, "--index", str(index), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_table_of_inspect_and_the_summary_name_them(media, tmp_path, capsys):
+    (tmp_path / "in.json").write_text(json.dumps([listed(["clip"]), listed(["clip"], id=2)]))
+    words = ["--input", str(tmp_path / "in.json"), "--media-root", str(media), "--out", str(tmp_path / "out")]
+    assert main(["data", "convert", *words]) == 0
+    assert (
+        "2 videos are pictures whose rate no record names: 2 a second are assumed" in capsys.readouterr().out
+    )
+    run = ["--data", str(tmp_path / "out"), "--processor", str(tiny_checkpoint("qwen2_5_vl"))]
+    assert main(["data", "inspect", *run, "--index", "0"]) == 0
+    assert "5 pictures, 2 a second" in " ".join(capsys.readouterr().out.split())
+
+
+def test_times_in_the_text_of_qwen3_vl(media, tmp_path, capsys):
+    """Pictures at 0, 1, 2, 3, 4 (and 5) s: the groups are at 0.5, 2.5 and 4.5 s."""
+    out, _ = converted(tmp_path, [part(video=frames(1, 2, 3, 4, 10), sample_fps=1)])
+    seen = inspected(out, 0, capsys, "qwen3_vl")
+    assert seen["media"][0]["timestamps"] == [0.5, 2.5, 4.5]
+    text = "".join(piece for piece in seen["token_texts"])
+    assert [time for time in ("<0.5 seconds>", "<2.5 seconds>", "<4.5 seconds>") if time in text] == [
+        "<0.5 seconds>",
+        "<2.5 seconds>",
+        "<4.5 seconds>",
+    ]
+
+
+def test_unusable_frames_are_named(media, tmp_path):
+    (tmp_path / "secret").mkdir()
+    write(tmp_path / "secret/1.png", encoded(70, 100))
+    (media / "leads_out").mkdir()
+    (media / "leads_out/1.png").symlink_to(tmp_path / "secret/1.png")
+    (media / "empty").mkdir()
+    write(media / "twice/1.png", encoded(70, 100))
+    write(media / "twice/01.jpg", encoded(70, 100, "jpeg"))
+    write(media / "clip.mp4/1.png", encoded(70, 100))
+    write(media / "some.zip", b"PK\x03\x04 and more")
+    records = [
+        part(video=[*frames(1), "wide.png"]),
+        part(video=[*frames(1), "cut.jpg"]),
+        part(video=[*frames(1), "none.jpg"]),
+        part(video="leads_out"),
+        part(video="../secret"),
+        part(video="empty"),
+        part(video="twice"),
+        part(video="clip.mp4"),
+        part(video="some.zip"),
+        part(image="clip", type="image"),
+        part(video=frames(1)),
+    ]
+    out, report = converted(tmp_path, records)
+    lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    assert [(line["reason"], line["field"]) for line in lines] == [
+        ("video does not decode", "messages[0].content[0].video"),
+        ("video does not decode", "messages[0].content[0].video"),
+        ("medium missing", "messages[0].content[0].video"),
+        ("outside the media root", "messages[0].content[0].video"),
+        ("outside the media root", "messages[0].content[0].video"),
+        ("no frames", "messages[0].content[0].video"),
+        ("two frames of one number", "messages[0].content[0].video"),
+        ("not a file", "messages[0].content[0].video"),
+        ("video does not decode", "messages[0].content[0].video"),
+        ("not a file", "messages[0].content[0].image"),
+    ]
+    details = [line["detail"] for line in lines]
+    assert "wide.png has 70 x 128 pixels, frame_1.png 70 x 100" in details[0]
+    assert "cut.jpg" in details[1] and "none.jpg" in details[2]
+    assert report.samples == 1
+
+
+def test_the_archive_holds_the_files_as_they_are(media, tmp_path):
+    import tarfile
+
+    out, _ = converted(tmp_path, [part(video="clip", fps=5)])
+    with tarfile.open(out / "train-000000.tar") as tar:
+        file = FrameFile(tar.extractfile("000000000.0.zip").read())
+        stored = json.loads(tar.extractfile("000000000.json").read())["media"]
+    names = ["frame_1.png", "frame_2.png", "frame_3.png", "frame_4.png", "frame_10.png"]
+    assert [file.name(i) for i in range(len(file))] == names
+    assert [file.read(i) for i in range(5)] == [(media / "clip" / name).read_bytes() for name in names]
+    assert (stored[0]["frames"], stored[0]["fps"], stored[0]["height"], stored[0]["width"]) == (
+        5,
+        5.0,
+        70,
+        100,
+    )
+
+
+def test_a_frame_that_changes_while_it_is_converted_stops_the_conversion(media, tmp_path, monkeypatch):
+    from data_tools import convert as tool
+    from data_tools.shards import ShardError
+
+    inspect = tool.inspect
+
+    def then_changed(*arguments):
+        found = inspect(*arguments)
+        write(media / "clip/frame_5.png", encoded(70, 100))
+        return found
+
+    monkeypatch.setattr(tool, "inspect", then_changed)
+    with pytest.raises(ShardError, match="clip changed after it was verified"):
+        converted(tmp_path, [part(video="clip")])
