@@ -24,9 +24,9 @@ import numpy as np
 from megatron_vl import durable
 from megatron_vl.config import DataConfig
 from megatron_vl.data.description import META, DataSet, read_description
-from megatron_vl.data.loader import RawSample, RowEncoder, grid_of
+from megatron_vl.data.loader import RawSample, RowEncoder, grid_of, stored_video
 from megatron_vl.data.location import location
-from megatron_vl.data.sizes import MEDIUM, SAMPLE, SHARDS, SIZES, data_sets, has_sizes, text_id
+from megatron_vl.data.sizes import MEDIUM, SAMPLE, SHARDS, SIZES, Medium, data_sets, has_sizes, text_id
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 
@@ -174,7 +174,7 @@ def _measure_shard(number: int) -> None:
     durable.put(partial, task.part)
 
 
-def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, list[tuple[int, int, int, float]]]:
+def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, list[Medium]]:
     """The tokens of a sample's text, and the sizes of its media; no tokens if it cannot be used.
 
     Args:
@@ -184,15 +184,20 @@ def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, list[tu
         if sample is None or sample.broken:
             return 0, []
         record = json.loads(sample.text or b"")
-        media = [
-            (item["height"], item["width"], item.get("frames", 0), item.get("fps", 0.0))
-            for item in record["media"]
-        ]
+        media = [_medium(item) for item in record["media"]]
         grids = [grid_of(item, encoder.settings) for item in record["media"]]
         token_ids, _ = encoder.chat.encode(record["messages"], grids, record.get("tools", ()))
     except Exception:  # a sample from outside may cause any error; a run counts and lists it
         return 0, []
     return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), media
+
+
+def _medium(item: dict[str, Any]) -> Medium:
+    height, width = item["height"], item["width"]
+    if item["kind"] == "image":
+        return height, width, 0, 0.0, 0
+    video = stored_video(item)
+    return height, width, video.frames, video.fps, int(video.sampling == "whole")
 
 
 def _join(work: Path, shards: dict[str, int], content: str) -> None:

@@ -5,11 +5,11 @@
 media as they are stored. Patches and placeholders follow from the settings of the run that reads them.
 
 * ``samples.npy``: :data:`SAMPLE`, 12 bytes for each sample.
-* ``media.npy``: :data:`MEDIUM`, 20 bytes for each picture or video.
+* ``media.npy``: :data:`MEDIUM`, 21 bytes for each picture or video.
 * ``shards.json``: the number of samples of each shard, in the order of the other two files, and the id of the
   data set's content.
 
-10^8 samples with one picture each take 3.2 GB. The files are mapped into memory, so that a process reads only
+10^8 samples with one picture each take 3.3 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
 """
 
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.data.chat import ChatEncoder, read_chat_template
 from megatron_vl.data.description import META, DataSet, Description, Metadataset
+from megatron_vl.data.frame_files import Sampling
 from megatron_vl.data.location import Location, is_file, read_text
 from megatron_vl.data.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
 from megatron_vl.errors import UserError
@@ -41,8 +42,10 @@ SHARDS = "shards.json"
 VERSION = 1
 SAMPLE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 """Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
-MEDIUM = np.dtype([("height", "<u4"), ("width", "<u4"), ("frames", "<u4"), ("fps", "<f8")])
-"""A picture has no frames."""
+MEDIUM = np.dtype([("height", "<u4"), ("width", "<u4"), ("frames", "<u4"), ("fps", "<f8"), ("whole", "u1")])
+"""A picture has no frames. ``whole``: the video is a list of pictures that is taken whole (``VideoInfo``)."""
+
+type Medium = tuple[int, int, int, float, int]
 
 Integers = NDArray[np.int64]
 
@@ -214,7 +217,7 @@ class SampleSizes:
         usable = tokens > 0
         return np.where(usable, tokens, 0), np.where(usable, patches, 0)
 
-    def _of_medium(self, medium: tuple[int, int, int, float]) -> tuple[int, int]:
+    def _of_medium(self, medium: Medium) -> tuple[int, int]:
         """Tokens and patches of a medium; 0 tokens if it cannot be used."""
         found = self._known.get(medium)
         if found is None:
@@ -227,10 +230,11 @@ class SampleSizes:
                 self._known[medium] = found
         return found
 
-    def _grid(self, height: int, width: int, frames: int, fps: float) -> GridTHW:
+    def _grid(self, height: int, width: int, frames: int, fps: float, whole: int) -> GridTHW:
         if not frames:
             return image_grid(height, width, self.settings)
-        return video_grid(VideoInfo(frames, fps, height, width), self.settings)
+        sampling: Sampling = "whole" if whole else "as a file"
+        return video_grid(VideoInfo(frames, fps, height, width, sampling), self.settings)
 
 
 MOST_KNOWN = 1 << 20
