@@ -41,7 +41,7 @@ def data_config(path: Path, **changes: Any) -> DataConfig:
 def plain(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("planned")
     records = mixed_records(folder / "media", COUNT)
-    frames = ["images/0.img", "images/5.img", "images/10.img", "images/15.img"]
+    frames = ["images/0.img", "images/35.img"] * 2
     records[3]["video"] = [frames]  # taken whole
     records[1]["conversations"][0]["value"] = "long " * 400  # cannot be used, which is counted once an epoch
     return converted(folder, records, samples_per_shard=7, val_fraction=0.1)[0]
