@@ -11,7 +11,9 @@ export PYTHONDONTWRITEBYTECODE :=
 ORDER  := $(if $(SEED),-p randomly -p no:cacheprovider --randomly-seed=$(SEED),-p no:randomly)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ORDER)
 # A file's tests stay in one process: groups of processes are started once for all that read their results.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+# The ranks of a group wait for each other, so that three files keep two cores busier than two files do.
+WORKERS ?= 3
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The newest transformers that pyproject.toml allows; constraints.txt has the oldest. Tests of what follows
 # its rules (positions, prompts, processors, configs) run with both.
@@ -31,6 +33,7 @@ help:            ## what can be made
 demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face, every step checked (.demo/)
 	$(BIN)/megatron-vl demo --dir .demo
 
+quick: WORKERS := 2
 quick: $(READY)  ## the fast tests, which start no ranks: about 5 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not ranks and not slow and not full" $(ARGS)
 

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -438,11 +439,15 @@ class TrainConfig:
 PROGRAM = "python -m megatron_vl.train"
 
 
-def build_parser() -> ArgumentParser:
+def build_parser(help_texts: bool = True) -> ArgumentParser:
     """The command line: ``--config RUN.yaml`` and one dotted option per field.
-    A field's docstring is its help."""
+
+    Args:
+        help_texts: whether a field's docstring is its help. Finding them in the source takes five times as
+            long as all the rest, and every rank of a run builds a parser.
+    """
     # This is off by default. Without it the docstrings below the fields do not reach --help.
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    set_parsing_settings(docstring_parse_attribute_docstrings=help_texts)
     parser = ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --config RUN.yaml [--section.field value ...]",
@@ -456,9 +461,14 @@ def build_parser() -> ArgumentParser:
 
 
 @functools.cache
-def _parser() -> ArgumentParser:
-    """:func:`build_parser`'s, made once: reading all docstrings takes longer than parsing a command line."""
-    return build_parser()
+def _parser(help_texts: bool) -> ArgumentParser:
+    """:func:`build_parser`'s, made once: that takes longer than parsing a command line."""
+    return build_parser(help_texts)
+
+
+def _shows_help(argv: Sequence[str]) -> bool:
+    """Whether the texts of the fields are printed: also ``--print_config`` can have them as comments."""
+    return any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv)
 
 
 def fields(config: type = TrainConfig, prefix: str = "") -> list[str]:
@@ -484,7 +494,7 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
             the message says what would be valid.
         SystemExit: ``--help`` was asked for.
     """
-    parser = _parser()
+    parser = _parser(_shows_help(sys.argv[1:] if argv is None else argv))
     namespace = read_arguments(parser, argv)
     config = parser.instantiate_classes(namespace)
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})

@@ -21,40 +21,23 @@ if str(REPOSITORY) not in sys.path:
 
 import pytest  # noqa: E402
 
-from tests.support import ranks  # noqa: E402
+from tests.support import ranks, times  # noqa: E402
 
-LONGEST_FIRST = (
-    "distributed/test_parity.py",
-    "toolkit/test_demo.py",
-    "fuzz/test_kills.py",
-    "training/test_run.py",
-    "training/test_faults.py",
-    "models/moe/test_experts.py",
-    "test_docs.py",
-    "training/test_signals.py",
-    "training/test_export_hf.py",
-    "toolkit/test_evaluate_sets.py",
-    "training/test_resume.py",
-    "toolkit/test_bench.py",
-    "toolkit/test_generate.py",
-    "converters/test_round_trip.py",
-    "toolkit/test_evaluate.py",
-    "toolkit/test_doctor.py",
-    "training/test_run_experts.py",
-    "training/test_failures.py",
-    "planning/test_flops.py",
-    "toolkit/test_plan.py",
-    "test_examples.py",
-    "converters/test_restart.py",
-)
-"""Files that take minutes start first; otherwise one of the two cores would be idle at the end."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "write the seconds of each file to tests/times.json, by which the longest ones start first"
+    parser.addoption("--write-times", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-times") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(times.Times(config.rootpath))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first; the order within a file and among the others stays."""
-    place = {str(REPOSITORY / "tests" / name): number for number, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(str(item.path), len(place)))
+    """Puts the longest files first."""
+    times.longest_first(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

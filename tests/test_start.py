@@ -1,5 +1,5 @@
-"""A rank starts without what it does not use: on CPU without a compiler, anywhere without Weights & Biases.
-Both are unchanged for the user afterwards."""
+"""A rank starts without what it does not use: on CPU without a compiler, anywhere without Weights & Biases
+and scikit-learn. All are unchanged for the user afterwards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 
 import pytest
 import torch
+
+pytestmark = pytest.mark.slow
 
 CODE = """
 import importlib, json, sys
@@ -27,6 +29,13 @@ facts = {
 }
 importlib.reload(timers)
 facts["core imports wandb by itself"] = getattr(timers.wandb, "__name__", None) == "wandb"
+
+from transformers import AutoTokenizer, utils
+from transformers.generation import candidate_generator
+facts["scikit-learn"] = "sklearn" in sys.modules
+facts["transformers knows that it is there"] = utils.is_sklearn_available()
+importlib.reload(candidate_generator)
+facts["transformers imports it by itself"] = "sklearn" in sys.modules
 print(json.dumps(facts))
 """
 
@@ -49,3 +58,9 @@ def test_core_is_imported_without_inductor(facts: dict[str, bool]) -> None:
 def test_core_is_imported_without_weights_and_biases(facts: dict[str, bool]) -> None:
     assert not facts["wandb"]
     assert facts["core imports wandb by itself"], "the fix is no longer needed"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+def test_transformers_is_imported_without_scikit_learn(facts: dict[str, bool]) -> None:
+    assert not facts["scikit-learn"] and facts["transformers knows that it is there"]
+    assert facts["transformers imports it by itself"], "the fix is no longer needed"

@@ -69,6 +69,7 @@ _CORE = f"{CORE} {TESTED_CORE[-1]}"
 _TE = "transformer-engine 2.20.2"
 _TORCH = "torch 2.11.0"
 _ENERGON = "megatron-energon 7.4.1"
+_TRANSFORMERS = "transformers 5.17.0"
 _PARITY = "tests/distributed/test_parity.py::test_parity"
 
 FIXES: tuple[Fix, ...] = (
@@ -94,6 +95,17 @@ FIXES: tuple[Fix, ...] = (
         written_for=_CORE,
         goes_when="core imports it when it is used",
         test="tests/test_start.py::test_core_is_imported_without_weights_and_biases",
+    ),
+    Fix(
+        ours="megatron_vl.core_fixes.compile_on_cpu:_SpeculativeLoader",
+        touches=("transformers.utils.is_sklearn_available",),
+        why=(
+            "transformers imports scikit-learn wherever it is installed, for speculative decoding, which is"
+            " not used here: two seconds of every process that reads a tokenizer."
+        ),
+        written_for=_TRANSFORMERS,
+        goes_when="transformers imports it when it is used",
+        test="tests/test_start.py::test_transformers_is_imported_without_scikit_learn",
     ),
     Fix(
         ours="megatron_vl.core_fixes.default_store:default_store",

@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 from braceexpand import braceexpand
 
+from megatron_vl.data.blend import GIVEN_NAME, WEIGHTED, sources_of
 from megatron_vl.data.location import Location, is_file, read_text, size, suffix
 from megatron_vl.errors import UserError
 
@@ -69,8 +70,8 @@ KINDS = {
     "concat": "a row of datasets",
 }
 """The kind of a part of an identity, by the field that marks it."""
-WEIGHTED = ("blend", "datasets")
-"""Kinds of mixtures whose parts have weights."""
+FOR_MESSAGES = ("name", "called")
+"""Fields of an identity that say nothing about content."""
 DEEPEST = 8
 """Largest depth of nested metadatasets."""
 LONGEST_ID = 100
@@ -182,7 +183,7 @@ class Metadataset:
 
     def identity(self, split: str) -> dict[str, Any]:
         """The mixture's structure and weights, and the identity of each part.
-        ``name`` is for messages only."""
+        ``name`` and ``called`` are for messages only."""
         return {"mixture": self._identity(self._split(split), split)}
 
     def facts(self, split: str) -> SplitFacts:
@@ -190,11 +191,14 @@ class Metadataset:
 
         Raises:
             LoaderError: there is no such split, or it is empty in one of the parts.
+            BlendError: its weights or repetitions make no blend.
         """
         parts = [data.facts(part) for data, part in self._parts(self._split(split), split)]
         largest = max((part.largest_shard for part in parts), default=0)
         sample_bytes = max((part.sample_bytes for part in parts), default=0.0)
-        return SplitFacts(self.identity(split), self.path.name, None, largest, sample_bytes)
+        identity = self.identity(split)
+        sources_of(identity, where=str(self.path))  # refuses impossible weights before Energon meets them
+        return SplitFacts(identity, self.path.name, None, largest, sample_bytes)
 
     def _split(self, split: str) -> Any:
         if split not in self.splits:
@@ -219,6 +223,9 @@ class Metadataset:
         }
         if "path" in value:
             found |= {"name": value["path"], "data": self.inner[value["path"]].identity(split)}
+            flavors = value.get("subflavors")
+            if isinstance(flavors, dict) and flavors.get(GIVEN_NAME):
+                found["called"] = str(flavors[GIVEN_NAME])
         return found
 
     def _parts(self, value: Any, split: str) -> Iterator[tuple[DataSet | Metadataset, str]]:
@@ -504,7 +511,7 @@ def _fields_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> str
         old = saved.get(key, DEFAULTS.get(key))
         new = now.get(key, DEFAULTS.get(key))
         inner = f"the {key} of {name}" if key in DEFAULTS else name
-        if key != "name" and (found := difference(old, new, inner)):
+        if key not in FOR_MESSAGES and (found := difference(old, new, inner)):
             return found
     return ""
 
@@ -517,7 +524,9 @@ def _shares(parts: Any) -> list[Fraction] | None:
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         return None
     written = [part.get("weight", DEFAULTS["weight"]) for part in parts]
-    if not all(type(weight) in (int, float) and 0 < weight < math.inf for weight in written):
+    if not all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in written):
+        return None
+    if not any(written):
         return None
 
     # By its digits: Fraction(0.1) is not a tenth.

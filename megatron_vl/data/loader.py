@@ -35,12 +35,14 @@ from megatron.energon import (
 )
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset import load_dataset
+from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 
 from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.data import assemble
 from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
+from megatron_vl.data.blend import Source, sources_of
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
 from megatron_vl.data.description import LoaderError, SplitFacts, read_description
@@ -65,7 +67,7 @@ from megatron_vl.data.saved_streams import STATE_VERSION
 from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset
 from megatron_vl.data.sizes import text_id
 from megatron_vl.data.state import StateError
-from megatron_vl.data.streams import Sources, share_readers, stream_config
+from megatron_vl.data.streams import SOURCE, PlacedDataset, Sources, share_readers, stream_config
 from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
@@ -183,6 +185,8 @@ class RowEncoder(DefaultTaskEncoder):
         of the too large samples since the last usable one."""
         self.most_refused = MOST_REFUSED_IN_A_ROW
         self.shuffles = False
+        self.blends = False
+        """Whether rows say which source each of their samples is from."""
         self.decodes = True
         """Off: rows are passed over. Their pictures are not decoded, and what was dropped is not counted."""
         self.readers: dict[str, Any] = {}
@@ -194,7 +198,11 @@ class RowEncoder(DefaultTaskEncoder):
         own.dropped_samples, own.smallest = [], {}
         return own
 
-    def _load_dataset(self, dataset: Any, worker_rotation_offset: int, worker_config: WorkerConfig) -> Any:
+    def _load_dataset(
+        self, dataset: LoadedDataset, worker_rotation_offset: int, worker_config: WorkerConfig
+    ) -> Any:
+        if isinstance(dataset, PlacedDataset):
+            worker_rotation_offset = dataset.rotation
         built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
         share_readers(built, self.readers)
         make_tolerant(built, self.data.sample_timeout_s)
@@ -376,27 +384,34 @@ class RowEncoder(DefaultTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[DecodedSample]) -> Row | object:
-        ready = [(s.__key__, s.sample) for s in samples if s.sample is not None]
-        if not ready:
+        used = [s for s in samples if s.sample is not None]
+        if not used:
             raise SkipSample  # the next row reports them
         if not self.decodes:
             self.dropped, self.dropped_samples = Counter(), []  # who takes the row reports them
             return PASSED_OVER
 
-        chosen = [sample for _, sample in ready]
+        chosen = [s.sample for s in used if s.sample is not None]
         rule = self.data.video_positions
         row = assemble.pack_row(chosen, self.spec, self.data.seq_len, self.chat.pad_token_id, rule)
-        row.keys = [key for key, _ in ready]
+        row.keys = [s.__key__ for s in used]
+        if self.blends:
+            row.sources = [(s.__subflavors__ or {})[SOURCE] for s in used]
         return self._reporting(row)
 
-    def empty_row(self) -> Row:
+    def empty_row(self, source: int = 0) -> Row:
         """A row of padding without loss, in place of one of which no sample can be used.
 
         It counts one sample of one token, so that nothing divides by zero.
+
+        Args:
+            source: number of the source in the blend for which it counts.
         """
         pad = assemble.pad_token(self.spec) if self.chat.pad_token_id is None else self.chat.pad_token_id
         nothing = assemble.Sample(torch.tensor([pad]), torch.zeros(1, dtype=torch.bool))
-        return self._reporting(assemble.pack_row([nothing], self.spec, self.data.seq_len, pad))
+        row = assemble.pack_row([nothing], self.spec, self.data.seq_len, pad)
+        row.sources = [source] if self.blends else []
+        return self._reporting(row)
 
     def _reporting(self, row: Row) -> Row:
         """The row with the samples that were dropped since the last one."""
@@ -494,7 +509,10 @@ def build_loader(
     encoder.shuffles = split == "train"
     _check_patches(encoder.settings, spec, hf_dir)
 
-    sources = _sources(data, split)
+    blend = sources_of(facts.identity)
+    encoder.blends = split == "train" and len(blend) > 1
+    sources = _sources(data, split, blend)
+
     identity = {
         "version": STATE_VERSION,
         "dataset": facts.identity,
@@ -514,7 +532,8 @@ def build_loader(
         **(dataclasses.asdict(encoder.chat.thinking) if encoder.chat.writes_thinking else {}),
     }
     if planned:
-        planning = Planning(sources.datasets, text_id(hf_dir, spec, data), encoder, deal.rows_per_step)
+        name = text_id(hf_dir, spec, data)
+        planning = Planning(sources.datasets, blend, name, encoder, deal.rows_per_step)
         return PlannedLoader(planning, sources, identity, facts, deal, dp_rank, data)
     sources.stream(0, deal.order.streams, data.seed, encoder, None)  # so that lists of shards are shared
     return RowLoader(sources, encoder, identity, facts, deal, dp_rank, data)
@@ -536,7 +555,7 @@ def _check_samples(data: DataConfig, split: str, samples: int | None, deal: Deal
     )
 
 
-def _sources(data: DataConfig, split: str) -> Sources:
+def _sources(data: DataConfig, split: str, blend: tuple[Source, ...]) -> Sources:
     """The data sets of a split, and how Energon makes rows from them."""
     common: dict[str, Any] = {
         "batch_size": None,
@@ -551,7 +570,7 @@ def _sources(data: DataConfig, split: str) -> Sources:
         def passes(datasets: list[Any], config: WorkerConfig, encoder: RowEncoder) -> Any:
             return encoder.build_val_datasets(datasets=datasets, worker_config=config, **common)
 
-        return Sources(found.datasets, passes)
+        return Sources(found.datasets, passes, blend)
 
     order: dict[str, int | None] = {"shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
     if not data.shuffle_buffer:  # by default Energon reads from 16 places of a data set in turn
@@ -569,7 +588,7 @@ def _sources(data: DataConfig, split: str) -> Sources:
             **common,
         )
 
-    return Sources(found.datasets, repeats)
+    return Sources(found.datasets, repeats, blend, skipped=True)
 
 
 def _check_patches(settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path) -> None:

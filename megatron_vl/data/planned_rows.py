@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_vl.data.batch_plan import AHEAD, deal_rows, plan_rows
+from megatron_vl.data.blend import Source
 from megatron_vl.data.description import META, LoaderError
 from megatron_vl.data.location import location
 from megatron_vl.data.reading import TolerantReader
@@ -27,7 +28,7 @@ from megatron_vl.data.row import Row
 from megatron_vl.data.sample_order import SampleOrder
 from megatron_vl.data.sizes import SampleSizes, StoredSizes, open_sizes
 from megatron_vl.data.state import StateError
-from megatron_vl.data.streams import open_processes, reconnect
+from megatron_vl.data.streams import SOURCE, open_processes, reconnect
 from megatron_vl.signals import shield_loader_worker
 
 Integers = NDArray[np.int64]
@@ -103,6 +104,7 @@ class BatchPlanner:
 
     Args:
         sizes: gives tokens and patches int64 [n] of samples of one data set: ``sizes(source, indices)``.
+        keys: what a resumed run knows the data sets by.
         least_ahead: smallest number of samples to choose from beyond those that fill a step.
         pack: off puts one sample into a row.
     """
@@ -115,12 +117,15 @@ class BatchPlanner:
         seq_len: int,
         max_patches: int,
         *,
+        keys: Sequence[str] = ("",),
         least_ahead: int = 64,
         pack: bool = True,
     ) -> None:
         self.order, self.sizes = order, sizes
         self.rows, self.seq_len, self.max_patches = rows, seq_len, max_patches
-        self.least_ahead, self.pack = least_ahead, pack
+        self.keys, self.least_ahead, self.pack = list(keys), least_ahead, pack
+        self._gone: dict[str, int] = {}
+        """Draws from data sets that the blend had before, should they come back."""
         # Samples that were drawn and wait, the oldest first: data set, number of the draw, and what follows.
         self._waiting = np.zeros((5, 0), np.int64)
 
@@ -191,24 +196,33 @@ class BatchPlanner:
 
     def state(self) -> dict[str, Any]:
         """What the next batches follow from. It grows with the rows of a step, about 100 bytes for each."""
-        return {"drawn": list(self.order.drawn), "waiting": self._waiting[:2].copy()}
+        drawn = self._gone | dict(zip(self.keys, self.order.drawn, strict=True))
+        waiting = self._waiting[:2].copy()
+        return {"keys": list(self.keys), "drawn": drawn, "total": self.order.total, "waiting": waiting}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues after the batch at which a state was taken.
 
+        Data sets that are new begin at their start, and samples that wait of those that are gone are left out.
+
         Raises:
             StateError: the state is damaged.
         """
-        drawn, waiting = state.get("drawn"), state.get("waiting")
-        if (
-            not isinstance(drawn, list)
-            or len(drawn) != len(self.order.sizes)
-            or not isinstance(waiting, np.ndarray)
-            or waiting.shape[:1] != (2,)
-        ):
-            raise StateError("the loader state is damaged: it does not say which samples wait")
-        self.order.drawn = [int(count) for count in drawn]
-        self._waiting = self._sized(*waiting.astype(np.int64))
+        try:
+            keys, drawn, waiting = state["keys"], dict(state["drawn"]), state["waiting"].astype(np.int64)
+            sources, numbers = waiting
+            here = {number: self.keys.index(key) for number, key in enumerate(keys) if key in self.keys}
+            stays = np.isin(sources, list(here))
+            moved = np.array([here.get(number, -1) for number in range(len(keys))], np.int64)
+            sources, numbers = moved[sources[stays]], numbers[stays]
+            self.order.total = int(state["total"])
+            self.order.drawn = [int(drawn.pop(key, 0)) for key in self.keys]
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise StateError(
+                "the loader state is damaged: it does not say which samples were drawn and wait"
+            ) from error
+        self._gone = drawn
+        self._waiting = self._sized(sources, numbers)
 
 
 class Planning:
@@ -217,16 +231,22 @@ class Planning:
     Args:
         datasets: Energon's data sets.
         name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+        blend: the sources that are these data sets, in the same order.
         encoder: a :class:`~megatron_vl.data.loader.RowEncoder`.
         rows_per_step: of all ranks.
     """
 
     def __init__(
-        self, datasets: Sequence[LoadedDataset], name: str, encoder: Any, rows_per_step: int
+        self,
+        datasets: Sequence[LoadedDataset],
+        blend: Sequence[Source],
+        name: str,
+        encoder: Any,
+        rows_per_step: int,
     ) -> None:
         self.datasets, self.encoder, self.rows_per_step = list(datasets), encoder, rows_per_step
         self.sources = [SizedSource(loaded, name) for loaded in datasets]
-        self.weights = [1.0 if loaded.weight is None else float(loaded.weight) for loaded in datasets]
+        self.blend = list(blend)
         self.state: dict[str, Any] | None = None
         """Where the run stood; None: it begins."""
 
@@ -240,7 +260,7 @@ class Planning:
 
         order = SampleOrder(
             [len(source) for source in self.sources],
-            self.weights,
+            [source.share for source in self.blend],
             data.seed,
             shuffled=data.shuffle_buffer > 0,
         )
@@ -250,6 +270,7 @@ class Planning:
             self.rows_per_step,
             data.seq_len,
             data.max_patches,
+            keys=[source.key for source in self.blend],
             least_ahead=data.packing_buffer,
             pack=data.pack,
         )
@@ -308,6 +329,7 @@ def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[P
         crude = readers[place.source][place.index]
         if crude is None:
             continue  # the data set's description excludes it
+        crude["__subflavors__"] = {SOURCE: place.source}
         encoded = encoder.preencode_sample(encoder.cookers[0].cook(crude))
         if not encoded.refused and encoded.size != (place.tokens, place.patches):
             stored = f"{place.tokens} tokens and {place.patches} patches"
@@ -320,7 +342,7 @@ def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[P
     try:
         return encoder.pack_selected_samples(chosen)
     except SkipSample:
-        return encoder.empty_row()
+        return encoder.empty_row(places[0].source if places else 0)
 
 
 class PlannedRankRows:

@@ -78,6 +78,8 @@ class Row:
     """The samples that ``dropped`` counts, at most ``LISTED_PER_ROW`` of them."""
     keys: list[str] = dataclasses.field(default_factory=list)
     """Keys in the data set of the row's samples, in order."""
+    sources: list[int] = dataclasses.field(default_factory=list)
+    """The number in the blend of each sample's source. Empty if the data set is no blend."""
 
     @property
     def seq_len(self) -> int:

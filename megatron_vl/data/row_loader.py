@@ -11,6 +11,7 @@ from typing import Any
 from megatron.energon.errors import FatalSampleError
 
 from megatron_vl.config import RULES_BEFORE, DataConfig
+from megatron_vl.data.blend import summary
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.order import Deal
 from megatron_vl.data.row import Row
@@ -117,7 +118,8 @@ class RowLoader:
         """Lines to print once at the start of a run."""
         train = self._identity["split"] == "train"
         buffers = [self._buffers()] if train and self._data.shuffle_buffer > 1 else []
-        return [*buffers, *self._costs(), *self._said]
+        blend = summary(self._sources.blend) if train else []
+        return [*blend, *buffers, *self._costs(), *self._said]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state as JSON values.

@@ -72,10 +72,13 @@ class SampleOrder:
         self._bounds = np.cumsum(np.array(weights, np.float64) / sum(weights))
         self.drawn = [0] * len(sizes)
         """Number of draws from each data set so far."""
+        self.total = 0
+        """Number of all draws, those from data sets of before included."""
 
     def draw(self, count: int) -> tuple[Integers, Integers]:
         """The next samples: data set and number of the draw from it, int64 [count] each."""
-        first = sum(self.drawn)
+        first = self.total
+        self.total += count
         if len(self.sizes) == 1:
             sources = np.zeros(count, np.int64)
         else:

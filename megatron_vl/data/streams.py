@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.energon import WorkerConfig
 from megatron.energon.cache import NoCachePool
+from megatron.energon.edataclass import edataclass
 from megatron.energon.epathlib import EPath
 from megatron.energon.errors import reraise_exception
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
@@ -24,6 +25,7 @@ from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from megatron_vl.data.blend import Source
 from megatron_vl.data.order import Deal
 from megatron_vl.data.row import Row
 from megatron_vl.data.state import StateError
@@ -106,6 +108,18 @@ class Stream:
 _NO_CACHE = NoCachePool()
 
 
+SOURCE = "megatron_vl/source"
+"""Field of a sample's subflavors: the number of its source in the blend."""
+
+
+@edataclass
+class PlacedDataset(LoadedDataset):
+    """A data set of Energon, and which of its samples each stream gets."""
+
+    rotation: int
+    """The first of the streams that get a sample more than others."""
+
+
 class Sources:
     """The data sets that a loader reads, from which each process builds the streams that it reads.
 
@@ -114,13 +128,26 @@ class Sources:
     Args:
         datasets: Energon's data sets with their weights.
         build: makes Energon's data set of rows from copies of these for one stream.
+        blend: the sources that are these data sets, in the same order.
+        skipped: whether nothing is read of sources with a share of 0.
     """
 
     def __init__(
-        self, datasets: list[LoadedDataset], build: Callable[[list[LoadedDataset], WorkerConfig, Any], Any]
+        self,
+        datasets: list[LoadedDataset],
+        build: Callable[[list[LoadedDataset], WorkerConfig, Any], Any],
+        blend: tuple[Source, ...],
+        skipped: bool = False,
     ) -> None:
-        self.datasets, self.build = datasets, build
-        self._readers: list[Any] = []
+        self.datasets, self.build, self.blend = datasets, build, blend
+        if [len(loaded.dataset) for loaded in datasets] != [source.length for source in blend]:
+            raise RuntimeError(f"Energon reads other data sets than {[source.name for source in blend]}")
+        for i, loaded in enumerate(datasets):
+            loaded.dataset.subflavors = {**(loaded.dataset.subflavors or {}), SOURCE: i}
+        self.drawn = [i for i, source in enumerate(blend) if source.share or not skipped]
+        lengths = [source.length for source in blend]
+        self.starts = [sum(lengths[:i]) for i in range(len(blend))]
+        """For each source, how many samples come before it. This decides how streams divide its samples."""
 
     def reconnect(self) -> None:
         """Gives a forked process connections of its own to object stores."""
@@ -134,11 +161,19 @@ class Sources:
         """
         config = stream_config(number, streams, seed)
         copies = []
-        for loaded in self.datasets:
-            one = copy.copy(loaded)
-            one.dataset = copy.copy(loaded.dataset)
-            one.dataset.worker_config = config
-            copies.append(one)
+        for i in self.drawn:
+            loaded = self.datasets[i]
+            dataset = copy.copy(loaded.dataset)
+            dataset.worker_config = config
+            copies.append(
+                PlacedDataset(
+                    dataset=dataset,
+                    weight=loaded.weight,
+                    repetitions=loaded.repetitions,
+                    aux=loaded.aux,
+                    rotation=self.starts[i] % streams,
+                )
+            )
         own = encoder.for_stream()
         return Stream(self.build(copies, config, own), own, state)
 

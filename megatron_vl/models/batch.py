@@ -63,5 +63,8 @@ class DeviceRow:
     share this object. None for a tower on the first stage."""
     loss_index: Tensor | None = None
     """int64 [N], ascending: the tokens for which logits and losses are computed; None: all."""
+    sources: Tensor | None = None
+    """int32 [segments]: the number in the blend of each segment's source, -1 for the padded tail; None if the
+    data set is no blend."""
     cache: CacheUse | None = None
     """The stored keys and values during generation; otherwise None."""

@@ -192,7 +192,7 @@ class _Watch:
 
         for thread in threading.enumerate():
             if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
-                thread.join(max(0.0, deadline - time.monotonic()))
+                _join(thread, deadline)
         if all_seen:
             self.meet(store, "done", max(_SEEN_S, deadline - time.monotonic()))
 
@@ -207,6 +207,16 @@ class _Watch:
         for process in processes:
             if process != self.life.process:
                 process.kill()
+
+
+def _join(thread: threading.Thread, deadline: float) -> None:
+    """Waits for the end of a thread that another one may just be starting, which ``join`` alone refuses."""
+    while time.monotonic() < deadline:
+        try:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            return
+        except RuntimeError:  # enumerate() has it already, and it does not run yet
+            time.sleep(0.001)
 
 
 def _host_is_gone() -> str:

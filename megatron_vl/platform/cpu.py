@@ -73,23 +73,28 @@ def _is_cuda(device: Any) -> bool:
 _TENSOR_TYPE = torch.Tensor.type
 _TENSOR_CUDA = torch.Tensor.cuda
 _TENSOR_TO = torch.Tensor.to
+_REDIRECTED = frozenset((_TENSOR_TYPE, _TENSOR_CUDA, _TENSOR_TO))
 
 
 class CudaOnCpu(TorchFunctionMode):
     """Redirects tensor factories and methods that name a CUDA device to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is _TENSOR_CUDA:
-            return args[0]
-        if func is _TENSOR_TYPE and len(args) == 1 and not kwargs:
-            # Core decides by the type string whether a parameter gets master weights.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        if func is _TENSOR_TO and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], "cpu", *args[2:])
-        return func(*args, **kwargs)
+        # Every operation on CPU comes through here, thousands of them in a step. Nearly all go on after two
+        # comparisons.
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and _is_cuda(device):
+                kwargs = {**kwargs, "device": "cpu"}
+        if func in _REDIRECTED:
+            if func is _TENSOR_CUDA:
+                return args[0]
+            if func is _TENSOR_TYPE and len(args) == 1 and not kwargs:
+                # Core decides by the type string whether a parameter gets master weights.
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            if func is _TENSOR_TO and len(args) > 1 and _is_cuda(args[1]):
+                args = (args[0], "cpu", *args[2:])
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

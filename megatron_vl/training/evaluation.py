@@ -172,7 +172,7 @@ class Evaluator:
             count = min(at_once, self.row_count - start)
             data = Feed(self.grid, self.platform, rows, count, balanced=False, vision=self.vision).next_step()
             reports = run_schedule(chunks, data.rows, seq_len=self.config.data.seq_len, forward_only=True)
-            loss, loss_tokens, _ = reduce_losses(reports, self.grid, self.platform.device)
+            loss, loss_tokens, *_ = reduce_losses(reports, self.grid, self.platform.device)
             total += loss
             tokens += loss_tokens
         return total / max(tokens, 1), tokens

@@ -66,6 +66,12 @@ def _loss_index(row: Row) -> Tensor:
     return row.tokens.new_empty(0) if index is None else index
 
 
+def _sources(row: Row) -> Tensor:
+    """The source of each segment, -1 for the padded tail; empty if the data set is no blend."""
+    tail = len(row.cu_seqlens) - 1 - row.num_samples
+    return torch.tensor([*row.sources, *[-1] * tail] if row.sources else [], dtype=torch.int32)
+
+
 _WIRE = (
     _Field("tokens", "text", lambda row: row.tokens),
     _Field("labels", "text", lambda row: row.labels),
@@ -73,6 +79,7 @@ _WIRE = (
     _Field("position_ids", "text", lambda row: row.position_ids),
     _Field("cu_seqlens", "text", lambda row: row.cu_seqlens),
     _Field("loss_index", "text", _loss_index),
+    _Field("sources", "text", _sources),
     _vision_field("plane_index"),
     _vision_field("position_hw"),
     _vision_field("frame_hw"),
@@ -109,6 +116,8 @@ class StepData:
     """Samples that could not be used, as the loader lists them (at most some hundreds per row)."""
     wait_s: float = 0.0
     """Seconds that the loader's owner waited for its rows."""
+    learnt: list[list[tuple[int, int]]] = field(default_factory=list)
+    """(source, loss tokens) of each row's samples; empty lists if the data set is no blend."""
 
 
 @dataclass
@@ -321,6 +330,7 @@ def _step_data(rows: list[DeviceRow], described: list[dict[str, Any]], wait_s: f
         vision_lengths=[d["vision_lengths"] for d in described],
         loss_tokens=[d["loss_tokens"] for d in described],
         keys=[d["keys"] for d in described],
+        learnt=[d["learnt"] for d in described],
         dropped=[sample for d in described for sample in d["dropped"]],
         wait_s=wait_s,
     )
@@ -347,8 +357,21 @@ def _describe(row: Row, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         "vision_lengths": vision_lengths,
         "counts": counts,
         "keys": row.keys,
+        "learnt": _learnt(row),
         "dropped": [sample.as_json() for sample in row.dropped_samples],
     }
+
+
+def _learnt(row: Row) -> list[tuple[int, int]]:
+    """(source, loss tokens) of each sample; empty if the data set is no blend."""
+    if not row.sources:
+        return []
+    bounds = row.cu_seqlens.tolist()
+    counts = [
+        int(row.loss_mask[first:end].count_nonzero())
+        for first, end in zip(bounds, bounds[1 : row.num_samples + 1], strict=False)
+    ]
+    return list(zip(row.sources, counts, strict=True))
 
 
 def _pack(row: Row) -> _Packed:
@@ -397,7 +420,7 @@ def _unpack(described: dict[str, Any], buffers: dict[str, Tensor]) -> dict[str, 
 
 def _device_row(described: dict[str, Any], fields: dict[str, Tensor]) -> DeviceRow:
     """The row without its pictures, in the types that the model expects."""
-    selected = fields["loss_index"]
+    selected, sources = fields["loss_index"], fields["sources"]
     return DeviceRow(
         tokens=fields["tokens"].long(),
         labels=fields["labels"].long(),
@@ -408,6 +431,7 @@ def _device_row(described: dict[str, Any], fields: dict[str, Tensor]) -> DeviceR
         vision=None,
         feature_index=None,
         loss_index=selected.long() if len(selected) else None,
+        sources=sources if len(sources) else None,
     )
 
 

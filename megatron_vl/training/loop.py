@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import progress
 from megatron_vl.config import RULES_BEFORE, TrainConfig, video_rule
+from megatron_vl.data.blend import Source, sources_of
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.errors import UserError, describe, follows, is_fixable
@@ -53,6 +54,7 @@ from megatron_vl.training.preflight import (
     split_note,
 )
 from megatron_vl.training.profiling import StepProfiler
+from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
 from megatron_vl.weights.run_folder import by_branch, latest, saved_checkpoints
 
@@ -92,6 +94,10 @@ class Run:
     """Where the split of the decoder layers comes from, if the run does not give it."""
     bad_samples: dict[str, Any] | None = None
     """Counts over all ranks from the checkpoint that the run resumes from."""
+    sources: tuple[Source, ...] = ()
+    """The sources of the blend; none if the data set is no blend."""
+    source_counts: dict[str, Any] = field(default_factory=dict)
+    """What was learnt of each source up to the checkpoint that the run resumes from."""
 
 
 def set_up(config: TrainConfig) -> Run:
@@ -135,6 +141,8 @@ def set_up(config: TrainConfig) -> Run:
         why = facts["train"].unplanned or "the run began without plans of its batches, and goes on so"
         say(grid, f"data.balance: rows are swapped between ranks while the run trains; {why}")
     run.split = split_note(asked, spec, layout, start.source)
+    sources = sources_of(facts["train"].identity)
+    run.sources = sources if len(sources) > 1 else ()
     if config.checkpoint.dir:
         c = config.checkpoint
         run.exporter = build_exporter(config, start) if grid.rank == 0 else None
@@ -289,12 +297,13 @@ def resume(run: Run, start: Start) -> None:
 
     saved = checkpoint.read_run(source.path)
     run.skipped |= _skipped_before(saved)
+    run.source_counts = saved.get(_SOURCES, {})
     say(run.grid, f"resumed at step {source.step} from {c.dir}")
     for change in filter(None, (_changed_aux_loss(run, saved), _changed_thinking(run, saved))):
         say(run.grid, f"NOTE: {change}")
 
 
-_SKIPPED_STEPS, _AUX_LOSS, _THINKING = "skipped_steps", "moe_aux_loss", "thinking_rule"
+_SKIPPED_STEPS, _AUX_LOSS, _THINKING, _SOURCES = "skipped_steps", "moe_aux_loss", "thinking_rule", "sources"
 _PLANNED = "planned_batches"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
@@ -395,6 +404,7 @@ def save(run: Run, log: MetricsLog) -> None:
     assert run.saver is not None
     progress.enter(progress.SAVING)
     counts, pending = log.bad_samples()
+    learnt = {_SOURCES: log.sources.state_dict()}
     if run.loader is not None:
         counts["dataset"] = run.loader.dataset
 
@@ -407,7 +417,7 @@ def save(run: Run, log: MetricsLog) -> None:
             layout=run.layout,
             grid=run.grid,
             loader_state=run.loader.state_dict() if run.loader is not None else None,
-            run=run_facts(run.config, run.grid.dp) | _further_facts(run) | {"bad_samples": counts},
+            run=run_facts(run.config, run.grid.dp) | _further_facts(run) | learnt | {"bad_samples": counts},
             pending=pending,
         )
 
@@ -443,7 +453,8 @@ def _train(config: TrainConfig) -> None:
     # The notes look at all ranks, so only the rank that prints them asks for them.
     for note in run.loader.notes if run.loader is not None and run.grid.rank == 0 else []:
         say(run.grid, note)
-    log = MetricsLog(config, run.spec, run.grid, run.platform)
+    log = MetricsLog(config, run.spec, run.grid, run.platform, run.sources)
+    log.sources.load_state_dict(run.source_counts)
     if run.bad_samples is not None:
         log.load_bad_samples(run.bad_samples)
     if run.step >= _last_step(config):
@@ -539,15 +550,23 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
         data = feed.next_step()
         rates = set_learning_rates(run.optimizer, config, run.step)
         failed = run.saver.error() is not None if run.saver is not None else False
+        learnt = SourceCounts.of_rows(data.learnt, len(run.sources)) if run.sources else None
         result = train_step(
-            run.chunks, run.optimizer, data.rows, grid, config.data.seq_len, failed, bool(asked_to_stop())
+            run.chunks,
+            run.optimizer,
+            data.rows,
+            grid,
+            config.data.seq_len,
+            failed,
+            bool(asked_to_stop()),
+            learnt,
         )
         run.step += 1
         progress.step_is_done()
         if result.skipped:
             run.skipped[result.skipped] += 1
         log.leave_out(profiler.end(run.step))
-        log.add(data)
+        log.add(data, result.sources)
         ends = run.step == last or result.stop
         if run.step % config.log.interval == 0 or ends or not result.updated:
             log.write(run.step, result, rates, run.skipped)

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.bad_samples import DROPPED, BadSampleMeter
+from megatron_vl.data.blend import Source
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.planning.flops import peak_tflops, row_flops
 from megatron_vl.platform import Platform
@@ -24,6 +25,7 @@ from megatron_vl.training.feed import StepData
 from megatron_vl.training.mailbox import Mailbox
 from megatron_vl.training.optimizer import Rates
 from megatron_vl.training.sinks import Sink, open_sinks
+from megatron_vl.training.source_counts import SourceCounts, SourceMeter
 from megatron_vl.training.step import SKIPPED, StepResult
 from megatron_vl.training.tally import Tally
 
@@ -38,9 +40,19 @@ class MetricsLog:
 
     Speed is measured by the wall clock over whole steps, data loading included, between two printed lines.
     Tokens do not include the padded tails of rows.
+
+    Args:
+        sources: the sources of the blend; none if the data set is no blend.
     """
 
-    def __init__(self, config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, platform: Platform) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        grid: ProcessGrid,
+        platform: Platform,
+        sources: Sequence[Source] = (),
+    ) -> None:
         self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
         self.mark = time.perf_counter()
         self.mailbox = Mailbox(grid.rank)
@@ -52,14 +64,20 @@ class MetricsLog:
         """Samples that could not be used and that were not yet sent to rank 0."""
         self.listed: set[tuple[str, str]] = set()
         self.meter = BadSampleMeter(config.data.max_bad_share)
+        self.sources = SourceMeter(sources)
         name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
         self.peak = peak_tflops(name, config.log.peak_tflops)
         self.sinks: list[Sink] = open_sinks(config) if grid.rank == 0 else []
 
-    def add(self, data: StepData) -> None:
+    def add(self, data: StepData, sources: SourceCounts | None = None) -> None:
         """Counts a step's rows. Only the rank of each replica that owns the loader counts,
-        so that sums are right."""
+        so that sums are right.
+
+        Args:
+            sources: numbers by source of the whole step, equal on all ranks.
+        """
         self.steps += 1
+        self.sources.add(sources)
         if not self.grid.owns_loader:
             return
 
@@ -99,6 +117,8 @@ class MetricsLog:
         total = self.tally.reduced(self.platform.device)
         reasons = self._exchange_lists(step, total)
 
+        by_source, in_words = self.sources.next_line()
+
         flops, world = total.language_flops + total.vision_flops, self.grid.world_size
         numbers: dict[str, Any] = {
             "step": step,
@@ -121,9 +141,10 @@ class MetricsLog:
             "images": total.images,
             "patches": total.patches,
             **{f"{DROPPED}{reason}": count for reason, count in reasons.items()},
+            **by_source,
         }
         self.meter.add(total.samples, reasons)
-        self._emit(numbers, result.skipped)
+        self._emit(numbers, in_words, result.skipped)
 
         self.steps = 0
         self.tally = Tally()
@@ -219,7 +240,7 @@ class MetricsLog:
             with (Path(self.config.checkpoint.dir) / "samples.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "rows": [row for part in keys for row in part]}) + "\n")
 
-    def _emit(self, n: dict[str, Any], skipped: str) -> None:
+    def _emit(self, n: dict[str, Any], sources: str, skipped: str) -> None:
         if self.grid.rank != 0:
             return
         dropped = self.meter.bad
@@ -234,6 +255,7 @@ class MetricsLog:
             f" {speed} | {n['memory_gib']:.1f} GiB | data wait {n['data_wait_s'] * 1e3:.0f} ms"
         )
         line += f" | busiest expert {n['expert_load']:.2f}x" if "expert_load" in n else ""
+        line += f" | {sources}" if sources else ""
         line += f" | dropped {dropped}" if dropped else ""
         line += f" | SKIPPED: {SKIPPED[skipped]}" if skipped else ""
         print(line, flush=True)

@@ -34,6 +34,7 @@ from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_tower
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.training.optimizer import update
+from megatron_vl.training.source_counts import SourceCounts
 
 NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
 SKIPPED = {NOT_FINITE: "loss or gradient is not finite", NO_LOSS_TOKENS: "no token of the step bears loss"}
@@ -57,6 +58,8 @@ class StepResult:
     """Whether any rank reported a failure outside the step (a checkpoint that could not be written)."""
     stop: bool = False
     """Whether any rank was asked to stop."""
+    sources: SourceCounts | None = None
+    """Samples, loss tokens and losses by source; None if the data set is no blend."""
 
     @property
     def updated(self) -> bool:
@@ -104,11 +107,22 @@ def _finalize_and_tell(tower: DecoupledTower, model: Any, num_tokens: Tensor, **
 
 
 def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(loss sum, loss tokens, report) of one row from its per-token losses [1, S]."""
-    total = (losses.view(-1).float() * row.loss_mask).sum()
+    """(loss sum, loss tokens, report) of one row from its per-token losses [1, S].
+
+    The report of a row of a blend also has the loss sum of each segment, float64, and the segments' sources.
+    """
+    weighted = losses.view(-1).float() * row.loss_mask
+    total = weighted.sum()
     # Weights change the sum of the losses, not the number of tokens by which it is divided.
     tokens = (row.loss_mask != 0).sum()
-    return total, tokens.to(torch.int), {"loss": torch.stack((total.detach(), tokens.float()))}
+    report = {"loss": torch.stack((total.detach(), tokens.float()))}
+    if row.sources is not None and len(row.sources):
+        # `unsafe` leaves out checks of the bounds, for which the host would wait.
+        report["segments"] = torch.segment_reduce(
+            weighted.detach().double(), "sum", offsets=row.segments.cu_seqlens, unsafe=True
+        )
+        report["sources"] = row.sources
+    return total, tokens.to(torch.int), report
 
 
 def forward_step(rows: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -174,12 +188,14 @@ def train_step(
     seq_len: int,
     failed: bool = False,
     stop: bool = False,
+    learnt: SourceCounts | None = None,
 ) -> StepResult:
     """One step over this rank's micro-batches; collective over all ranks.
 
     Args:
         failed: this rank has failed at something outside the step. All ranks receive this flag with the loss.
         stop: this rank was asked to stop. All ranks receive this flag too.
+        learnt: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
     """
     progress.enter(progress.COMPUTING)
     for chunk in chunks:
@@ -188,7 +204,7 @@ def train_step(
     reports = run_schedule(chunks, rows, seq_len=seq_len)
     progress.enter(progress.UPDATING)
     device = rows[0].tokens.device
-    loss_sum, tokens, raised = reduce_losses(reports, grid, device, (failed, stop))
+    loss_sum, tokens, raised, sources = reduce_losses(reports, grid, device, (failed, stop), learnt)
     loss = loss_sum / tokens if tokens else math.nan
     # Without loss tokens the gradient is zero, but moments and weights would decay.
     updated, norm = update(optimizer, wanted=math.isfinite(loss))
@@ -199,20 +215,51 @@ def train_step(
     load = (
         expert_load(chunks, core.num_layers, core.num_moe_experts, device) if core.num_moe_experts else None
     )
-    return StepResult(loss, tokens, norm, skipped, load, *raised)
+    any_failed, any_stop = raised
+    return StepResult(loss, tokens, norm, skipped, load, any_failed, any_stop, sources)
 
 
 def reduce_losses(
-    reports: list[dict[str, Tensor]], grid: ProcessGrid, device: torch.device, flags: tuple[bool, ...] = ()
-) -> tuple[float, int, list[bool]]:
-    """(loss sum, loss tokens, whether each flag is set on any rank) of the global batch, equal on every rank.
+    reports: list[dict[str, Tensor]],
+    grid: ProcessGrid,
+    device: torch.device,
+    flags: tuple[bool, ...] = (),
+    learnt: SourceCounts | None = None,
+) -> tuple[float, int, list[bool], SourceCounts | None]:
+    """(loss sum, loss tokens, whether each flag is set on any rank, numbers by source) of the global batch,
+    equal on every rank.
 
     This is the only host synchronisation of a step.
+
+    Args:
+        learnt: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
     """
-    mine = torch.tensor([0.0, 0.0, *map(float, flags)], dtype=torch.float64, device=device)
-    if grid.is_last_stage and grid.tp_rank == 0:
+    counts = learnt.flat() if learnt is not None else []
+    has_loss = grid.is_last_stage and grid.tp_rank == 0
+    if not has_loss:  # the counts of a replica are added once
+        counts = [0.0] * len(counts)
+    mine = torch.tensor([0.0, 0.0, *map(float, flags), *counts], dtype=torch.float64, device=device)
+    if has_loss:
         for report in reports:
             mine[:2] += report["loss"].double()
+        if learnt is not None:
+            sources = len(learnt.losses)
+            mine[-sources:] += _loss_by_source(reports, sources)
     dist.all_reduce(mine)
-    total, tokens, *raised = mine.tolist()
-    return total, int(tokens), [count > 0 for count in raised]
+
+    total, tokens, *rest = mine.tolist()
+    raised = [count > 0 for count in rest[: len(flags)]]
+    by_source = SourceCounts.from_flat(rest[len(flags) :]) if learnt is not None else None
+    return total, int(tokens), raised, by_source
+
+
+def _loss_by_source(reports: list[dict[str, Tensor]], sources: int) -> Tensor:
+    """float64 [sources]: the loss sums of the reports' segments.
+
+    A sum over a table instead of an addition by index, whose order and so whose bits vary on a GPU. Segments
+    of other sources are left out rather than multiplied by 0, so that a NaN shows in its own source alone.
+    """
+    losses = torch.cat([report["segments"] for report in reports])
+    source = torch.cat([report["sources"] for report in reports])
+    own = source == torch.arange(sources, device=source.device)[:, None]
+    return torch.where(own, losses, 0.0).sum(1)

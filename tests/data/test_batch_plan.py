@@ -206,6 +206,34 @@ def test_data_sets_of_a_blend_keep_their_places_when_weights_change():
 
 def test_damaged_states_are_refused():
     tokens, patches = mixed_sizes(100)
-    for state in ({}, {"drawn": [1, 2], "waiting": np.zeros((2, 0))}, {"drawn": [1], "waiting": [1]}):
+    good = planner(tokens, patches).state()
+    planner(tokens, patches).restore(good)
+    for changed in ({"waiting": None}, {"waiting": np.zeros(3)}, {"drawn": 3}, {"keys": None}):
         with pytest.raises(StateError, match="damaged"):
-            planner(tokens, patches).restore(state)
+            planner(tokens, patches).restore(good | changed)
+    with pytest.raises(StateError, match="damaged"):
+        planner(tokens, patches).restore({})
+
+
+def test_a_changed_blend_keeps_what_was_drawn():
+    """Sources by name: b goes and comes back where it stood, c begins at its start, a goes on."""
+    sizes = {"a": 300, "b": 200, "c": 100}
+
+    def plan(*keys: str) -> BatchPlanner:
+        order = SampleOrder([sizes[key] for key in keys], [1.0] * len(keys), 5, shuffled=False)
+        full = np.full(300, 100)
+        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0, keys=keys)
+
+    first = plan("a", "b")
+    for _ in range(3):
+        first.next()
+    state = first.state()
+    second = plan("c", "a")
+    second.restore(state)
+    waited = first._waiting[1][first._waiting[0] == 0].tolist()
+    assert second._waiting[1].tolist() == waited and set(second._waiting[0].tolist()) == {1}
+    assert second.order.drawn == [0, state["drawn"]["a"]]
+    second.next()
+    third = plan("b")
+    third.restore(second.state())
+    assert third.order.drawn == [state["drawn"]["b"]] and third.order.total == second.order.total

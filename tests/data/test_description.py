@@ -15,57 +15,13 @@ import yaml
 
 from data_tools import shards
 from data_tools.shards import IndexWriter, Shard, ShardError
-from megatron_vl.config import DataConfig
 from megatron_vl.data import description
 from megatron_vl.data.description import DescriptionError, LoaderError, difference, read_description
-from megatron_vl.data.loader import build_loader
 from megatron_vl.data.state import StateError
-from megatron_vl.spec.families import read_spec
 from tests.data.programs import shared_facts
 from tests.support.ranks import call
-from tests.tiny import tiny_checkpoint
 
-from .datasets import converted
-
-WRITTEN: dict[str, Any] = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-
-
-def talk(name: str, count: int) -> list[dict[str, Any]]:
-    turns = lambda i: [{"from": "human", "value": f"{name} {i}?"}, {"from": "gpt", "value": f"{name} {i}."}]  # noqa: E731
-    return [{"conversations": turns(i)} for i in range(count)]
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("parts")
-    for name, count in (("birds", 24), ("ships", 20), ("other", 24)):
-        (folder / f"in_{name}").mkdir()
-        made = converted(folder / f"in_{name}", talk(name, count), val_fraction=0.2, samples_per_shard=6)[0]
-        shutil.move(made, folder / name)
-    return folder
-
-
-@pytest.fixture
-def folder(parts, tmp_path) -> Path:
-    shutil.copytree(parts, tmp_path / "mix")
-    write(tmp_path / "mix")
-    return tmp_path / "mix"
-
-
-def write(folder: Path, file: str = "meta.yaml", **changes: Any) -> Path:
-    """A blend of birds 3 to ships 1; ``changes`` replace its train split, or fields of its parts."""
-    blend = [
-        {"path": name, "weight": weight, **changes.get(name, {})}
-        for name, weight in (("birds", 3), ("ships", 1))
-    ]
-    train = changes.get("train", {"blend": blend})
-    splits = {"train": train, "val": {"path": "birds"}}
-    (folder / file).write_text(yaml.safe_dump(WRITTEN | {"splits": splits}))
-    return folder / file
-
-
-def identity(path: Path, split: str = "train") -> Any:
-    return json.loads(json.dumps(read_description(path).facts(split).identity))
+from .mixtures import identity, loader, write
 
 
 def reconvert(folder: Path) -> None:
@@ -208,12 +164,6 @@ def test_a_split_that_a_mixture_lacks_is_named(folder):
 
 
 # --- States of a loader -------------------------------------------------------------------------------------
-
-
-def loader(path: Path, **changes: Any) -> Any:
-    hf = tiny_checkpoint("qwen2_5_vl")
-    settings = {"seq_len": 64, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 8, **changes}
-    return build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)
 
 
 def keys(rows: Any, count: int) -> list[list[str]]:

@@ -221,6 +221,7 @@ def test_a_run_that_moves_reads_what_a_run_that_stays_reads(dataset, streams):
     assert sum(sum(dropped.values()) for _, dropped in whole) >= 2
 
 
+@SLOW
 def test_workers_do_not_matter(dataset):
     """None, one, two, three and five processes of each rank; more than there are streams too."""
     whole = list(moved(dataset, [(2, 0, 7)], streams=4))

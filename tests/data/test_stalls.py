@@ -44,7 +44,7 @@ def _config(path: Path, **fields) -> DataConfig:
     return DataConfig(path=str(path), **PIXELS, **fields)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers):
     folder = tiny_checkpoint("qwen2_5_vl")
     data = _config(stalled, num_workers=workers, sample_timeout_s=1.0)

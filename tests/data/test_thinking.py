@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_vl.data import chat
 from megatron_vl.data.chat import ChatEncoder, ChatError
 from megatron_vl.data.thinking import ThinkingRule
 from tests.data.helpers import spec_of
@@ -58,19 +61,27 @@ TOOL_CALL = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tokenizers_once() -> Iterator[None]:
+    """Reading the released vocabulary takes a second. The encoders of a folder share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "_load_tokenizer", cache(chat._load_tokenizer))
+        yield
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A checkpoint folder for each template."""
-    made = {}
+    root = tmp_path_factory.mktemp("thinking")
+    shutil.copytree(released_tokenizer_folder(), root / "marked")
+    tokenizer = AutoTokenizer.from_pretrained(root / "marked")
+    tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
+    tokenizer.save_pretrained(root / "marked")
+
     for name in (LARGE, SMALL, LATER):
-        folder = tmp_path_factory.mktemp("thinking") / name
-        shutil.copytree(released_tokenizer_folder(), folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
-        tokenizer.save_pretrained(folder)
-        shutil.copy(TEMPLATES / f"{name}.chat_template.jinja", folder / "chat_template.jinja")
-        made[name] = folder
-    return made
+        shutil.copytree(root / "marked", root / name)
+        shutil.copy(TEMPLATES / f"{name}.chat_template.jinja", root / name / "chat_template.jinja")
+    return {name: root / name for name in (LARGE, SMALL, LATER)}
 
 
 def encoder(folder: Path, **rule: str) -> ChatEncoder:

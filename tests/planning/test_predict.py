@@ -307,6 +307,7 @@ def test_rates_of_sizes_by_hand() -> None:
     assert saturating([1, 2], [3.0, 2.0]) == pytest.approx((2.4, 0.0))
 
 
+@pytest.mark.slow
 def test_one_factor_makes_predicted_steps_the_measured_ones() -> None:
     options = f"--global_batch_size 8 {LEAN}"
 

@@ -86,6 +86,7 @@ print("said:", _isolation(Path(sys.argv[1]), False))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux's unshare takes the right away")
 def test_a_system_that_does_not_allow_it_is_named_at_the_start(tmp_path):
     """Runs in a name space that may not hold others, as in most containers."""

@@ -64,6 +64,25 @@ def run_module(
     return subprocess.CompletedProcess([module, *words], _first_failure(outcome), stdout, stderr)
 
 
+def run_group(
+    module: str,
+    arguments: Sequence[str | Path],
+    ranks: int,
+    *,
+    show: str = "nothing",
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    on_cpu: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Does as :func:`toolkit.launch.run_group`, which starts a launcher that imports the stack."""
+    done = run_module(
+        module, arguments, ranks, environment=environment, cwd=Path.cwd(), timeout_s=timeout or 600
+    )
+    if show != "nothing":
+        sys.stderr.write(done.stdout + done.stderr)
+    return done
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a rank ended."""

@@ -248,19 +248,19 @@ def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:
 
 
 @pytest.mark.ranks
-def test_a_calibration_is_measured_stored_and_used(tiny_checkpoint, tmp_path, monkeypatch, capsys) -> None:
+def test_a_calibration_is_measured_stored_and_used(
+    forked_groups, tiny_checkpoint, tmp_path, monkeypatch, capsys
+) -> None:
     """On two processes: kernels and steps are timed, and plan and train take what was stored."""
     hf, folder = str(tiny_checkpoint("qwen2_5_vl")), tmp_path / "calibrations"
     monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(folder))
     run = ["--data.seq_len", "300", "--global_batch_size", "2", "--parallel.pp", "2", "--dtype", "float32"]
-    words = ["bench", "--calibrate", "--processes", 2, "--rows", "images", "--warm-up", 1, "--timed", 1]
-    command = [sys.executable, "-m", "toolkit", *words, "--part-steps", 0, "--hf", hf, "--json", *run]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=environment(), timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = "bench --calibrate --processes 2 --rows images --warm-up 1 --timed 1 --part-steps 0 --json"
+    code = main([*words.split(), "--hf", hf, *run])
+    said = capsys.readouterr()
+    assert code == 0, said.err[-4000:]
 
-    facts = json.loads(done.stdout)
+    facts = json.loads(said.out)
     found, stored = facts["calibration"], read_calibration(folder / "cpu.json")
     assert (
         found["file"] == str(folder / "cpu.json")

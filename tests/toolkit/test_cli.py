@@ -63,6 +63,7 @@ for words in wrong:
 """
 
 
+@pytest.mark.slow
 def test_missing_paths_and_impossible_fields_are_reported_without_importing_torch():
     done = subprocess.run(
         [sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -210,6 +210,7 @@ def test_wrong_data_is_reported_before_anything_is_imported(table, tmp_path):
     check_data(table.stem, table.parent, True)
 
 
+@pytest.mark.slow
 def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, tmp_path, capsys, monkeypatch):
     broken = tmp_path / "site"
     broken.mkdir()

@@ -48,7 +48,9 @@ def test_layouts_agree_with_transformers(capsys):
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_damaged_checkpoint_fails_and_its_layer_is_named(capsys, tiny_checkpoint, tmp_path: Path):
+def test_a_damaged_checkpoint_fails_and_its_layer_is_named(
+    forked_groups, capsys, tiny_checkpoint, tmp_path: Path
+):
     """With the rows of one k_proj permuted, shapes, norms and hashes are right, but the loss is not."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     shutil.copytree(hf, tmp_path / "damaged")

@@ -101,6 +101,7 @@ def test_which_steps_are_exported(steps: Steps) -> None:
     assert [step for step in range(1, 11) if steps.exporter(0, 10).due(step)] == [10]
 
 
+@pytest.mark.slow
 def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -> None:
     """The same files, with the same bytes; a second one is not made."""
     exporter = steps.exporter(4, 8)

@@ -10,6 +10,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,6 +126,22 @@ def test_a_rank_may_come_late_to_the_orderly_end(seen_s: str) -> None:
     done = run_module("tests.training.ending_ranks", ["late_end", seen_s, "2"], 2)
     assert done.returncode == 0, done.stderr
     assert "megatron_vl.train" not in done.stderr
+
+
+def test_a_writer_that_is_just_being_started_is_waited_for() -> None:
+    """``threading.enumerate`` lists a thread before it runs, and ``join`` raises until it does. A rank whose
+    failing thread ended with that error stayed for ever."""
+    written = threading.Event()
+    writer = threading.Thread(target=lambda: (time.sleep(0.05), written.set()))
+    starter = threading.Timer(0.05, writer.start)
+    starter.start()
+    failures._join(writer, time.monotonic() + 20)
+    assert written.is_set()
+    starter.join()
+
+    began = time.monotonic()
+    failures._join(threading.Thread(), began + 0.05)  # it never starts
+    assert time.monotonic() - began < 10
 
 
 def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monkeypatch) -> None:

@@ -197,6 +197,7 @@ def test_a_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, mo
     assert not (tmp_path / WANDB_FILE).exists()
 
 
+@pytest.mark.slow
 @needs_wandb
 def test_losing_wandb_costs_its_curves_alone(tmp_path: Path, capfd) -> None:
     sink = Wandb(offline(tmp_path))

@@ -64,6 +64,7 @@ def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[
             show="errors" if quiet else "all",
             # Without it, packed rows of changing sizes fragment the GPU's memory.
             environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | variables,
+            on_cpu=cpu,
         )
         if done.returncode:
             return done.returncode

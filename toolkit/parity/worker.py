@@ -71,7 +71,7 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
             optimizer.zero_grad()
         recorder = Recorder(wrapped, live.layout, grid) if case.activations else None
         reports = run_schedule(wrapped, data.rows, seq_len=case.seq_len)
-        loss_sum, tokens, _ = reduce_losses(reports, grid, platform.device)
+        loss_sum, tokens, *_ = reduce_losses(reports, grid, platform.device)
         departures = recorder.compare(data, case.reference, case.dtype) if recorder else {}
         gradients = collect_gradients(wrapped, live.tensors, grid, spec)
         if optimizer is not None:

@@ -1,0 +1,28 @@
+"""Data sets that several files of this folder mix."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .datasets import converted
+from .mixtures import talk, write
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("parts")
+    for name, count in (("birds", 24), ("ships", 20), ("other", 24)):
+        (folder / f"in_{name}").mkdir()
+        made = converted(folder / f"in_{name}", talk(name, count), val_fraction=0.2, samples_per_shard=6)[0]
+        shutil.move(made, folder / name)
+    return folder
+
+
+@pytest.fixture
+def folder(parts, tmp_path) -> Path:
+    shutil.copytree(parts, tmp_path / "mix")
+    write(tmp_path / "mix")
+    return tmp_path / "mix"

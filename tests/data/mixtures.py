@@ -1,0 +1,44 @@
+"""Data sets that are mixed, for the tests: two to blend, and a third one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.description import read_description
+from megatron_vl.data.loader import build_loader
+from megatron_vl.spec.families import read_spec
+from tests.tiny import tiny_checkpoint
+
+WRITTEN: dict[str, Any] = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+
+
+def talk(name: str, count: int) -> list[dict[str, Any]]:
+    turns = lambda i: [{"from": "human", "value": f"{name} {i}?"}, {"from": "gpt", "value": f"{name} {i}."}]  # noqa: E731
+    return [{"conversations": turns(i)} for i in range(count)]
+
+
+def write(folder: Path, file: str = "meta.yaml", **changes: Any) -> Path:
+    """A blend of birds 3 to ships 1; ``changes`` replace its train split, or fields of its parts."""
+    blend = [
+        {"path": name, "weight": weight, **changes.get(name, {})}
+        for name, weight in (("birds", 3), ("ships", 1))
+    ]
+    train = changes.get("train", {"blend": blend})
+    splits = {"train": train, "val": {"path": "birds"}}
+    (folder / file).write_text(yaml.safe_dump(WRITTEN | {"splits": splits}))
+    return folder / file
+
+
+def identity(path: Path, split: str = "train") -> Any:
+    return json.loads(json.dumps(read_description(path).facts(split).identity))
+
+
+def loader(path: Path, **changes: Any) -> Any:
+    hf = tiny_checkpoint("qwen2_5_vl")
+    settings = {"seq_len": 64, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 8, **changes}
+    return build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)

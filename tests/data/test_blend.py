@@ -1,0 +1,229 @@
+"""The sources of a blend: what they are called, what they are known by, and how often they are drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import pytest
+from megatron.energon.flavors.webdataset.structs import DatasetSubset
+from megatron.energon.metadataset.metadataset_v2 import Subset
+
+from megatron_vl.data import blend
+from megatron_vl.data.blend import BlendError, sources_of, summary
+from megatron_vl.data.description import read_description
+
+from .mixtures import identity, loader, write
+
+
+def leaf(content: str, samples: int = 10, **fields: Any) -> dict[str, Any]:
+    """The identity of a data set."""
+    return {"content": content, "split": "train", "samples": samples, "shards": 1, "list": "x"} | fields
+
+
+def mixed(*parts: dict[str, Any], kind: str = "blend") -> dict[str, Any]:
+    return {"mixture": {kind: list(parts)}}
+
+
+def part(name: str, **fields: Any) -> dict[str, Any]:
+    """A part of a mixture, whose content is called like it."""
+    return {"name": name, "data": leaf(name), **fields}
+
+
+# --- Names and shares ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["sets/charts", "sets/photographs"], ["charts", "photographs"]),
+        (["charts/train", "photographs/train", "text"], ["charts/train", "photographs/train", "text"]),
+        (["/a/x/out", "/b/x/out", "/b/y/out"], ["a/x/out", "b/x/out", "y/out"]),
+        (["charts", "charts", "charts"], ["charts", "charts-2", "charts-3"]),
+        (["../charts", "./charts"], ["charts", "charts-2"]),
+        (["a", "a", "a-2"], ["a", "a-3", "a-2"]),
+    ],
+)
+def test_names_are_the_ends_of_paths_that_tell_them_apart(paths, names):
+    assert [source.name for source in sources_of(mixed(*map(part, paths)))] == names
+
+
+def test_a_given_name_counts_and_the_name_of_a_mixture_stands_before_it():
+    inner = mixed(part("a", called="charts\n2026"), part("b"))
+    sources = sources_of(
+        mixed({"name": "math/meta.yaml", "called": "math", "data": inner}, part("c", called="charts"))
+    )
+    assert [source.name for source in sources] == ["math/charts 2026", "math", "charts"]
+
+
+def test_names_in_nested_files_are_relative_to_these_files():
+    one, two = (
+        {"name": f"{place}/meta.yaml", "data": mixed(part("charts"), part("../shared"))} for place in "ab"
+    )
+    names = [source.name for source in sources_of(mixed(one, two))]
+    assert names == ["a/charts", "shared", "b/charts", "shared-2"]
+
+
+def test_shares_by_hand():
+    """Weights are divided at each level: 3/4 and 1/4, of which 1/5 and 4/5."""
+    nested = {"name": "meta.yaml", "weight": 1, "data": mixed(part("b", weight=1), part("c", weight=4))}
+    sources = sources_of(mixed(part("a", weight=3), nested))
+    assert [source.share for source in sources] == pytest.approx([0.75, 0.05, 0.2])
+    assert [source.given for source in sources] == [
+        "weight 3",
+        "weight 1 in a mixture of weight 1",
+        "weight 4 in a mixture of weight 1",
+    ]
+
+    # 10 samples twice, 30 samples half a time: 20 and 15 of 35.
+    epochs = mixed(
+        {"name": "a", "data": leaf("a", 10), "repetitions": 2},
+        {"name": "b", "data": leaf("b", 30), "repetitions": 0.5},
+        kind="blend_epochized",
+    )
+    sources = sources_of(epochs)
+    assert [source.share for source in sources] == pytest.approx([20 / 35, 15 / 35])
+    assert sources[1].described() == "b: 0.5 epochs, 30 samples, 42.9% of the samples expected"
+
+
+def test_a_single_data_set_is_one_source_and_says_nothing():
+    [source] = sources_of(leaf("a"), "photographs")
+    assert (source.name, source.share, source.given) == ("photographs", 1.0, "")
+    assert summary((source,)) == []
+    [source] = sources_of({"mixture": part("charts")})
+    assert source.name == "charts"
+
+
+def test_two_hundred_sources_take_few_lines(monkeypatch):
+    sources = sources_of(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
+    lines = summary(sources)
+    assert len(lines) == blend.LISTED + 2
+    assert lines[-3].startswith("source s199:") and lines[0].startswith("source s160:")
+    # 1 + ... + 160 of 1 + ... + 200
+    assert lines[-2] == "160 smaller sources: 1,600 samples, 64.1% of the samples expected"
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [[["0%", "50%"]]],
+        [[[10, 95]], [["10%", "90%"]]],
+        [[[7, "end"]], [["33%", "66%"]], [["0%", "12.5%"]]],
+        [[["12%", "77%"]], [["33%", "66%"]]],
+    ],
+)
+@pytest.mark.parametrize("samples", [100, 101, 997])
+def test_a_subset_has_as_many_samples_as_energon_takes(ranges, samples):
+    theirs: DatasetSubset | None = None
+    value: dict[str, Any] = {"name": "a", "data": leaf("a", samples)}
+    for [one] in reversed(ranges):  # from the outside
+        theirs = Subset(range=tuple(one)).merge(theirs)
+    for number, [one] in enumerate(ranges):
+        value = value | {"subset": {"range": one}} if not number else {
+            "subset": {"range": one}, "blend": [value]
+        }  # fmt: skip
+    [source] = sources_of({"mixture": value})
+    first, last = theirs.compute_subset(samples)
+    assert source.samples == last - first and source.length == samples
+
+
+# --- What a source is known by ------------------------------------------------------------------------------
+
+
+def keys_of(identity: Any) -> list[str]:
+    return [source.key for source in sources_of(identity)]
+
+
+def test_neither_name_nor_place_nor_weight_change_what_a_source_is_known_by():
+    a = {"name": "a", "data": leaf("uuid")}
+    before = keys_of(mixed(a, part("b")))
+    assert keys_of(mixed(part("b"), a | {"name": "moved/c", "called": "d", "weight": 7})) == before[::-1]
+    nested = {"name": "meta.yaml", "data": mixed(a)}
+    assert keys_of(mixed(nested, part("b"))) == before
+    assert keys_of(leaf("uuid")) == before[:1], "also as the only data set"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"data": leaf("again")},
+        {"data": leaf("uuid", split="val")},
+        {"data": leaf("uuid", 11)},
+        {"data": leaf("uuid", list="y")},
+        {"data": leaf("uuid"), "subset": {"range": ["0%", "50%"]}},
+    ],
+)
+def test_content_split_and_subset_make_another_source(changed):
+    assert keys_of(mixed({"name": "a"} | changed, part("b")))[0] != keys_of(mixed(part("uuid"), part("b")))[0]
+
+
+def test_the_same_data_set_twice_is_two_sources():
+    first, second = keys_of(mixed(part("a", weight=1), part("a", weight=2)))
+    assert second == f"{first}-2"
+
+
+def test_without_an_id_shards_and_counts_tell_data_sets_apart():
+    one, two = ({"name": f"x/{name}", "data": leaf("", list=name)} for name in "ab")
+    first, second = keys_of(mixed(one, two))
+    assert first != second
+    assert keys_of(mixed({"name": "y/c", "data": leaf("", list="a")})) == [first]
+
+
+# --- What is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        (
+            [{"path": "birds", "weight": -1}, {"path": "ships"}],
+            "the weight of birds is -1; give 0 or more",
+        ),
+        ([{"path": "birds", "weight": ".inf"}, {"path": "ships"}], "the weight of birds is '.inf'"),
+        ([{"path": "birds", "weight": 0}, {"path": "ships", "weight": 0}], "nothing is drawn from any part"),
+        (
+            [{"path": "birds", "weight": 3}, {"path": "ships", "repetitions": 2}],
+            "ships of the blend has rep",
+        ),
+    ],
+)
+def test_impossible_weights_are_refused_by_name(folder, train, told):
+    write(folder, train={"blend": train})
+    with pytest.raises(BlendError, match=rf"meta.yaml: .*{told}"):
+        read_description(folder / "meta.yaml").facts("train")
+
+
+def test_weights_and_repetitions_are_not_mixed_over_files_either(folder):
+    epochs = {"blend_epochized": [{"path": "meta.yaml"}, {"path": "other"}]}
+    with pytest.raises(BlendError, match="cannot be mixed: use one of the two for all parts"):
+        read_description(write(folder, "outer.yaml", train=epochs)).facts("train")
+
+
+# --- Rows ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_say_which_source_each_sample_is_from(folder):
+    """Their tokens name it; weight 0 draws nothing, and the numbers stay those of the blend."""
+    given = [{"path": "other", "weight": 0}, {"path": "birds", "weight": 3}, {"path": "ships"}]
+    path = write(folder, train={"blend": given})
+    rows = loader(path)
+    names = [source.name for source in sources_of(identity(path))]
+    tokenizer = rows._encoder.chat.tokenizer
+    seen: Counter[str] = Counter()
+    for row in islice(rows, 40):
+        bounds = row.cu_seqlens.tolist()
+        assert len(row.sources) == row.num_samples
+        for source, first, end in zip(row.sources, bounds, bounds[1:], strict=False):
+            assert f"{names[source]} " in tokenizer.decode(row.tokens[first:end])
+            seen[names[source]] += 1
+    assert set(seen) == {"birds", "ships"} and 0.6 < seen["birds"] / seen.total() < 0.9
+    count = sources_of(identity(path))[1].samples
+    assert rows.notes[0].startswith("source other: weight 0, ")
+    assert rows.notes[0].endswith(" samples, nothing is drawn from it")
+    assert rows.notes[1] == f"source birds: weight 3, {count} samples, 75.0% of the samples expected"
+
+
+def test_rows_of_one_data_set_name_no_source(folder):
+    rows = loader(folder / "birds")
+    assert next(rows).sources == [] and not any("source" in note for note in rows.notes)
