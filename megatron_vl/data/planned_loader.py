@@ -37,10 +37,12 @@ class PlannedLoader(RowLoader):
         own |= {"packing_buffer": data.packing_buffer} if data.pack else {}
         super().__init__(sources, planning.encoder, own, facts, deal, dp_rank, data)
         self._planning, self._start = planning, 0
+        self._own: PlannedRankRows | None = None
 
     def _begin(self) -> Any:
         deal, workers = self._deal, self._data.num_workers
-        return PlannedRankRows(self._planning, self._dp_rank, deal.ranks, workers, self._start)
+        self._own = PlannedRankRows(self._planning, self._dp_rank, deal.ranks, workers, self._start)
+        return self._own
 
     @property
     def notes(self) -> list[str]:
@@ -59,8 +61,8 @@ class PlannedLoader(RowLoader):
             StateError: this rank has not taken all its rows of a step.
         """
         rows, state = self._start, self._planning.state
-        if self._rows is not None:
-            rows, state = self._rows.rows, self._rows.state
+        if self._own is not None:
+            rows, state = self._own.rows, self._own.state
         return {
             "num_workers": self._data.num_workers,
             "identity": self._identity,

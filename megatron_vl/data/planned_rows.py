@@ -203,7 +203,7 @@ class BatchPlanner:
     def restore(self, state: dict[str, Any]) -> None:
         """Continues after the batch at which a state was taken.
 
-        Data sets that are new begin at their start, and samples that wait of those that are gone are left out.
+        Data sets that are new begin at their start. Samples that wait are left out if their data set is gone.
 
         Raises:
             StateError: the state is damaged.
