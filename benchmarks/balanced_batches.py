@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.batch_plan import deal_rows
 from megatron_vl.data.packing import fill_row
 from megatron_vl.data.planned_rows import BatchPlanner
 from megatron_vl.data.sample_order import SampleOrder
@@ -124,9 +123,9 @@ def planned(data: Mixed, ranks: int, share: int, seq_len: int, seconds: list[flo
     while True:
         start = time.process_time()
         batch = planner.next()
-        dealt = deal_rows(batch.patches(), ranks)
+        dealt = batch.deal(ranks, seq_len)
         seconds.append(time.process_time() - start)
-        yield [[[place.index for place in batch.rows[row]] for row in own] for own in dealt]
+        yield [[[place.index for place in row] for row in own] for own in dealt]
 
 
 @dataclass
@@ -135,7 +134,6 @@ class Result:
 
     spreads: list[float] = field(default_factory=list)
     fills: list[float] = field(default_factory=list)
-    shapes: list[RowShape] = field(default_factory=list)
 
 
 def measured(data: Mixed, steps: Iterator[Step], count: int, seq_len: int) -> Result:
@@ -146,8 +144,6 @@ def measured(data: Mixed, steps: Iterator[Step], count: int, seq_len: int) -> Re
         found.spreads.append(max(loads) / statistics.mean(loads))
         rows = [row for own in step for row in own]
         found.fills.append(statistics.mean(int(data.tokens[row].sum()) / seq_len for row in rows))
-        if len(found.shapes) < 256:
-            found.shapes += [shape(data, row) for row in rows[:256]]
     return found
 
 
@@ -193,6 +189,8 @@ def main() -> None:
         f"{args.samples} samples of {data.tokens.mean():.0f} tokens, {data.tokens.max()} at most;"
         f" {100 * data.patches.sum() / MERGED / data.tokens.sum():.0f} % of them of pictures"
     )
+    some = [row for rank in next(own_rows(data, 64, args.share, args.seq_len)) for row in rank]
+    rows = RowStatistics("drawn", tuple(shape(data, row) for row in some))
     print("ranks  way         max / mean (worst)  fill      ms  step  tokens/s of a GPU")
     for ranks in args.ranks:
         seconds: list[float] = []
@@ -205,7 +203,6 @@ def main() -> None:
         for way, steps in ways.items():
             found = measured(data, steps, args.steps, args.seq_len)
             spread, fill = statistics.mean(found.spreads), statistics.mean(found.fills)
-            rows = RowStatistics("drawn", tuple(found.shapes))
             step = step_seconds(spec, rows, ranks, args.share, args.seq_len, spread)
             speed = fill * args.share * args.seq_len / step
             before = before or speed

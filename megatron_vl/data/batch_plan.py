@@ -26,9 +26,9 @@ CHOICES = 48
 """Number of samples among which the last ones of a row are chosen."""
 GROUP = 256
 """Largest number of rows that are planned together: the work for each sample grows with it."""
-ABOVE = (0.02, 0.1)
+ABOVE = (0.02, 0.1, 0.4)
 """Shares by which a row may exceed the mean number of patches for its last samples: at first, and then if
-many of its tokens would be padding."""
+many of its tokens would be padding. Ranks are evened out later."""
 PADDING = 0.005
 """Share of a row's tokens that is many."""
 
@@ -137,6 +137,88 @@ def _fill(
     # A limit of 0 patches would mean none.
     chosen = fill_row(sizes, seq_len, max(most, 1))
     return [int(choices[number - 1]) for number in chosen[1:]]
+
+
+type Sized = tuple[int, int]
+"""Tokens and patches of a sample."""
+
+
+def deal(
+    rows: list[list[Sized]], ranks: int, seq_len: int, max_patches: int = 0
+) -> list[list[list[tuple[int, int]]]]:
+    """Deals rows to ranks, equally many to each, with about equal sums of patches.
+
+    If whole rows do not make the sums equal, because a few of them have far more or fewer patches than
+    others, single samples are exchanged between rows of two ranks. The samples of the step stay the same.
+
+    Args:
+        rows: the samples of each row; there are a multiple of ``ranks`` rows.
+
+    Returns:
+        For each rank its rows, each as a list of samples: the row that it was in, and its place there.
+    """
+    dealt = deal_rows([sum(patches for _, patches in row) for row in rows], ranks)
+    found = [[[(row, place) for place in range(len(rows[row]))] for row in own] for own in dealt]
+    sums = np.array([sum(rows[row][place][1] for part in own for row, place in part) for own in found])
+    for _ in range(EXCHANGES * ranks):
+        heavy, light = int(sums.argmax()), int(sums.argmin())
+        if sums[heavy] <= sums.mean() * (1 + EVEN):
+            break
+        wanted = (int(sums[heavy]) - int(sums[light])) // 2
+        moved = _exchange(rows, found[heavy], found[light], wanted, seq_len, max_patches)
+        if not moved:
+            break
+        sums[heavy] -= moved
+        sums[light] += moved
+    return found
+
+
+EVEN = 0.01
+"""Share by which the largest sum may exceed the mean."""
+EXCHANGES = 4
+"""Largest number of exchanges for each rank."""
+
+
+def _exchange(
+    rows: list[list[Sized]],
+    heavy: list[list[tuple[int, int]]],
+    light: list[list[tuple[int, int]]],
+    wanted: int,
+    seq_len: int,
+    max_patches: int,
+) -> int:
+    """Exchanges one sample of two ranks so that about ``wanted`` patches move. Returns how many did.
+
+    It changes the rows of both ranks in place. 0: no exchange helps.
+    """
+
+    def table(own: list[list[tuple[int, int]]]) -> Integers:
+        """Row, place in it, tokens, patches, and what the row has left of both: int64 [samples, 6]."""
+        found = []
+        for number, part in enumerate(own):
+            sizes = [rows[row][place] for row, place in part]
+            tokens, patches = (sum(size[i] for size in sizes) for i in (0, 1))
+            left = seq_len - tokens, (max_patches or patches + MANY) - patches
+            found += [(number, at, *size, *left) for at, size in enumerate(sizes)]
+        return np.array(found, np.int64).reshape(-1, 6)
+
+    given, taken = table(heavy), table(light)
+    more_tokens = given[:, None, 2] - taken[None, :, 2]
+    more_patches = given[:, None, 3] - taken[None, :, 3]
+    fits = (more_tokens <= taken[None, :, 4]) & (-more_tokens <= given[:, None, 4])
+    fits &= (more_patches <= taken[None, :, 5]) & (more_patches > 0) & (more_patches < 2 * wanted)
+    if not fits.any():
+        return 0
+    away = np.where(fits, np.abs(more_patches - wanted), MANY)
+    one, other = np.unravel_index(int(away.argmin()), away.shape)
+    ours, theirs = heavy[given[one, 0]], light[taken[other, 0]]
+    here, there = given[one, 1], taken[other, 1]
+    ours[here], theirs[there] = theirs[there], ours[here]
+    return int(more_patches[one, other])
+
+
+MANY = 1 << 40
+"""More patches than any row has."""
 
 
 def deal_rows(patches: Iterable[int], ranks: int) -> list[list[int]]:

@@ -113,7 +113,7 @@ class PlannedLoader(RowLoader):
         if (saved["ranks"], workers) != (now.ranks, self._data.num_workers):
             said.append(
                 f"the data continue on {now.ranks} data-parallel ranks x {self._data.num_workers} workers,"
-                f" after {saved['ranks']} x {workers}: every step takes the same rows as before"
+                f" after {saved['ranks']} x {workers}: every step takes the same samples as before"
             )
         if saved["rows_per_step"] != now.rows_per_step:
             said.append(

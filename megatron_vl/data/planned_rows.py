@@ -19,7 +19,7 @@ from megatron.energon.metadataset.loader_interface import LoadedDataset
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from megatron_vl.data.batch_plan import AHEAD, deal_rows, plan_rows
+from megatron_vl.data.batch_plan import AHEAD, deal, plan_rows
 from megatron_vl.data.blend import Source
 from megatron_vl.data.description import META, LoaderError
 from megatron_vl.data.location import location
@@ -58,8 +58,11 @@ class Batch:
 
     rows: list[list[Place]]
 
-    def patches(self) -> list[int]:
-        return [sum(place.patches for place in row) for row in self.rows]
+    def deal(self, ranks: int, seq_len: int, max_patches: int = 0) -> list[list[list[Place]]]:
+        """The rows of each rank."""
+        sizes = [[(place.tokens, place.patches) for place in row] for row in self.rows]
+        dealt = deal(sizes, ranks, seq_len, max_patches)
+        return [[[self.rows[row][place] for row, place in part] for part in own] for own in dealt]
 
 
 class SizedSource:
@@ -309,12 +312,12 @@ class ProcessRows(IterableDataset):
         turn = 0
         while True:
             batch = planner.next()
-            own = deal_rows(batch.patches(), self.ranks)[self.rank]
+            own = batch.deal(self.ranks, planner.seq_len, planner.max_patches)[self.rank]
             state = planner.state()
-            for number, row in enumerate(own):
+            for number, places in enumerate(own):
                 if turn % self.workers == self.worker:
                     last = number == len(own) - 1
-                    yield PlannedRow(make_row(encoder, readers, batch.rows[row]), state if last else None)
+                    yield PlannedRow(make_row(encoder, readers, places), state if last else None)
                 turn += 1
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_vl.data.batch_plan import deal_rows, plan_rows
+from megatron_vl.data.batch_plan import deal, deal_rows, plan_rows
 from megatron_vl.data.description import LoaderError
-from megatron_vl.data.planned_rows import Batch, BatchPlanner
+from megatron_vl.data.planned_rows import Batch, BatchPlanner, Place
 from megatron_vl.data.sample_order import SampleOrder, permuted
 from megatron_vl.data.state import StateError, from_json, to_json
 
@@ -39,6 +39,20 @@ def test_rows_dealt_by_hand():
     """5 | 4, then 3 to the second and 2 to the first, then 1 and 1: 8 patches each."""
     assert deal_rows([5, 4, 3, 2, 1, 1], 2) == [[0, 3, 4], [1, 2, 5]]
     assert deal_rows([0, 0, 0, 0], 2) == [[0, 2], [1, 3]]
+
+
+def test_samples_exchanged_by_hand():
+    """A row of text and three with 8 patches: whole rows would give 8 to one rank and 16 to the other. The
+    picture of 4 patches and the text of as many tokens change places."""
+    rows = [[(5, 0), (5, 0)], [(5, 4), (5, 4)], [(10, 8)], [(10, 8)]]
+    dealt = deal(rows, 2, 10)
+    assert [sum(rows[row][place][1] for part in own for row, place in part) for own in dealt] == [12, 12]
+    assert sorted(at for own in dealt for part in own for at in part) == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)
+    ]  # fmt: skip
+    assert deal(rows, 1, 10) == [[[(1, 0), (1, 1)], [(2, 0)], [(3, 0)], [(0, 0), (0, 1)]]]
+    # With 3 patches a row at most, no picture of 4 may enter one.
+    assert deal([[(5, 0), (5, 0)], [(4, 4), (6, 4)]], 2, 10, 3) == [[[(1, 0), (1, 1)]], [[(0, 0), (0, 1)]]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
@@ -81,6 +95,21 @@ def planner(
     return BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, SEQ_LEN, max_patches)
 
 
+def within(row: list[Place]) -> bool:
+    """Whether a row keeps both budgets."""
+    return sum(place.tokens for place in row) <= SEQ_LEN and sum(place.patches for place in row) <= 3600
+
+
+def spread(dealt: list[list[list[Place]]]) -> float:
+    """The largest distance of a rank's patches from the mean, as a share of it."""
+    loads = np.array([sum(place.patches for row in own for place in row) for own in dealt])
+    return float(np.abs(loads / loads.mean() - 1).max())
+
+
+def indices(dealt: list[list[list[Place]]]) -> list[int]:
+    return sorted(place.index for own in dealt for row in own for place in row)
+
+
 def samples(batch: Batch) -> list[int]:
     return [place.index for row in batch.rows for place in row]
 
@@ -102,13 +131,15 @@ def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patche
     fills, spreads = [], []
     for batch in steps:
         for row in batch.rows:
-            assert sum(place.tokens for place in row) <= SEQ_LEN
-            assert sum(place.patches for place in row) <= 3600
+            assert within(row)
             fills.append(sum(place.tokens for place in row) / SEQ_LEN)
-        costs = batch.patches()
         for ranks in (2, 4):
-            loads = [sum(costs[row] for row in own) for own in deal_rows(costs, ranks)]
-            spreads.append(max(abs(load * ranks / sum(loads) - 1) for load in loads))
+            dealt = batch.deal(ranks, SEQ_LEN, 3600)
+            assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
+                samples(batch)
+            )
+            assert all(within(row) for own in dealt for row in own)
+            spreads.append(spread(dealt))
     assert max(spreads) < 0.05
     assert np.mean(fills) > 0.995
 
@@ -125,8 +156,11 @@ def test_a_run_that_moves_and_stops_takes_the_same_rows():
             plan.restore(from_json(json.loads(json.dumps(to_json(state)))))
         for _ in range(steps):
             batch = plan.next()
-            dealt = deal_rows(batch.patches(), ranks)
-            assert sorted(sum(dealt, [])) == list(range(12)) and {len(own) for own in dealt} == {12 // ranks}
+            dealt = batch.deal(ranks, SEQ_LEN)
+            assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
+                samples(batch)
+            )
+            assert {len(own) for own in dealt} == {12 // ranks}
             got.append(batch)
         state = plan.state()
     assert got == wanted
@@ -149,10 +183,9 @@ def test_many_rows_are_planned_in_groups():
     seen = chance.integers(0, 60, 60_000)
     tokens, patches = seen + chance.integers(5, 60, 60_000), 4 * seen
     batch = planner(tokens, patches, rows=600).next()
-    costs = np.array(batch.patches())
-    assert len(batch.rows) == 600 and np.abs(costs / costs.mean() - 1).max() < 0.07
-    loads = np.array([costs[own].sum() for own in deal_rows(batch.patches(), 300)])
-    assert np.abs(loads / loads.mean() - 1).max() < 0.05
+    assert len(batch.rows) == 600
+    assert spread([[row] for row in batch.rows]) < 0.07
+    assert spread(batch.deal(600, SEQ_LEN)) < 0.07 and spread(batch.deal(300, SEQ_LEN)) < 0.05
 
 
 def test_unusual_sets():
