@@ -8,7 +8,8 @@ same without a message. Rows do not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
+from dataclasses import dataclass
+from itertools import combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,15 +162,18 @@ def deal(
     found = [[[(row, place) for place in range(len(rows[row]))] for row in own] for own in dealt]
     sums = np.array([sum(rows[row][place][1] for part in own for row, place in part) for own in found])
     for _ in range(EXCHANGES * ranks):
-        heavy, light = int(sums.argmax()), int(sums.argmin())
+        heavy = int(sums.argmax())
         if sums[heavy] <= sums.mean() * (1 + EVEN):
             break
-        wanted = (int(sums[heavy]) - int(sums[light])) // 2
-        moved = _exchange(rows, found[heavy], found[light], wanted, seq_len, max_patches)
-        if not moved:
+        for light in np.argsort(sums, kind="stable")[:PARTNERS].tolist():
+            wanted = (int(sums[heavy]) - int(sums[light])) // 2
+            moved = _exchange(rows, found[heavy], found[light], wanted, seq_len, max_patches)
+            if moved:
+                sums[heavy] -= moved
+                sums[light] += moved
+                break
+        else:
             break
-        sums[heavy] -= moved
-        sums[light] += moved
     return found
 
 
@@ -177,6 +181,8 @@ EVEN = 0.01
 """Share by which the largest sum may exceed the mean."""
 EXCHANGES = 4
 """Largest number of exchanges for each rank."""
+PARTNERS = 4
+"""Number of ranks with the least patches to try."""
 
 
 def _exchange(
@@ -187,36 +193,56 @@ def _exchange(
     seq_len: int,
     max_patches: int,
 ) -> int:
-    """Exchanges one sample of two ranks so that about ``wanted`` patches move. Returns how many did.
+    """Exchanges one or two samples of a row of each of two ranks, so that about ``wanted`` patches move.
 
-    It changes the rows of both ranks in place. 0: no exchange helps.
+    It changes the rows of both ranks in place. Returns how many patches moved; 0: no exchange helps.
     """
-
-    def table(own: list[list[tuple[int, int]]]) -> Integers:
-        """Row, place in it, tokens, patches, and what the row has left of both: int64 [samples, 6]."""
-        found = []
-        for number, part in enumerate(own):
-            sizes = [rows[row][place] for row, place in part]
-            tokens, patches = (sum(size[i] for size in sizes) for i in (0, 1))
-            left = seq_len - tokens, (max_patches or patches + MANY) - patches
-            found += [(number, at, *size, *left) for at, size in enumerate(sizes)]
-        return np.array(found, np.int64).reshape(-1, 6)
-
-    given, taken = table(heavy), table(light)
-    more_tokens = given[:, None, 2] - taken[None, :, 2]
-    more_patches = given[:, None, 3] - taken[None, :, 3]
-    fits = (more_tokens <= taken[None, :, 4]) & (-more_tokens <= given[:, None, 4])
-    fits &= (more_patches <= taken[None, :, 5]) & (more_patches > 0) & (more_patches < 2 * wanted)
+    given, taken = (_offers(rows, own, seq_len, max_patches) for own in (heavy, light))
+    ours, theirs = (np.array([offer.sizes for offer in side]) for side in (given, taken))
+    more_tokens = ours[:, None, 0] - theirs[None, :, 0]
+    more_patches = ours[:, None, 1] - theirs[None, :, 1]
+    fits = (more_tokens <= theirs[None, :, 2]) & (-more_tokens <= ours[:, None, 2])
+    fits &= (more_patches <= theirs[None, :, 3]) & (more_patches > 0) & (more_patches < 2 * wanted)
     if not fits.any():
         return 0
     away = np.where(fits, np.abs(more_patches - wanted), MANY)
-    one, other = np.unravel_index(int(away.argmin()), away.shape)
-    ours, theirs = heavy[given[one, 0]], light[taken[other, 0]]
-    here, there = given[one, 1], taken[other, 1]
-    ours[here], theirs[there] = theirs[there], ours[here]
+    one, other = map(int, np.unravel_index(int(away.argmin()), away.shape))
+    here, there = heavy[given[one].row], light[taken[other].row]
+    leave = [here[place] for place in given[one].places]
+    come = [there[place] for place in taken[other].places]
+    here[:] = [at for at in here if at not in leave] + come
+    there[:] = [at for at in there if at not in come] + leave
     return int(more_patches[one, other])
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """One or two samples of a row of a rank, which another rank may take."""
+
+    row: int
+    places: tuple[int, ...]
+    sizes: tuple[int, int, int, int]
+    """Tokens and patches of these samples, and what their row has left of both."""
+
+
+def _offers(
+    rows: list[list[Sized]], own: list[list[tuple[int, int]]], seq_len: int, max_patches: int
+) -> list[_Offer]:
+    """All offers of a rank: single samples, and pairs of the larger ones of a row."""
+    found = []
+    for number, part in enumerate(own):
+        sizes = [rows[row][place] for row, place in part]
+        tokens, patches = (sum(size[i] for size in sizes) for i in (0, 1))
+        left = seq_len - tokens, (max_patches or patches + MANY) - patches
+        larger = sorted(range(len(sizes)), key=lambda at: (-sizes[at][0], at))[:PAIRED]
+        for places in [*((at,) for at in range(len(sizes))), *combinations(larger, 2)]:
+            both = [sum(sizes[at][i] for at in places) for i in (0, 1)]
+            found.append(_Offer(number, places, (both[0], both[1], *left)))
+    return found
+
+
+PAIRED = 12
+"""Number of samples of a row that are offered in pairs."""
 MANY = 1 << 40
 """More patches than any row has."""
 
