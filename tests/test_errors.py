@@ -17,6 +17,7 @@ NOT_SHOWN = {
     "PositionError": "of one sample: the loader counts it as unusable",
     "UnusableError": "of one sample: the loader goes on with the next",
     "_NotSaved": "the caller names what a checkpoint lacks",
+    "FrameFileError": "of one sample: who reads pictures raises PixelError in its place",
     "OutOfTimeError": "of one sample: the loader counts it as unusable",
     "StalledError": "of one sample: the loader counts it as unusable",
     "_UnsureError": "of a seek in a video: the video is decoded as a whole",

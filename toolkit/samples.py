@@ -18,9 +18,12 @@ from megatron_vl.data.assemble import MediaItem, Sample
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.loader import grid_of, planes_of
 from megatron_vl.data.pixels import MAX_PIXELS, read_pixel_settings
-from megatron_vl.data.thinking import ThinkingRule
+from megatron_vl.data.thinking import ThinkingRule, opens_thinking
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
+
+END_OF_PROMPT = 32
+"""More tokens than the header of an assistant's turn has, in any vocabulary."""
 
 
 class SampleEncoder:
@@ -67,12 +70,18 @@ class SampleEncoder:
         messages: Sequence[dict[str, Any]],
         media: Sequence[tuple[str, str, bytes]],
         tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
     ) -> Sample:
         """Encodes a conversation up to the header of the assistant's next turn, without loss.
-        Raises like :meth:`sample`."""
+
+        ``think`` is that of :meth:`ChatEncoder.encode_prompt`. Raises like :meth:`sample`."""
         items = [self._item(*medium) for medium in media]
-        token_ids = self.chat.encode_prompt(messages, [item.grid for item in items], tools)
+        token_ids = self.chat.encode_prompt(messages, [item.grid for item in items], tools, think)
         return Sample(token_ids, token_ids.new_zeros(len(token_ids)).bool(), items)
+
+    def begins_by_thinking(self, prompt: Sample) -> bool:
+        """Whether what is generated after ``prompt`` begins within a block of thinking."""
+        return opens_thinking(self.chat.tokenizer.decode(prompt.token_ids[-END_OF_PROMPT:]))
 
     def _item(self, kind: str, name: str, content: bytes) -> MediaItem:
         record = inspect(kind, name, content, MAX_PIXELS).record(name)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import VideoPrompt
-from megatron_vl.data.thinking import ThinkingRule, learnt_spans, writes_thinking
+from megatron_vl.data.thinking import ThinkingRule, learnt_spans, switches_thinking, writes_thinking
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
@@ -109,8 +109,13 @@ class ChatEncoder:
         *,
         generation_prompt: bool = False,
         tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
     ) -> str:
-        """The conversation as the checkpoint's template renders it, with one placeholder for each medium."""
+        """The conversation as the checkpoint's template renders it, with one placeholder for each medium.
+
+        ``think`` sets the template's ``enable_thinking``; None leaves it to the template.
+        """
+        switch = {} if think is None else {"enable_thinking": think}
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
@@ -118,6 +123,7 @@ class ChatEncoder:
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
+                **switch,
             )
         except Exception as error:  # jinja errors, and whatever a template raises
             raise ChatError(
@@ -209,14 +215,21 @@ class ChatEncoder:
         messages: Sequence[dict[str, Any]],
         grids: Sequence[GridTHW],
         tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
     ) -> Tensor:
         """Token ids int64 [n] with expanded placeholders, up to the header of the assistant's next turn.
 
-        Arguments and errors are those of :meth:`encode`.
+        Arguments and errors are those of :meth:`encode` and :meth:`render`. It is also an error to set
+        ``think`` if the template has no switch for it.
         """
         messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
         self._check_features(messages, tools)
-        text = self.render(messages, generation_prompt=True, tools=tools)
+        if think is not None and not switches_thinking(self.template):
+            raise ChatError(
+                "the checkpoint's chat template does not let a request switch thinking on or off"
+                " (enable_thinking); leave out --thinking"
+            )
+        text = self.render(messages, generation_prompt=True, tools=tools, think=think)
         self._check_placeholders(text, grids)
         text, _, _ = self._write_times(text, [], grids)
         ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.int64)
@@ -366,21 +379,34 @@ def read_chat_template(hf_dir: str | Path) -> str:
     )
 
 
-def stop_tokens(hf_dir: str | Path) -> list[int]:
-    """The tokens that end a turn, as in HF's generate.
+def stop_tokens(hf_dir: str | Path, tokenizer: Any) -> list[int]:
+    """The tokens that end a turn.
 
-    They are ``eos_token_id`` of ``generation_config.json``, else of ``config.json``.
+    They are ``eos_token_id`` of ``generation_config.json``, as in HF's generate. Without that file, they are
+    the ``eos_token_id`` of ``config.json`` and the tokenizer's, as in serving engines: Qwen3.5 up to 9B comes
+    without the file, and its config names ``<|endoftext|>`` alone, which does not end a turn.
 
     Raises:
-        ChatError: neither file has an ``eos_token_id``.
+        ChatError: none of them has an end token.
     """
-    for name in ("generation_config.json", "config.json"):
-        path = Path(hf_dir) / name
-        config = json.loads(path.read_text()) if path.is_file() else {}
-        found = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-        if found is not None:
-            return [int(token) for token in (found if isinstance(found, list) else [found])]
-    raise ChatError(f"{hf_dir}: neither generation_config.json nor config.json has an eos_token_id")
+    if own := _end_tokens(Path(hf_dir) / "generation_config.json"):
+        return own
+    of_tokenizer = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    found = list(dict.fromkeys([*of_tokenizer, *_end_tokens(Path(hf_dir) / "config.json")]))
+    if not found:
+        raise ChatError(
+            f"{hf_dir}: neither generation_config.json, config.json nor the tokenizer has an eos_token_id"
+        )
+    return found
+
+
+def _end_tokens(path: Path) -> list[int]:
+    """``eos_token_id`` of a JSON file or of its ``text_config``; empty if it has none."""
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    found = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    if found is None:
+        return []
+    return [int(token) for token in (found if isinstance(found, list) else [found])]
 
 
 def _load_tokenizer(folder: Path) -> Any:

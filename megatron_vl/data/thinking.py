@@ -14,6 +14,8 @@ block. The text is always the template's own; only the loss mask depends on the 
   follows its opening, so that a model that may think learns not to.
 * ``data.earlier_answers``: ``learnt``, the default, also learns the answers that the template writes without
   a block. ``masked`` learns only those with one, which look as a served model writes them.
+
+:func:`split_thinking` takes the block off what a model generates.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any
 
 from megatron_vl.config import DataConfig, LearntOrMasked
 
-OPENING = "<think>\n"
+MARK = "<think>"
+OPENING = f"{MARK}\n"
 CLOSING = "</think>"
 EMPTY = "<think>\n\n</think>\n\n"
 """The block of an answer without thinking."""
@@ -53,6 +56,46 @@ class ThinkingRule:
 def writes_thinking(template: str) -> bool:
     """Whether a chat template has rules for thinking."""
     return CLOSING in template
+
+
+def switches_thinking(template: str) -> bool:
+    """Whether a request may switch thinking on and off."""
+    return "enable_thinking" in template
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a model generated, taken apart."""
+
+    answer: str
+    """Empty if the model was still thinking at the end."""
+    thinking: str | None = None
+    """None if there is no block of thinking."""
+    closed: bool = True
+    """Whether the block, if there is one, was closed."""
+
+
+def opens_thinking(prompt: str) -> bool:
+    """Whether a rendered prompt ends within a block of thinking, so that the model begins by thinking."""
+    return prompt.rstrip("\n").endswith(MARK)
+
+
+def split_thinking(generated: str, opened: bool) -> Said:
+    """Takes the block of thinking off what a model generated.
+
+    The answer is what follows the last ``</think>``, as chat templates and VLMEvalKit read it. A block that
+    is not closed leaves no answer: what the model thinks is not what it says. An empty block is no thinking.
+
+    Args:
+        opened: whether the prompt has opened the block (:func:`opens_thinking`).
+    """
+    if not opened and not generated.lstrip().startswith(MARK):
+        return Said(generated)
+    block, closing, answer = generated.rpartition(CLOSING)
+    thinking = (block if closing else generated).strip().removeprefix(MARK).strip()
+    if not closing:
+        return Said("", thinking, closed=False)
+    return Said(answer.strip(), thinking or None)
 
 
 def learnt_spans(

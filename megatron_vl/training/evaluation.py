@@ -94,7 +94,8 @@ class Evaluator:
         e, hf = self.config.eval, self.config.model.hf
         self.rows = self._share(list(self._loaded(spec, e.rows, pack=self.config.data.pack)))
         if e.samples:
-            self.tokenizer, self.stop = ChatEncoder(hf, spec).tokenizer, stop_tokens(hf)
+            self.tokenizer = ChatEncoder(hf, spec).tokenizer
+            self.stop = stop_tokens(hf, self.tokenizer)
             for row in self._loaded(spec, e.samples, pack=False):
                 if row.loss_mask.any():
                     self._add_prompt(row)

@@ -54,7 +54,7 @@ def hf_config(family: str) -> dict:
         "vision_start_token_id": 151652,
         "vision_end_token_id": 151653,
     }
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_5"):
         vision = {
             **common,
             "hidden_size": 16,
@@ -67,6 +67,11 @@ def hf_config(family: str) -> dict:
             "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
             "head_dim": 8,
         }
+        if family == "qwen3_5":
+            vision["deepstack_visual_indexes"] = []
+            rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+            text |= {"head_dim": 32, "rope_parameters": rope | text.pop("rope_scaling")}
+            text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
         return {
             "model_type": family,
             "text_config": text,

@@ -7,17 +7,20 @@ end around thinking is the same in Qwen3.5's.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 from megatron_vl.data import chat
-from megatron_vl.data.chat import ChatEncoder, ChatError
-from megatron_vl.data.thinking import ThinkingRule
+from megatron_vl.data.chat import ChatEncoder, ChatError, stop_tokens
+from megatron_vl.data.thinking import Said, ThinkingRule, opens_thinking, split_thinking
 from tests.data.helpers import spec_of
 from tests.data.test_chat import released_tokenizer_folder
 
@@ -69,19 +72,29 @@ def tokenizers_once() -> Iterator[None]:
         yield
 
 
+@cache
+def marked_folder() -> Path:
+    """The released vocabulary with the tokens for thinking and tools."""
+    folder = Path(tempfile.mkdtemp())
+    shutil.copytree(released_tokenizer_folder(), folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_thinking_folder(folder: Path, model: str) -> Path:
+    """Writes a checkpoint folder with a released template."""
+    shutil.copytree(marked_folder(), folder)
+    shutil.copy(TEMPLATES / f"{model}.chat_template.jinja", folder / "chat_template.jinja")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A checkpoint folder for each template."""
     root = tmp_path_factory.mktemp("thinking")
-    shutil.copytree(released_tokenizer_folder(), root / "marked")
-    tokenizer = AutoTokenizer.from_pretrained(root / "marked")
-    tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
-    tokenizer.save_pretrained(root / "marked")
-
-    for name in (LARGE, SMALL, LATER):
-        shutil.copytree(root / "marked", root / name)
-        shutil.copy(TEMPLATES / f"{name}.chat_template.jinja", root / name / "chat_template.jinja")
-    return {name: root / name for name in (LARGE, SMALL, LATER)}
+    return {model: write_thinking_folder(root / model, model) for model in (LARGE, SMALL, LATER)}
 
 
 def encoder(folder: Path, **rule: str) -> ChatEncoder:
@@ -169,6 +182,105 @@ GOLDEN = {
 def test_tokens_and_loss_written_by_hand(folders, model, name) -> None:
     messages, rule, expected = GOLDEN[name]
     assert pieces(encoder(folders[model], **rule), messages) == [(text, bool(n)) for text, n in expected]
+
+
+# --- Requests -----------------------------------------------------------------------------------------------
+
+# The end of the prompt: 9B and 3.6 think unless told otherwise, 0.8B thinks only if asked to.
+OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+REQUESTED = {
+    (LARGE, None): OPENED,
+    (LARGE, True): OPENED,
+    (LARGE, False): CLOSED,
+    (SMALL, None): CLOSED,
+    (SMALL, True): OPENED,
+    (SMALL, False): CLOSED,
+    (LATER, None): OPENED,
+    (LATER, True): OPENED,
+    (LATER, False): CLOSED,
+}
+EARLIER = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
+"""The first answer, without what it thought."""
+ASKED = "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("model", "think"), REQUESTED)
+@pytest.mark.parametrize("earlier", [THOUGHT, APART], ids=["in the text", "apart"])
+def test_a_request_written_by_hand(folders, model, think, earlier) -> None:
+    ours = encoder(folders[model])
+    prompt = ours.tokenizer.decode(ours.encode_prompt([QUESTION, earlier, NEXT], [], think=think))
+    assert prompt == EARLIER + ASKED + REQUESTED[model, think]
+    assert opens_thinking(prompt) == (REQUESTED[model, think] == OPENED)
+
+
+def test_a_request_within_a_chain_of_calls_keeps_its_thinking(folders) -> None:
+    """The question is the last one still, so that what was thought before the call stays."""
+    ours = encoder(folders[LARGE])
+    called = "<think>\nLook.\n</think>\n\n" + "".join(TOOL_CALL) + "<|im_end|>\n"
+    asked = "".join(HI) + "<|im_start|>assistant\n" + called + "".join(DRY) + "<|im_start|>assistant\n"
+    assert ours.tokenizer.decode(ours.encode_prompt([QUESTION, CALL, RESULT], [])) == asked + OPENED
+
+
+def test_a_template_without_the_switch_refuses_it() -> None:
+    ours = ChatEncoder(released_tokenizer_folder(), spec_of("qwen3_vl"))
+    assert not opens_thinking(ours.tokenizer.decode(ours.encode_prompt([QUESTION], [])))
+    for think in (True, False):
+        with pytest.raises(ChatError, match="enable_thinking"):
+            ours.encode_prompt([QUESTION], [], think=think)
+
+
+# --- Answers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generated", "opened", "said"),
+    [
+        ("Hm.\n</think>\n\nNo.", True, Said("No.", "Hm.")),
+        ("\n</think>\n\nNo.", True, Said("No.")),
+        # Cut off, or ended, while it thinks: there is no answer.
+        ("The answer is B. But", True, Said("", "The answer is B. But", closed=False)),
+        ("", True, Said("", "", closed=False)),
+        ("Hm.</think>", True, Said("", "Hm.")),
+        # Qwen3's template leaves the opening to the model.
+        ("<think>\nHm.\n</think>\n\nNo.", False, Said("No.", "Hm.")),
+        ("<think>\nHm", False, Said("", "Hm", closed=False)),
+        # VLMEvalKit and the template take what follows the last mark.
+        ("A</think>B</think>C", True, Said("C", "A</think>B")),
+        # Without a block, the answer is left alone.
+        (" The mark </think> closes it. ", False, Said(" The mark </think> closes it. ")),
+        ("No.", False, Said("No.")),
+    ],
+)
+def test_an_answer_is_what_follows_the_thinking(generated, opened, said) -> None:
+    assert split_thinking(generated, opened) == said
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "of_tokenizer", "stop"),
+    [
+        # Qwen3.5-27B: generation_config.json is all that counts.
+        ({"eos_token_id": [248046, 248044]}, {"eos_token_id": 248044}, 248046, [248046, 248044]),
+        # Up to 9B there is no such file, and config.json names <|endoftext|> alone.
+        (None, {"text_config": {"eos_token_id": 248044}}, 248046, [248046, 248044]),
+        (None, {"eos_token_id": 5}, None, [5]),
+        ({"top_k": 1}, {}, 5, [5]),
+        ({"eos_token_id": 0}, {}, 5, [0]),
+    ],
+)
+def test_an_answer_ends_with_its_turn(generation, config, of_tokenizer, stop, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_tokens(tmp_path, SimpleNamespace(eos_token_id=of_tokenizer)) == stop
+
+
+def test_a_folder_without_an_end_is_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ChatError, match="eos_token_id"):
+        stop_tokens(tmp_path, SimpleNamespace(eos_token_id=None))
+
+
+# --- What is learnt -----------------------------------------------------------------------------------------
 
 
 def test_reasoning_may_stand_in_a_field_of_its_own(folders) -> None:

@@ -131,6 +131,7 @@ TRAINING: Features = {
 SECTIONS: dict[str, Features] = {"Layouts": LAYOUTS, "Rows": ROWS, "Model and training": TRAINING}
 
 BALANCING = "Load-balancing loss of the experts"
+THINKING = "Requests and answers with thinking, worked out by hand"
 EXPERTS_ALONE = ("Expert parallel (EP)", "Expert tensor parallel (ETP)", BALANCING)
 """Features that a dense model cannot have."""
 
@@ -182,17 +183,18 @@ PROOFS = (
     ),
     Proof(
         "Rows as the checkpoint's own processor makes them",
-        {"tests/data/test_loader.py::test_rows_equal_the_hf_processor": DENSE},
+        {"tests/data/test_loader.py::test_rows_equal_the_hf_processor": (*DENSE, Q35)},
     ),
     Proof(
         "M-RoPE positions",
-        {"tests/data/test_assemble.py::test_mrope_positions_equal_get_rope_index": DENSE},
+        {"tests/data/test_assemble.py::test_mrope_positions_equal_get_rope_index": (*DENSE, Q35)},
     ),
     Proof(
         "Positions or text at videos as released, worked out by hand",
         {
             "tests/spec/test_video_positions.py::test_positions_are_those_worked_out_by_hand": (Q2, Q25),
             "tests/data/test_chat.py::test_a_video_prompt_written_by_hand": (Q3,),
+            "tests/data/test_qwen3_5_prompts.py::test_tokens_and_positions_worked_out_by_hand": (Q35,),
         },
     ),
     Proof(
@@ -228,6 +230,13 @@ PROOFS = (
     Proof(
         BALANCING,
         {"tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers": (MOE,)},
+    ),
+    Proof(
+        THINKING,
+        {
+            "tests/data/test_thinking.py::test_a_request_written_by_hand": (Q35, MOE35),
+            "tests/data/test_thinking.py::test_an_answer_is_what_follows_the_thinking": (Q35, MOE35),
+        },
     ),
     Proof(
         "`generate` answers as `transformers` does",
@@ -290,6 +299,8 @@ def markdown() -> str:
 
 
 def _possible(feature: str, family: str) -> bool:
+    if feature == THINKING:
+        return family in (Q35, MOE35)
     return family in (MOE, MOE35) or feature not in EXPERTS_ALONE
 
 

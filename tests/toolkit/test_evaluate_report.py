@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.toolkit.evaluation import photographs
 from toolkit.evaluate.comparison import Result
 from toolkit.evaluate.gates import Gate
-from toolkit.evaluate.report import SHOWN, write_html
+from toolkit.evaluate.report import NO_ANSWER, SHOWN, print_report, write_html
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\" & '{{ 7 * 7 }}"
 
@@ -35,6 +35,8 @@ def line(index: str, answer: str | list[str], **fields: object) -> dict[str, obj
     return {
         "index": index,
         "answer": answer,
+        "thinking": None,
+        "unanswered": 0,
         "question": "Who?",
         "expected": "A",
         "images": [],
@@ -56,6 +58,19 @@ def result(answers: dict[str, list[dict]], gates: list[Gate]) -> Result:
         answers,
         12.3,
     )
+
+
+def test_answers_that_were_cut_off_are_counted_and_said(tmp_path: Path, capsys) -> None:
+    lines = [line("1", "", thinking="A or", unanswered=1), line("2", "B", thinking="Hm.")]
+    found = result({"original": lines, "converted": lines}, [Gate("text", True, "2 answers identical")])
+    found.checkpoints["original"]["unanswered"] = 1
+    said = "original: answers cut off while the model was thinking, which count as no answer: 1."
+    write_html(found, tmp_path / "a.html")
+    shown = "".join(Page((tmp_path / "a.html").read_text()).words)
+    assert said in shown and shown.count(NO_ANSWER) == 2
+    assert "converted: answers cut off" not in shown
+    print_report(found, tmp_path)
+    assert said in capsys.readouterr().out
 
 
 def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ token for token."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from toolkit.cli import main
 from toolkit.demo.data import write_raw_data
 from toolkit.demo.reference import DemoReference, read_sample
 from toolkit.generate.answers import video_rules
+from toolkit.generate.command import as_text
 
 TOKENS = 12
 IDS = ("astronaut", "two_images", "text_only", "video")
@@ -31,8 +33,8 @@ IDS = ("astronaut", "two_images", "text_only", "video")
         ("qwen3_vl", ("--pp", "2", "--layers", "1,3")),
         ("qwen3_vl_moe", ("--ep", "2", "--batch", "3")),
         ("qwen3_vl_moe", ("--tp", "2", "--etp", "2", "--batch", "3")),
-        ("qwen3_5", ("--tp", "2")),
-        pytest.param("qwen3_5", ("--pp", "2", "--layers", "1,3"), marks=pytest.mark.full),
+        ("qwen3_5", ("--tp", "2", "--thinking", "off")),
+        pytest.param("qwen3_5", ("--pp", "2", "--layers", "1,3", "--thinking", "on"), marks=pytest.mark.full),
         pytest.param("qwen3_5_moe", ("--ep", "2", "--batch", "3"), marks=pytest.mark.full),
     ],
     ids=["TP2", "PP2", "EP2", "TP2-ETP2", "TP2-linear", "PP2-linear", "EP2-linear"],
@@ -41,10 +43,16 @@ def test_greedy_answers_are_those_of_transformers(
     family, layout, tiny_checkpoint, tmp_path: Path, capsys, request
 ):
     """Answers a picture, two pictures, text alone and a video together; with experts, three at a time from
-    two files, and on two replicas, one of which has one prompt less in each round."""
+    two files, and on two replicas, one of which has one prompt less in each round. Qwen3.5 has its released
+    chat template, which writes the block of thinking into the prompt, closed or open."""
     if family != "qwen3_vl":  # its ranks are started as a user's are
         request.getfixturevalue("forked_groups")
     hf = tiny_checkpoint(family, dtype=torch.float32, max_pixels=252 * 252)
+    asked, begun = {}, False
+    if family.startswith("qwen3_5"):
+        hf = with_template(hf, tmp_path / "hf")
+        asked = {"enable_thinking": False} if "off" in layout else {}
+        begun = "off" not in layout
     experts = {"ep": 4} if family.endswith("_moe") else {}
     convert(hf, tmp_path / "weights", {"tp": 1, "pp": 4} | experts)
     conversations = json.loads(write_raw_data(tmp_path / "raw").read_text())
@@ -74,15 +82,39 @@ def test_greedy_answers_are_those_of_transformers(
     for record, answer in zip(records, answers, strict=True):
         first = record | {"conversations": record["conversations"][:1]}
         messages, images, videos = read_sample(first, tmp_path / "raw" / "media")
-        text = reference.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = reference.processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **asked
+        )
+        assert text.endswith("<think>\n") == begun, record["id"]
         batch = reference._batch(text, images, videos)
         tokens = reference.model.generate(
             **batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=TOKENS
         )
         assert answer["prompt_tokens"] == batch["input_ids"].shape[1], record["id"]
         assert answer["tokens"] == tokens[0, batch["input_ids"].shape[1] :].tolist(), record["id"]
+        said = reference.processor.decode(tokens[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        # No tiny model closes the block within a few tokens.
+        assert (answer["text"], answer["thinking"]) == (("", said.strip()) if begun else (said, None))
 
     assert len({tuple(answer["tokens"]) for answer in answers}) == len(answers)
+
+
+def with_template(hf: Path, folder: Path) -> Path:
+    """A copy of a checkpoint with the chat template of Qwen3.5-9B, as released."""
+    shutil.copytree(hf, folder)
+    (folder / "chat_template.json").unlink()
+    template = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.chat_template.jinja"
+    shutil.copy(template, folder / "chat_template.jinja")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("thinking", "shown"), [(None, "Rain."), ("Clouds.", "<think>\nClouds.\n</think>\n\nRain.")]
+)
+def test_thinking_is_printed_if_asked_for(thinking, shown):
+    answer = {"text": "Rain.", "thinking": thinking}
+    assert as_text(answer, show_thinking=True) == shown
+    assert as_text(answer, show_thinking=False) == "Rain."
 
 
 def test_a_prompt_is_what_comes_before_the_answer():

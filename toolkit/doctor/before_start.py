@@ -31,6 +31,7 @@ from megatron_vl.training.preflight import (
 )
 from megatron_vl.weights.run_folder import latest
 from toolkit.doctor import Finding, broken, note, ok
+from toolkit.doctor.family import check_family
 from toolkit.doctor.machine import Gpu, check_disk
 
 
@@ -139,6 +140,8 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
         _build(options, config, world_size),
         *_resume(config, spec, dp),
     ]
+    on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
+    report.findings += check_family(config, spec, on_gpus)
     report.findings += [_rows(config, spec, dp), *_start_weights(config, spec)]
     report.findings += [note("run", remark, "") for remark in remarks(config, "cuda" if gpus else "cpu")]
     return report

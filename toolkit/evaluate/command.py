@@ -58,6 +58,7 @@ def _evaluate(given: EvaluateOptions, lmu_data: Path) -> Result:
         checkpoints={role: folder for role, folder in roles.items() if folder is not None},
         judge_url=given.judge_base_url,
         scores=not given.no_scores,
+        thinking=given.thinking,
         video_rules=given.asked_rules(),
         lmu_data=lmu_data,
         **{name: getattr(given, name) for name in same.split()},

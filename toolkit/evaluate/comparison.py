@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megatron_vl.data.chat import read_chat_template
+from megatron_vl.data.thinking import switches_thinking
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.video_rule import exported_video_rule
@@ -32,6 +34,8 @@ MARK = ".megatron-vl-evaluate"
 VLMEVALKIT = "0.0.20"
 PACKAGES = ("ms-vlmeval", "transformers", "torch")
 CLOSED = "confined: it writes only in the work folder,"
+ANSWER, THOUGHT = 256, 32768
+"""Default largest number of tokens of an answer, without and with thinking."""
 HERE = ("localhost", "127.0.0.1", "::1")
 """Host names of this machine."""
 NEEDS_JUDGE = (
@@ -66,7 +70,10 @@ class EvaluationOptions:
     video_rules: dict[str, str] = field(default_factory=dict)
     """Rules for videos that were asked for: ``data.video_positions`` and ``data.video_prompt`` of a run."""
     largest_picture: int = 128_000_000
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
+    """None: ``ANSWER``, or ``THOUGHT`` if the model thinks."""
+    thinking: str | None = None
+    """``on``, ``off`` or None, which leaves it to the chat template."""
     logit_questions: int = 4
     keep_going: bool = False
 
@@ -79,7 +86,8 @@ class Result:
     questions: int
     settings: dict[str, Any]
     checkpoints: dict[str, dict[str, Any]]
-    """Role -> folder, hash, metrics, problem."""
+    """Role -> folder, hash, metrics, problem, and the number of questions (of turns in dialogues) that were
+    not answered because the model was still thinking."""
     gates: list[Gate] = field(default_factory=list)
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Role -> the lines that :mod:`worker` wrote."""
@@ -108,6 +116,11 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
     settings = _settings(options)
     for folder in options.checkpoints.values():
         check_folder(folder)
+        if options.thinking and not switches_thinking(read_chat_template(folder)):
+            raise UsageError(
+                f"--thinking {options.thinking}: the chat template of {folder} has no switch for it"
+                " (enable_thinking); leave out --thinking"
+            )
     settings["video_rules"] = video_rules(options, show)
     work = _prepare(options)
     settings["isolation"] = _isolation(work, bool(options.judge_url))
@@ -128,6 +141,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
                 "sha256": folder_hash(folder),
                 "metrics": {},
                 "problem": "",
+                "unanswered": 0,
             }
             workers.check()
 
@@ -160,6 +174,8 @@ def _answer_and_score(
 
     result.answers = {role: read_answers(work / name) for role, name in names.items()}
     result.questions = int((work / QUESTIONS).read_text())
+    for role, lines in result.answers.items():
+        result.checkpoints[role]["unanswered"] = sum(line["unanswered"] for line in lines)
     result.settings["tables"] = json.loads((work / TABLES).read_text())
 
     original, converted = work / names["original"], work / names["converted"]
@@ -274,7 +290,9 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         "largest_picture": options.largest_picture,
         "video_fps": options.video_fps,
         "video_max_frames": options.video_max_frames,
-        "max_new_tokens": options.max_new_tokens,
+        "thinking": options.thinking,
+        "max_new_tokens": options.max_new_tokens or ANSWER,
+        "max_new_tokens_thinking": options.max_new_tokens or THOUGHT,
         "judge": options.judge,
         "versions": {package: version(package) for package in PACKAGES}
         | {"python": platform.python_version()},
@@ -456,7 +474,7 @@ def _environment(options: EvaluationOptions, work: Path, rank: int) -> dict[str,
     data = work / f"data_{rank}"
     data.mkdir(exist_ok=True)
     hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR "
-    hidden += "LOCAL_LLM FWD_API EVAL_PROXY FORCE_LOCAL"
+    hidden += "LOCAL_LLM FWD_API EVAL_PROXY FORCE_LOCAL SPLIT_THINK"
     environment = {name: value for name, value in os.environ.items() if name not in hidden.split()}
     repository = str(Path(__file__).resolve().parents[2])
     environment |= {"LMUData": str(data), "TMPDIR": str(work / "tmp"), "VLMEVALKIT_USE_MODELSCOPE": "0"}

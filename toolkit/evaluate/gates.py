@@ -69,19 +69,24 @@ def logits(original: Path, converted: Path) -> Gate:
 
 
 def text(original: list[dict[str, Any]], converted: list[dict[str, Any]], questions: int) -> Gate:
-    """Compares the generated answers word for word; for a dialogue, the answers of all turns."""
+    """Compares the generated answers and what was thought before them, word for word; for a dialogue, those
+    of all turns."""
     if not len(original) == len(converted) == questions:
         return Gate("text", False, f"{len(original)} and {len(converted)} answers to {questions} questions")
-    pairs = [(a, b) for a, b in zip(original, converted, strict=True) if a["answer"] != b["answer"]]
-    details = [f"{a['index']}: {_short(a['answer'])!r} against {_short(b['answer'])!r}" for a, b in pairs]
+    details = []
+    for a, b in zip(original, converted, strict=True):
+        differing = [part for part in ("answer", "thinking") if a[part] != b[part]]
+        if differing:
+            x, y = (_short(line[differing[0]]) for line in (a, b))
+            details.append(f"{a['index']}: {x!r} against {y!r}")
     if details:
         return Gate("text", False, f"{len(details)} of {questions} answers differ", details)
     return Gate("text", True, f"{questions} answers identical")
 
 
-def _short(answer: str | list[str]) -> str | list[str]:
-    """The beginning of an answer; for a dialogue, of each turn."""
-    return answer[:200] if isinstance(answer, str) else [turn[:200] for turn in answer]
+def _short(said: str | None | list[str | None]) -> str | list[str]:
+    """The beginning of an answer or of what was thought; for a dialogue, of each turn."""
+    return [(turn or "")[:200] for turn in said] if isinstance(said, list) else (said or "")[:200]
 
 
 def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Gate:

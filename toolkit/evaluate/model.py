@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vl.data.chat import stop_tokens
 from megatron_vl.data.pixels import PixelError, VideoInfo, open_image, probe_video, video_frames
+from megatron_vl.data.thinking import Said, opens_thinking, split_thinking
 from megatron_vl.spec.families import read_spec
 from toolkit.hf import follow_video_positions, load_model, load_processor, video_text
 
@@ -31,9 +33,11 @@ class Checkpoint:
     Args:
         settings: ``dtype``, ``device`` (``cpu``, ``cuda`` or ``auto``: spread over the visible GPUs),
             ``min_pixels`` and ``max_pixels`` of a picture or frame (None: the checkpoint's own),
-            ``max_new_tokens``, ``largest_picture`` in pixels. For videos without their own settings:
-            ``video_fps`` frames per second, at most ``video_max_frames`` (None or left out: the checkpoint's
-            own). Rules for videos: ``video_positions`` and ``video_prompt`` (left out: ``released``).
+            ``max_new_tokens`` of an answer, and of one with thinking ``max_new_tokens_thinking`` (left out:
+            the same), ``thinking`` (``on``, ``off``; None or left out: as the chat template does),
+            ``largest_picture`` in pixels. For videos without their own settings: ``video_fps`` frames per
+            second, at most ``video_max_frames`` (None or left out: the checkpoint's own). Rules for videos:
+            ``video_positions`` and ``video_prompt`` (left out: ``released``).
         roots: folders from which pictures and videos may be read.
     """
 
@@ -62,16 +66,23 @@ class Checkpoint:
             self.model.to(device)
         self.latest: tuple[Any, Any] = (None, None)
         # Released folders set sampling and a repetition penalty; only their end-of-answer tokens are kept.
-        own = self.model.generation_config
-        ends, pad = own.eos_token_id, own.pad_token_id
-        pad = pad if pad is not None else ends[0] if isinstance(ends, list) else ends
+        ends = stop_tokens(folder, self.processor.tokenizer)
+        pad = self.model.generation_config.pad_token_id
         limit = settings["max_new_tokens"]
-        self.generation = GenerationConfig(
-            do_sample=False, max_new_tokens=limit, eos_token_id=ends, pad_token_id=pad
-        )
+        limits = {False: limit, True: settings.get("max_new_tokens_thinking", limit)}
+        common = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[0] if pad is None else pad}
+        self.generation = {
+            thinks: GenerationConfig(max_new_tokens=most, **common) for thinks, most in limits.items()
+        }
+        thinking = settings.get("thinking")
+        self.switch = {"enable_thinking": thinking == "on"} if thinking else {}
 
     def inputs(self, prompt: Prompt) -> Any:
         """The model's inputs: the prompt after the checkpoint's own processor and chat template."""
+        return self._prepared(prompt)[0]
+
+    def _prepared(self, prompt: Prompt) -> tuple[Any, bool]:
+        """The model's inputs, and whether the answer begins by thinking."""
         images: list[Any] = []
         videos: list[tuple[Tensor, Any]] = []
         messages = []
@@ -79,7 +90,9 @@ class Checkpoint:
             content = [self._part(part, images, videos) for part in turn["content"]]
             messages.append({"role": turn["role"], "content": content})
 
-        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self.processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.switch
+        )
         text = video_text(text, self.processor, self.spec, self.prompt_rule)
         more: dict[str, Any] = {"images": images} if images else {}
         if videos:
@@ -92,7 +105,8 @@ class Checkpoint:
             }
             self._limit_frames(max(len(frames) for frames, _ in videos))
 
-        return self.processor(text=[text], return_tensors="pt", **more).to(self.model.device)
+        inputs = self.processor(text=[text], return_tensors="pt", **more).to(self.model.device)
+        return inputs, opens_thinking(text)
 
     def _part(self, part: Part, images: list[Any], videos: list[tuple[Tensor, Any]]) -> dict[str, str]:
         """Converts a part for the chat template; adds pictures and videos to their lists."""
@@ -190,24 +204,25 @@ class Checkpoint:
             "tokens": len(logits),
         }
 
-    def dialogue(self, prompt: Prompt) -> list[str]:
+    def dialogue(self, prompt: Prompt) -> list[Said]:
         """Greedy answers to each of the user's turns; the checkpoint's own answers replace those
-        of the prompt."""
-        said: list[str] = []
+        of the prompt, without what was thought."""
+        said: list[Said] = []
         asked: list[Turn] = []
         for turn in turns(prompt):
             if turn["role"] == "user":
                 asked.append(turn)
                 said.append(self.answer(asked))
-                asked.append({"role": "assistant", "content": [{"type": "text", "value": said[-1]}]})
+                asked.append({"role": "assistant", "content": [{"type": "text", "value": said[-1].answer}]})
         return said
 
     @torch.no_grad()
-    def answer(self, prompt: Prompt) -> str:
+    def answer(self, prompt: Prompt) -> Said:
         """Generates the greedy answer to the last turn."""
-        inputs = self.inputs(prompt)
-        tokens = self.model.generate(**inputs, generation_config=self.generation)
-        return self.processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        inputs, opened = self._prepared(prompt)
+        tokens = self.model.generate(**inputs, generation_config=self.generation[opened])
+        new = tokens[0, inputs["input_ids"].shape[1] :]
+        return split_thinking(self.processor.decode(new, skip_special_tokens=True), opened)
 
 
 def turns(prompt: Prompt) -> list[Turn]:

@@ -59,8 +59,13 @@ class EvaluateOptions(VideoRuleOptions):
     """Frames per second to sample where the data set does not say."""
     video_max_frames: int | None = option(None, metavar="N", shown_default="the checkpoint's")
     """Sample at most N frames when sampling by frames per second."""
-    max_new_tokens: int = option(256, metavar="N")
-    """Generate at most N tokens per answer."""
+    thinking: Literal["on", "off"] | None = option(None, shown_default="what the chat template does")
+    """Whether models think before they answer, for those that leave the choice to the request
+    (enable_thinking of the chat template). What they think is not part of the answer."""
+    max_new_tokens: int | None = option(
+        None, metavar="N", shown_default="256; 32768 if the model thinks, as in VLMEvalKit"
+    )
+    """Generate at most N tokens per answer, including what the model thinks."""
     logit_questions: int = option(4, metavar="N")
     """Compare the logits of N prompts."""
     keep_going: bool = False

@@ -20,6 +20,7 @@ SHOWN = 50
 THUMBNAIL = (160, 120)
 FRAME = (4320, 7680)
 """Height and width in pixels of the largest video frame that is shown."""
+NO_ANSWER = "(no answer: cut off while the model was thinking)"
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 CLASSES = {True: "passed", False: "failed", None: "skipped"}
 
@@ -48,6 +49,8 @@ def print_report(result: Result, out: Path) -> None:
         scores.add_row(name, *(_number(facts["metrics"].get(name)) for facts in result.checkpoints.values()))
     if metric_names(result):
         console.print(scores)
+    for sentence in unanswered(result):
+        console.print(sentence, soft_wrap=True, markup=False)
     left = [gate.name for gate in result.gates if gate.passed is None]
     known = "the converted checkpoint equals the original" + (f" ({', '.join(left)} not run)" if left else "")
     verdict = known if result.passed else "FAILED"
@@ -57,6 +60,17 @@ def print_report(result: Result, out: Path) -> None:
 def metric_names(result: Result) -> list[str]:
     """The metrics of all checkpoints, in the order of first appearance."""
     return list(dict.fromkeys(name for facts in result.checkpoints.values() for name in facts["metrics"]))
+
+
+def unanswered(result: Result) -> list[str]:
+    """Says of each checkpoint how many answers never came."""
+    counts = {role: facts.get("unanswered", 0) for role, facts in result.checkpoints.items()}
+    return [
+        f"{role}: answers cut off while the model was thinking, which count as no answer: {count}. Raise"
+        " --max-new-tokens, or give --thinking off"
+        for role, count in counts.items()
+        if count
+    ]
 
 
 def _number(value: Any) -> str:
@@ -88,6 +102,7 @@ def write_html(result: Result, path: Path) -> None:
         result=result,
         asked=_asked(result),
         metrics=metric_names(result),
+        unanswered=unanswered(result),
         questions=[_question(result, line) for line in lines[:SHOWN]],
         unshown=len(lines) - SHOWN,
         shown=SHOWN,
@@ -118,19 +133,20 @@ def _question(result: Result, line: dict[str, Any]) -> dict[str, Any]:
     index = line["index"]
     answers = []
     for lines in result.answers.values():
-        found = next((other["answer"] for other in lines if other["index"] == index), "missing")
-        answers.append(_spoken(found))
+        found = next((other for other in lines if other["index"] == index), None)
+        answers.append(_spoken(found) if found else "missing")
 
     pictures = [_picture(Path(name)) for name in line["images"][:4]]
     pictures += [_still(Path(name)) for name in line["videos"][:4]]
     return line | {"answers": answers, "pictures": list(map(_thumbnail, pictures))}
 
 
-def _spoken(answer: str | list[str]) -> str:
+def _spoken(line: dict[str, Any]) -> str:
     """An answer as text; a dialogue has one turn per line."""
-    return (
-        answer if isinstance(answer, str) else "\n".join(f"{i}. {turn}" for i, turn in enumerate(answer, 1))
-    )
+    answer = line["answer"]
+    if isinstance(answer, list):
+        return "\n".join(f"{i}. {turn}" for i, turn in enumerate(answer, 1))
+    return NO_ANSWER if line["unanswered"] else answer
 
 
 def _picture(path: Path) -> Image.Image:

@@ -192,18 +192,25 @@ def answer_share(job: dict[str, Any], rank: int, dataset: Any, roots: list[Path]
 
 
 def _line(row: Any, prompt: Any, model: Any) -> dict[str, Any]:
-    """A question and its answer; for a dialogue, the list of all answers."""
+    """A question, its answer and what was thought before it; for a dialogue, the lists of all of them.
+
+    ``unanswered`` counts the answers that never came because the model was still thinking.
+    """
     from toolkit.evaluate.model import is_dialogue, turns
 
     of_user = [turn for turn in turns(prompt) if turn["role"] == "user"]
     parts = [part for turn in of_user for part in turn["content"]]
+    dialogue = is_dialogue(prompt)
+    said = model.dialogue(prompt) if dialogue else [model.answer(prompt)]
     return {
         "index": str(row["index"]),
         "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),
         "images": [str(part["value"]) for part in parts if part["type"] == "image"],
         "videos": [str(part["value"]) for part in parts if part["type"] == "video"],
         "expected": str(row.get("answer", "")),
-        "answer": model.dialogue(prompt) if is_dialogue(prompt) else model.answer(prompt),
+        "answer": [one.answer for one in said] if dialogue else said[0].answer,
+        "thinking": [one.thinking for one in said] if dialogue else said[0].thinking,
+        "unanswered": sum(not one.closed for one in said),
     }
 
 

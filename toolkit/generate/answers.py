@@ -17,6 +17,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.assemble import Sample
 from megatron_vl.data.chat import ChatError, stop_tokens
 from megatron_vl.data.pixels import PixelError
+from megatron_vl.data.thinking import split_thinking
 from megatron_vl.errors import UserError
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.weights.reader import WeightReader
@@ -27,6 +28,8 @@ from toolkit.trained_rules import follow
 
 from .worker import GenerateJob, write_job
 
+ANSWER, THOUGHT = 128, 2048
+"""Default largest number of tokens of an answer, without and with thinking."""
 TOLD = 10
 """Number of unusable records that are named; the others are only counted."""
 
@@ -44,7 +47,10 @@ class GenerateRequest:
     conversations: list[Prompt]
     layout: dict[str, Any] = field(default_factory=dict)
     """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
+    """Largest number of tokens per answer; None: ``ANSWER``, or ``THOUGHT`` if the model thinks."""
+    think: bool | None = None
+    """Whether the model thinks; None leaves it to the chat template."""
     dtype: str = "float32"
     platform: str = "cpu"
     batch: int = 8
@@ -57,7 +63,9 @@ class GenerateRequest:
 def run_generate(
     request: GenerateRequest, say: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """{"text", "tokens", "prompt_tokens"} of each conversation's next turn.
+    """{"text", "thinking", "tokens", "prompt_tokens", "finished"} of each conversation's next turn.
+
+    ``text`` is what :func:`split_thinking` leaves, ``tokens`` is everything.
 
     Raises:
         UserError, FileNotFoundError: the processes failed, or the request is impossible.
@@ -70,7 +78,10 @@ def run_generate(
         raise UserError(f"--checkpoint {request.checkpoint} holds a different model than --hf {request.hf}")
 
     layout = make_layout(spec, **request.layout)
-    samples = _encode(encoder, request.conversations)
+    samples = _encode(encoder, request.conversations, request.think)
+    opened = [encoder.begins_by_thinking(sample) for sample in samples]
+    most = request.max_new_tokens or (THOUGHT if any(opened) else ANSWER)
+    stop = stop_tokens(request.hf, encoder.chat.tokenizer)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
         work = Path(folder)
         write_samples(samples, work / "samples.safetensors")
@@ -79,8 +90,8 @@ def run_generate(
             checkpoint=str(request.checkpoint),
             samples=str(work / "samples.safetensors"),
             layout=request.layout,
-            max_new_tokens=request.max_new_tokens,
-            stop=stop_tokens(request.hf),
+            max_new_tokens=most,
+            stop=stop,
             dtype=request.dtype,
             platform=request.platform,
             batch=request.batch,
@@ -104,11 +115,32 @@ def run_generate(
 
         answers: list[list[int]] = json.loads((work / "answers.json").read_text())
 
-    decode = encoder.chat.tokenizer.decode
-    return [
-        {"text": decode(tokens, skip_special_tokens=True), "tokens": tokens, "prompt_tokens": len(sample)}
-        for tokens, sample in zip(answers, samples, strict=True)
-    ]
+    found = []
+    for tokens, sample, begun in zip(answers, samples, opened, strict=True):
+        said = split_thinking(encoder.chat.tokenizer.decode(tokens, skip_special_tokens=True), begun)
+        finished = tokens[-1] in stop
+        found.append(
+            {
+                "text": said.answer,
+                "thinking": said.thinking,
+                "tokens": tokens,
+                "prompt_tokens": len(sample),
+                "finished": finished,
+            }
+        )
+        if not said.closed:
+            say(_unanswered(len(found), most, finished))
+    return found
+
+
+def _unanswered(number: int, most: int, finished: bool) -> str:
+    """What is said of an answer that never came."""
+    if finished:
+        return f"answer {number} is empty: the model ended its turn while it was thinking"
+    return (
+        f"answer {number} is empty: the model was still thinking after {most} tokens;"
+        " raise --max-new-tokens, or give --thinking off"
+    )
 
 
 def video_rules(
@@ -130,14 +162,14 @@ def video_rules(
     return follow(folder, trained, asked, say)
 
 
-def _encode(encoder: SampleEncoder, prompts: list[Prompt]) -> list[Sample]:
+def _encode(encoder: SampleEncoder, prompts: list[Prompt], think: bool | None) -> list[Sample]:
     """Encodes the prompts. Raises UserError, which names the prompts that the model cannot take."""
     samples = []
     wrong = _Wrong()
     for conversation, root, source in prompts:
         try:
             media = [(kind, describe(ref), read_media(kind, ref, root)) for kind, ref in conversation.media]
-            samples.append(encoder.prompt(conversation.messages, media, conversation.tools))
+            samples.append(encoder.prompt(conversation.messages, media, conversation.tools, think))
         except (RecordError, ChatError, PixelError) as error:
             wrong.add(source, error)
     wrong.tell()

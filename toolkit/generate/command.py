@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from toolkit.device import chosen_platform
 
@@ -40,6 +41,7 @@ def generate(options: GenerateOptions) -> int:
             "etp": options.etp,
         },
         max_new_tokens=options.max_new_tokens,
+        think={"on": True, "off": False, None: None}[options.thinking],
         dtype=options.dtype or ("bfloat16" if platform == "cuda" else "float32"),
         platform=platform,
         batch=options.batch,
@@ -56,10 +58,17 @@ def generate(options: GenerateOptions) -> int:
         return 0
 
     for number, answer in enumerate(answers, 1):
-        text = _shown(answer["text"])
+        text = _shown(as_text(answer, options.show_thinking))
         print(f"[{number}] {text}" if len(answers) > 1 else text)
 
     return 0
+
+
+def as_text(answer: dict[str, Any], show_thinking: bool) -> str:
+    """An answer of :func:`run_generate` as it is printed."""
+    if answer["thinking"] is None or not show_thinking:
+        return answer["text"]
+    return f"<think>\n{answer['thinking']}\n</think>\n\n{answer['text']}"
 
 
 def _shown(text: str) -> str:

@@ -12,8 +12,11 @@ from toolkit.video_rules import VideoRuleOptions
 
 NOTES = """
 The answer is greedy: it takes the likeliest token each time, until a token ends the turn
-(generation_config.json) or --max-new-tokens is reached. In float32 it equals that of transformers'
-generate(do_sample=False, repetition_penalty=1.0), token for token. Each rank keeps the keys and
+(generation_config.json; without that file, config.json and the tokenizer say which tokens do) or
+--max-new-tokens is reached. The sampling that generation_config.json sets is not used. In float32
+the answer equals that of transformers' generate(do_sample=False, repetition_penalty=1.0), token for
+token. What a model thinks is not part of its answer; an answer that ends while the model still
+thinks is empty. Each rank keeps the keys and
 values of earlier tokens (4 x layers x key/value heads x head dimension bytes per token in bfloat16,
 divided by tp x pp) and encodes each picture once. Prompts are answered --batch at a time. A
 checkpoint in another layout need not be split first. The command starts one process per rank on
@@ -44,8 +47,15 @@ class GenerateOptions(VideoRuleOptions):
     """Video for --prompt. May be repeated."""
     media_root: Path | None = option(None, metavar="DIR", shown_default="the file's folder")
     """Folder with the media of --prompt-file."""
-    max_new_tokens: int = option(128, metavar="N", least=1)
-    """Generate at most N tokens per answer."""
+    max_new_tokens: int | None = option(
+        None, metavar="N", least=1, shown_default="128; 2048 if the model thinks"
+    )
+    """Generate at most N tokens per answer, including what the model thinks."""
+    thinking: Literal["on", "off"] | None = option(None, shown_default="what the chat template does")
+    """Whether the model thinks before it answers, for models that leave the choice to the request
+    (enable_thinking of the chat template)."""
+    show_thinking: bool = False
+    """Also print what the model thinks."""
     tp: int = option(1, metavar="T", least=1)
     """Tensor parallel size in ranks."""
     pp: int = option(1, metavar="P", least=1)
@@ -69,7 +79,8 @@ class GenerateOptions(VideoRuleOptions):
     video_max_frames: int = option(32, metavar="N", least=1)
     """Take at most N frames of a video."""
     json: bool = False
-    """Print JSON with text, tokens and prompt_tokens of each answer."""
+    """Print JSON with text, thinking (null without any), tokens, prompt_tokens and finished (false if
+    --max-new-tokens ended it) of each answer."""
 
     def check(self) -> None:
         exactly_one(self, "prompt", "prompt_file")

@@ -1,0 +1,57 @@
+"""What linear attention keeps for its backward pass, in bytes for each token, counted with autograd's hooks.
+
+    TRITON_INTERPRET=1 python -m tests.planning.saved_by_linear_attention KEY_HEADS VALUE_HEADS WIDTH TOKENS
+
+Convolution, rule and norm are the Triton kernels, in Triton's interpreter and in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vl.models.gated_delta_net import GatedDeltaNet, GatedNorm
+from tests.kernels.triton_checks import fix_interpreter
+
+
+def layer(key_heads: int, value_heads: int, width: int) -> GatedDeltaNet:
+    """The inside of a layer, between its two linears."""
+    made = GatedDeltaNet.__new__(GatedDeltaNet)
+    nn.Module.__init__(made)
+    keys, values = key_heads * width, value_heads * width
+    made.key_heads, made.value_heads = key_heads, value_heads
+    made.channels = (keys, keys, values)
+    made.sections = (2 * keys + values, values, value_heads, value_heads)
+    made.config = SimpleNamespace(sequence_parallel=True)
+    made.conv1d = nn.Module()
+    made.conv1d.weight = nn.Parameter(torch.randn(2 * keys + values, 1, 4))
+    made.A_log, made.dt_bias = nn.Parameter(torch.zeros(value_heads)), nn.Parameter(torch.ones(value_heads))
+    made.out_norm = GatedNorm(width, 1e-6, sequence_parallel=True)
+    return made
+
+
+def saved_bytes(made: GatedDeltaNet, tokens: int) -> int:
+    """Bytes of all tensors that are kept, parameters left out. Views of one tensor count once."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    projected = torch.randn(tokens, sum(made.sections), requires_grad=True)
+    segments = (torch.arange(tokens) >= tokens // 3).int()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = made._mix(projected, segments)
+    keep(out)  # the input of the linear that follows
+    for parameter in made.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+if __name__ == "__main__":
+    fix_interpreter()
+    heads, more, size, length = map(int, sys.argv[1:])
+    print(saved_bytes(layer(heads, more, size), length) / length)
