@@ -8,6 +8,7 @@ number. Nothing depends on ranks or processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ def _mixed(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
         return mixed ^ (mixed >> np.uint64(31))
 
 
+@lru_cache(maxsize=1024)
 def key_of(*numbers: int) -> int:
     """A key of 64 bits that depends on every number and on their order."""
     key = 0
